@@ -57,7 +57,7 @@ def make_step(case: Case, wait: bool) -> TrainStep:
 
 def has_switched(step: TrainStep) -> bool:
     captured = step._step._step
-    return captured is not None and bool(captured.agreed)
+    return captured is not None and bool(captured.verified)
 
 
 def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:

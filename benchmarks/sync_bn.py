@@ -24,7 +24,7 @@ from torch import nn
 from report import environment_info, table, write_result
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-VARIANTS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
+VARIANTS = {"two per direction": 0, "one per direction": sync_batchnorm._MAX_GATHERED_VALUES}
 STEPS = 4
 
 
@@ -48,7 +48,7 @@ def process(rank: int, rounds: int, folder: str) -> None:
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for index in range(rounds + 1):  # the first round is a warm-up
         for variant, max_values in VARIANTS.items():
-            sync_batchnorm._ONE_MESSAGE = max_values
+            sync_batchnorm._MAX_GATHERED_VALUES = max_values
             milliseconds = steps(net, images)
             if index:
                 times[variant].append(milliseconds)

@@ -40,7 +40,7 @@ def train(asked):
         step._step.background = After(asked)
     for x, y in [*batches(), *batches()]:
         step((x[mine], y[mine]))
-        by_graph.append(bool(asked and step._step._step and step._step._step.agreed))
+        by_graph.append(bool(asked and step._step._step and step._step._step.verified))
     return dict(model.state_dict()), by_graph
 
 

@@ -61,11 +61,11 @@ def eager(folder):
 
 def eager_on_many(folder):
     """Use two collectives, as with many ranks."""
-    most, sync_batchnorm._ONE_MESSAGE = sync_batchnorm._ONE_MESSAGE, 1
+    most, sync_batchnorm._MAX_GATHERED_VALUES = sync_batchnorm._MAX_GATHERED_VALUES, 1
     try:
         return eager(folder)
     finally:
-        sync_batchnorm._ONE_MESSAGE = most
+        sync_batchnorm._MAX_GATHERED_VALUES = most
 
 
 def fullgraph(folder):

@@ -211,7 +211,7 @@ def _in_force(runner, record, backend):
     found = {
         "bf16": record.seen("eps") == {torch.finfo(torch.bfloat16).eps},
         "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},
-        "compile=step": one_graph and step._step.agreed == {optim.accumulative_counts == 1, True},
+        "compile=step": one_graph and step._step.verified == {optim.accumulative_counts == 1, True},
         "compile=model": not isinstance(step, GraphStep) and core._compiled_call_impl is not None,
         "EMA": any(isinstance(average, ScheduledEMA) for average in averages),
         "SyncBN": any(isinstance(module, SyncBatchNorm) for module in core.modules()),

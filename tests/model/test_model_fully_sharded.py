@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.model.wrappers.fully_sharded import FullyShardedOptions, _blocks, whole_weights
+from slipstream.model.wrappers.fully_sharded import FullyShardedOptions, _blocks, full_weights
 
 
 class Block(nn.Module):
@@ -68,5 +68,5 @@ def test_block_with_a_shared_weight_is_not_a_unit():
 def test_whole_weights_does_not_change_an_unsharded_model():
     model = Net()
     weight = model.stem.weight
-    with whole_weights(model):
+    with full_weights(model):
         assert model.stem.weight is weight

@@ -392,7 +392,7 @@ def test_process_settings_are_restored_when_the_step_is_deleted(monkeypatch):
         yield
         seen.append("off")
 
-    monkeypatch.setattr("slipstream.speed.accelerate.switches", switch)
+    monkeypatch.setattr("slipstream.speed.accelerate.process_settings", switch)
     model = net()
     step = slipstream.accelerate(
         model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={}

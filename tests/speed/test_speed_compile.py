@@ -242,7 +242,7 @@ def test_varying_batch_and_image_sizes_require_few_graphs(dynamic, most, last, s
     summary = report.finish()
     torch.testing.assert_close(ours, train_on_ragged_batches(eager, last, sizes))
     assert 2 <= summary.graphs <= most
-    assert not summary.troubled
+    assert not summary.has_problems
     assert warnings == []
 
 

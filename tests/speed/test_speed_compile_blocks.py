@@ -84,7 +84,7 @@ def test_blocks_of_many_widths_remain_compiled():
     report = CompileReport(len(widths))
     report.start()
     torch.testing.assert_close(fit(model), fit(eager))
-    assert not report.finish().troubled
+    assert not report.finish().has_problems
     assert warnings == []
     assert counting.calls == 6 * len(widths)
 

@@ -95,7 +95,7 @@ def exceeding(monkeypatch):
         class Mock:
             started = 0
 
-            def __init__(self, limit, waits):
+            def __init__(self, limit, wait):
                 self.exceeded = False
 
             def start(self, work):
@@ -200,7 +200,7 @@ def test_checkpointed_blocks_are_recomputed_with_the_code_of_the_forward_pass(mo
     class Ends:
         exceeded, asked = False, 0
 
-        def __init__(self, limit, waits):
+        def __init__(self, limit, wait):
             pass
 
         def start(self, work):

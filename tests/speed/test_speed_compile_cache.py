@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.speed.compile import CompileOptions
-from slipstream.speed.compile_cache import cache_folder, folder_now, use_cache
+from slipstream.speed.compile_cache import cache_folder, set_cache_folder, use_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -186,8 +186,8 @@ def test_step_compiles_into_the_folder_of_its_run(monkeypatch, others):
     monkeypatch.delenv(VARIABLE, raising=False)
     if others is not None:
         monkeypatch.setenv(VARIABLE, others)
-    with folder_now("own"):
+    with set_cache_folder("own"):
         assert os.environ[VARIABLE] == "own"
     assert os.environ.get(VARIABLE) == others
-    with folder_now(None):
+    with set_cache_folder(None):
         assert os.environ.get(VARIABLE) == others

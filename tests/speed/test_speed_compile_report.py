@@ -59,14 +59,14 @@ def test_report_without_problems_is_one_line():
     summary = reported(lambda: [module(torch.ones(n)) for n in (2, 2, 3, 4)])
     assert (summary.graphs, summary.breaks, summary.skipped, summary.eager) == (2, {}, {}, {})
     assert list(summary.recompiles.values()) == [1]
-    assert not summary.troubled
+    assert not summary.has_problems
     assert summary.text() == "torch.compile: 2 graphs, no graph breaks, 1 recompile, no skipped CUDA graphs"
 
 
 def test_graph_break_is_reported_with_its_line():
     module = compiled(Printing)
     summary = reported(lambda: module(torch.ones(2)))
-    assert summary.troubled
+    assert summary.has_problems
     assert summary.graphs == 2
     assert summary.text().splitlines() == [
         "torch.compile: 2 graphs, 1 graph break, no recompiles, no skipped CUDA graphs",
@@ -77,10 +77,10 @@ def test_graph_break_is_reported_with_its_line():
 def test_unexpected_recompiles_are_reported_with_their_cause():
     module = compiled(Halves, dynamic=False)
     few = reported(lambda: [module(torch.ones(n)) for n in range(2, 7)])
-    assert (sum(few.recompiles.values()), few.unexpected, few.troubled) == (4, 0, False)
+    assert (sum(few.recompiles.values()), few.unexpected, few.has_problems) == (4, 0, False)
     torch._dynamo.reset()
     many = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)])
-    assert (sum(many.recompiles.values()), many.unexpected, many.troubled) == (6, 2, True)
+    assert (sum(many.recompiles.values()), many.unexpected, many.has_problems) == (6, 2, True)
     assert "6 recompiles (2 more than expected)" in many.text()
     assert (
         f"  recompiled: {line(Halves, 0)} forward: tensor 'x' size mismatch at index 0. expected 7, actual 8"
@@ -91,14 +91,14 @@ def test_unexpected_recompiles_are_reported_with_their_cause():
 def test_one_compilation_per_different_block_is_expected():
     module = compiled(Halves, dynamic=False)
     summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)], kinds=2)
-    assert not summary.troubled
+    assert not summary.has_problems
 
 
 def test_recompile_limit_is_reported():
     module = compiled(Halves, dynamic=False)
     summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
     assert summary.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
-    assert summary.troubled
+    assert summary.has_problems
     assert "recompile limit reached, so later calls ran eagerly: tensor 'x'" in summary.text()
 
 
@@ -157,7 +157,7 @@ def test_skipped_cuda_graphs_are_counted_with_their_reasons():
         log_cudagraph_skip_and_bump_counter("at run time, where no compilation is recorded")
 
     summary = reported(work)
-    assert summary.troubled
+    assert summary.has_problems
     assert summary.skipped == {
         "skipping cudagraphs due to cpu device (x)": 1,
         "at run time; set TORCH_LOGS=cudagraphs to see the reasons": 1,

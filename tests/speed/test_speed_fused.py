@@ -210,7 +210,7 @@ def test_step_counts_are_moved_to_the_host(fused, monkeypatch):
     train(wrapper, net, batches(2))
     fuse(wrapper.optimizer, fused)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: "on the host")  # simulate a state on another device
-    state = kernels_module.with_own_kernels(wrapper.optimizer, wrapper.state_dict())["state"]
+    state = kernels_module.replace_kernel_options(wrapper.optimizer, wrapper.state_dict())["state"]
     assert [values["step"] == "on the host" for values in state.values()] == [not fused] * 4
     assert all(isinstance(values["exp_avg"], torch.Tensor) for values in state.values())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from slipstream.speed.overlap import OVERLAP, SendEarly, send_early
+from slipstream.speed.overlap import OVERLAP_OPTIONS, SendEarly, send_early
 
 AFTER = "bucket sent after the next gradient"
 
@@ -82,6 +82,6 @@ def test_graph_without_communication_does_not_change():
 
 
 def test_compiled_code_with_the_pass_can_be_cached():
-    one = OVERLAP["post_grad_custom_post_pass"]
+    one = OVERLAP_OPTIONS["post_grad_custom_post_pass"]
     assert one.uuid() == SendEarly().uuid()
     pickle.dumps(one.uuid())

@@ -169,7 +169,7 @@ def test_every_choice_of_auto_is_an_option_and_has_a_reason():
     for capabilities in (CPU, H100, V100):
         for choice in choose(capabilities):
             assert choice.option in SpeedPlan.options()
-            assert choice.why
+            assert choice.reason
 
 
 # ---- invalid plans ----------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from slipstream.hooks import GcHook, Hook
 from slipstream.runner import Runner
 from slipstream.speed import process
 from slipstream.speed.process import (
+    cuda_settings,
     cudnn_benchmark,
     expandable_segments,
-    process_switches,
+    read_bool,
     read_gc,
-    read_switch,
 )
 from tiny_runs import loader, run, training, validation
 
@@ -36,7 +36,7 @@ def _restore_settings():
 
 def test_settings_are_restored_after_the_context():
     before = torch.backends.cudnn.benchmark
-    with process_switches(benchmark=True, expandable=True, warn=pytest.fail):
+    with cuda_settings(benchmark=True, expandable=True, warn=pytest.fail):
         assert torch.backends.cudnn.benchmark is True
         assert settings() == "expandable_segments:True"
     assert torch.backends.cudnn.benchmark is before
@@ -45,7 +45,7 @@ def test_settings_are_restored_after_the_context():
 
 def test_disabled_settings_do_not_change():
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
-    with process_switches(benchmark=False, expandable=False, warn=pytest.fail):
+    with cuda_settings(benchmark=False, expandable=False, warn=pytest.fail):
         assert torch.backends.cudnn.benchmark is False
         assert settings() == "max_split_size_mb:64"
 
@@ -102,8 +102,8 @@ def test_deterministic_runs_disable_cudnn_benchmark():
 
 
 def test_option_values_are_read():
-    assert read_switch(None, "x") is read_switch(False, "x") is False
-    assert read_switch(True, "x") is True
+    assert read_bool(None, "x") is read_bool(False, "x") is False
+    assert read_bool(True, "x") is True
     assert read_gc(None) is read_gc(False) is None
     assert read_gc(500) == 500
 
@@ -117,7 +117,7 @@ def test_invalid_gc_interval_raises_an_error(value):
 @pytest.mark.parametrize("value", [1, "yes"])
 def test_invalid_switch_raises_an_error(value):
     with pytest.raises(ConfigError, match=r"^cudnn_benchmark: must be True or False"):
-        read_switch(value, "cudnn_benchmark")
+        read_bool(value, "cudnn_benchmark")
 
 
 # ---- garbage collection ------------------------------------------------------------------------------

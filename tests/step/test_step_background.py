@@ -155,7 +155,7 @@ def test_child_does_not_affect_the_files_sockets_and_signals_of_the_parent(tmp_p
 
 @needs_fork
 def test_work_ends_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(background, "_LIMIT", 0.2)
+    monkeypatch.setattr(background, "_DEFAULT_LIMIT", 0.2)
     compiler = BackgroundCompiler()
     compiler.start(lambda: time.sleep(60))
     assert not compiler.done()
@@ -167,12 +167,12 @@ def test_work_ends_after_the_timeout(monkeypatch):
 
 @needs_fork
 def test_start_can_wait_until_the_work_or_its_time_limit_ends():
-    compiler = BackgroundCompiler(limit=30, waits=True)
+    compiler = BackgroundCompiler(limit=30, wait=True)
     compiler.start(lambda: time.sleep(0.2))
     assert not compiler.started
     assert compiler.seconds >= 0.2
     assert not compiler.exceeded
-    compiler = BackgroundCompiler(limit=0.2, waits=True)
+    compiler = BackgroundCompiler(limit=0.2, wait=True)
     compiler.start(lambda: time.sleep(60))
     assert compiler.exceeded
     compiler.limit = 30  # a large process takes more than 0.2 s to fork on a busy machine
@@ -321,7 +321,7 @@ def test_child_does_not_change_weights_in_shared_memory():
         step(inputs)
         compiler = step._step.background
         wait_for(lambda compiler=compiler: compiler._pid is None or has_ended(compiler._pid), 60)
-    assert step._step._step.agreed
+    assert step._step._step.verified
     expected = by_hand(batches)
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-13)
 
@@ -476,7 +476,7 @@ def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
         batches.append(batch(len(batches)))
         step(batches[-1])
         captured = step._step._step
-        after += captured is not None and bool(captured.agreed)
+        after += captured is not None and bool(captured.verified)
     assert len(batches) > 10
     found = torch._dynamo.utils.counters
     assert found["inductor"]["fxgraph_cache_miss"] == 0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from slipstream.step.leaves import cloned, leaves_of, structure_of
+from slipstream.step.leaves import clone_tensors, leaves_of, structure_of
 
 Pair = namedtuple("Pair", "first second")
 TENSOR = torch.zeros(2)
@@ -77,7 +77,7 @@ def test_copies_do_not_share_memory_with_the_outputs_of_a_graph():
     item = Item("a.png", scores=static[0], inner=Item("box", box=[static[1]]), count=3)
     scores = Scores({"x": static[2]}, item)
     item.scores_of = scores  # a cycle
-    copied = cloned({"loss": static[3], "items": (item, scores), "pair": Pair(static[4], "text")})
+    copied = clone_tensors({"loss": static[3], "items": (item, scores), "pair": Pair(static[4], "text")})
     for tensor in static:
         tensor.fill_(-1)
     # the objects are changed in place, because they can also belong to the inputs

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.step.numerics import LossScale, Scalar, all_finite, keep_unless
+from slipstream.step.numerics import LossScale, Scalar, all_finite, restore_unless
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,9 @@ def test_largest_representable_numbers_count_as_finite():
 
 def test_keep_unless_restores_tensors_in_place():
     tensors, before = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.zeros(3)]
-    keep_unless(torch.tensor(True), tensors, before)
+    restore_unless(torch.tensor(True), tensors, before)
     assert all(bool(t.all()) for t in tensors)
-    keep_unless(torch.tensor(False), tensors, before)
+    restore_unless(torch.tensor(False), tensors, before)
     assert not any(bool(t.any()) for t in tensors)
 
 

@@ -12,7 +12,7 @@ from slipstream import accelerate
 from slipstream.errors import ModelError
 from slipstream.optim import OptimWrapper
 from slipstream.step import trained_parameters
-from slipstream.step.trained_parameters import checking_parameters
+from slipstream.step.trained_parameters import add_parameter_check
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ BATCH = (torch.ones(2, 3), torch.tensor([0, 1]))
 def test_parameters_are_not_checked_on_devices_that_do_not_replace_them():
     model = nn.Linear(3, 2)
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert checking_parameters(len, model, optim) is len
+    assert add_parameter_check(len, model, optim) is len
 
 
 @pytest.mark.usefixtures("_replacing")

@@ -9,7 +9,7 @@ from graphs import batches, net
 from torch import nn
 
 from slipstream.step.reference import copies, interpret
-from slipstream.step.verification import Compiled, Verification, VerificationNeeded, WrongNumbersError
+from slipstream.step.verification import CompiledGraph, Verification, VerificationNeeded, WrongNumbersError
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def capture(model, batch, change=None):
             torch._foreach_sub_(params, torch._foreach_mul(grads, 0.1))
 
     def backend(graph, inputs):
-        return Compiled(graph, (change or (lambda run: run))(graph.forward), verified=False)
+        return CompiledGraph(graph, (change or (lambda run: run))(graph.forward), verified=False)
 
     with (
         torch._dynamo.config.patch(trace_autograd_ops=True),
@@ -152,7 +152,7 @@ def test_autocast_is_compared_with_float64():
 
     with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(BaseException) as caught:  # noqa: PT011
         torch.compile(
-            step, fullgraph=True, backend=lambda graph, _: Compiled(graph, graph.forward, verified=False)
+            step, fullgraph=True, backend=lambda graph, _: CompiledGraph(graph, graph.forward, verified=False)
         )(x, y)
     verification = Verification(caught.value, torch.device("cpu"), {})
     exact = copies(caught.value.inputs, torch.float64)

@@ -114,9 +114,9 @@ class EMAHook(Hook):
         self._part = AveragePart(
             average,
             self.model,
-            done=lambda: runner.iter,
+            batch_count=lambda: runner.iter,
             ends_window=lambda batch: batch % _accumulation(runner) == 0 or batch == runner.max_iters,
-            begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
+            has_begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
             on_host=guarded or mesh_of(self.model) is not None,
         )
         self._in_step = isinstance(runner.step, EagerStep | GraphStep)

@@ -19,7 +19,7 @@ from slipstream.dist import all_reduce_params
 from slipstream.dist.sharding import local_shard, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.registry import MODELS
-from slipstream.step.average import copied_to
+from slipstream.step.average import copy_to
 from slipstream.typecheck import PositiveInt, check
 
 __all__ = [
@@ -76,7 +76,7 @@ class BaseAveragedModel(nn.Module):
         self.update_buffers = update_buffers
         self.steps = 0
         self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
-        self._cached: tuple[nn.Module, _Averaged, _Averaged] | None = None
+        self._cached: tuple[nn.Module, _AveragedTensors, _AveragedTensors] | None = None
 
     def weight(self, step: int) -> float:
         """Return the coefficient of the model's current weights in update `step`."""
@@ -113,16 +113,16 @@ class BaseAveragedModel(nn.Module):
             return
         average, current = self.pairs(model)
         if self.device is not None:
-            current = copied_to(torch.device(self.device), current)
+            current = copy_to(torch.device(self.device), current)
         torch._foreach_lerp_(average, current, weight)
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy the model's buffers that are not averaged. Call this method before using or saving the average."""
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
-        for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
-            if id(mine) not in averaged:
-                mine.copy_(theirs)
+        for average, current in zip(self.module.buffers(), model.buffers(), strict=True):
+            if id(average) not in averaged:
+                average.copy_(current)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -138,13 +138,13 @@ class BaseAveragedModel(nn.Module):
         """
         # FSDP2 keeps references to the storages of sharded weights, and a captured graph stores their addresses.
         in_place = mesh_of(model) is not None
-        for mine, theirs in zip(*self.pairs(model), strict=True):
-            if in_place or mine.device != theirs.device:
-                kept = theirs.clone()
-                theirs.copy_(mine)
-                mine.copy_(kept)
+        for average, current in zip(*self.pairs(model), strict=True):
+            if in_place or average.device != current.device:
+                previous = current.clone()
+                current.copy_(average)
+                average.copy_(previous)
             else:
-                mine.data, theirs.data = theirs.data, mine.data
+                average.data, current.data = current.data, average.data
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""
@@ -163,7 +163,7 @@ class BaseAveragedModel(nn.Module):
             self._cached = cached
         return cached[1].tensors(), cached[2].tensors()
 
-    def _averaged(self, model: nn.Module) -> _Averaged:
+    def _averaged(self, model: nn.Module) -> _AveragedTensors:
         buffers = [
             (module, name)
             for module in model.modules()
@@ -177,7 +177,7 @@ class BaseAveragedModel(nn.Module):
             *(module._modules for module in modules),
             *(module._parameters for module in modules),
         ]
-        return _Averaged(
+        return _AveragedTensors(
             [local_shard(param) for param in model.parameters()], averaged, owned, _values(owned)
         )
 
@@ -196,7 +196,7 @@ class BaseAveragedModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Averaged:
+class _AveragedTensors:
     """The tensors of a model that are averaged."""
 
     params: list[Tensor]
@@ -209,8 +209,8 @@ class _Averaged:
 
     def is_current(self) -> bool:
         """Return whether all modules and parameters are still the same objects."""
-        now = _values(self.owned)
-        return len(now) == len(self.values) and all(map(is_, now, self.values))
+        current = _values(self.owned)
+        return len(current) == len(self.values) and all(map(is_, current, self.values))
 
     def tensors(self) -> list[Tensor]:
         """Return the current tensors."""

@@ -97,8 +97,8 @@ def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         signature.bind(*args, **kwargs, mode="loss")
     except TypeError:
         expected = [name for name in signature.parameters if name != "mode"]
-        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} element{'s' * (len(args) != 1)}"
+        content = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} element{'s' * (len(args) != 1)}"
         raise DataError(
-            f"the batch has {found}, but {type(inner).__name__}.forward accepts {expected} (and mode); "
+            f"the batch has {content}, but {type(inner).__name__}.forward accepts {expected} (and mode); "
             "change the dataset's output or the arguments of forward"
         ) from error

@@ -50,7 +50,7 @@ class BaseDataPreprocessor(nn.Module):
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
             moved = [self.cast_data(value) for value in data]
-            return moved if type(data) is list else _like(data, moved)
+            return moved if type(data) is list else _sequence_like(data, moved)
         if isinstance(data, Mapping):
             return apply_device_transforms({key: self.cast_data(value) for key, value in data.items()})
         return data.to(self._device) if hasattr(data, "to") else data
@@ -62,7 +62,7 @@ class BaseDataPreprocessor(nn.Module):
         return self
 
 
-def _like(data: Any, values: list[Any]) -> Any:
+def _sequence_like(data: Any, values: list[Any]) -> Any:
     """Return `values` as a sequence of the same type as `data`, which may be a named tuple."""
     return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
 

@@ -35,16 +35,16 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     if wrong.any():
         values = torch.unique(targets[wrong])[:5].tolist()
         sample = int(wrong.nonzero()[0, 0])
-        found = f"{', '.join(map(str, values))} (first in sample {sample} of the batch)"
-        raise wrong_label(loss, scores, found)
+        description = f"{', '.join(map(str, values))} (first in sample {sample} of the batch)"
+        raise wrong_label(loss, scores, description)
 
 
-def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
+def wrong_label(loss: nn.Module, scores: Tensor, description: str) -> DataError:
     """Return the error for targets that are not among the network's classes."""
     ignored = getattr(loss, "ignore_index", None)
     ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
     return DataError(
-        f"a target is not one of the network's classes: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
-        "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value "
-        "used for targets without a class, including padding (fill_mask)"
+        f"a target is not one of the network's classes: {description}; the classes are 0 to {scores.shape[1] - 1}"
+        f"{ignores}. Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to "
+        "the value used for targets without a class, including padding (fill_mask)"
     )

@@ -16,13 +16,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slipstream.dist import all_reduce, get_dist_info, get_world_size, traceable_sum
 from slipstream.errors import ModelError
 
-__all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm", "summing"]
+__all__ = [
+    "SyncBatchNorm",
+    "all_reduce_override",
+    "average_batchnorm",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+]
 
-_ONE_MESSAGE = 2**18  # maximum number of values for which one large collective is faster than two small ones
+_MAX_GATHERED_VALUES = 2**18
+"""Maximum number of values for which one large collective is faster than two small ones."""
 
 _Send = Callable[[Tensor], Tensor]
 
-summing: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar("summing", default=None)
+all_reduce_override: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar(
+    "all_reduce_override", default=None
+)
 """Replacement for the all-reduce in eager forward passes, called with the values and the all-reduce function.
 Activation checkpointing sets this variable to reuse the sums of the first forward pass."""
 
@@ -53,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
         if input.dtype not in (torch.float16, torch.bfloat16):
             return self._normalize(input)
         x = input.float()
-        with nullcontext() if torch.compiler.is_compiling() else _saving(input, instead_of=x):
+        with nullcontext() if torch.compiler.is_compiling() else _save_in_low_precision(input, full=x):
             return self._normalize(x).to(input.dtype)
 
     def _normalize(self, x: Tensor) -> Tensor:
@@ -86,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @contextmanager
-def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
+def _save_in_low_precision(low: Tensor, full: Tensor) -> Iterator[None]:
     """Save `low` for the backward pass instead of its float32 copy, which uses twice the memory.
 
     Other saved-tensor hooks, such as those of activation checkpointing, take precedence.
@@ -95,7 +104,7 @@ def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
         yield
         return
     low, version = low.detach(), low._version
-    storage, shape = instead_of.untyped_storage()._cdata, instead_of.shape
+    storage, shape = full.untyped_storage()._cdata, full.shape
 
     def pack(tensor: Tensor) -> Tensor | None:
         return None if tensor.untyped_storage()._cdata == storage and tensor.shape == shape else tensor
@@ -122,7 +131,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     else:  # keep the dependency on x, because the other ranks' backward passes wait for this rank's backward pass
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
+    if get_world_size() * (2 * len(mean) + 1) <= _MAX_GATHERED_VALUES:
         return _merge_gathered(mean, var, count)
     return _merge_summed(mean, var, count)
 
@@ -143,13 +152,13 @@ def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Ten
     """Merge the moments with two collectives in each direction; their size is independent of the world size."""
     sums = _sum_over_ranks(torch.cat([mean * count, count]))
     total = sums[-1:].detach()
-    whole_mean = sums[:-1] / total
-    squares = (var + (mean - whole_mean).square()) * count
-    return whole_mean, _sum_over_ranks(squares) / total, total
+    global_mean = sums[:-1] / total
+    squares = (var + (mean - global_mean).square()) * count
+    return global_mean, _sum_over_ranks(squares) / total, total
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or (replacement := summing.get()) is None:
+    if torch.compiler.is_compiling() or (replacement := all_reduce_override.get()) is None:
         return traceable_sum(x)
     return replacement(x, traceable_sum)
 
@@ -160,7 +169,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         return (
             module
             if isinstance(module, SyncBatchNorm)
-            else _as(SyncBatchNorm, module, original_class=type(module))
+            else _convert_batchnorm(SyncBatchNorm, module, original_class=type(module))
         )
     for name, child in module.named_children():
         setattr(module, name, convert_sync_batchnorm(child))
@@ -195,9 +204,9 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     inputs of any dimension.
     """
     if isinstance(module, SyncBatchNorm):
-        return _as(module.original_class or nn.BatchNorm2d, module)
+        return _convert_batchnorm(module.original_class or nn.BatchNorm2d, module)
     if isinstance(module, nn.SyncBatchNorm):
-        return _as(_AnyBatchNorm, module)
+        return _convert_batchnorm(_AnyBatchNorm, module)
     for name, child in module.named_children():
         setattr(module, name, revert_sync_batchnorm(child))
     return module
@@ -210,7 +219,7 @@ class _AnyBatchNorm(_BatchNorm):
         return
 
 
-def _as(
+def _convert_batchnorm(
     kind: type[_BatchNorm], module: _BatchNorm, original_class: type[_BatchNorm] | None = None
 ) -> _BatchNorm:
     """Return a module of class `kind` with the tensors of `module`."""

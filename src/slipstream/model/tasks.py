@@ -103,10 +103,10 @@ class Segmentor(Task):
         outputs = self.network(inputs)
         self.check_classes(main_output(outputs))
         if mode == "loss":
-            return self.losses(self.without_margin(outputs, inputs, targets), targets)
+            return self.losses(self.without_padding(outputs, inputs, targets), targets)
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
 
-    def without_margin(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
+    def without_padding(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
         """Return the outputs without the padding that the preprocessor added to the images."""
         padded = targets is not None and self._padded(inputs, targets)
         return _cut(outputs, targets) if padded and targets is not None else outputs

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from slipstream.config import options
 from slipstream.errors import ConfigError
-from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
+from slipstream.optim.kernels import has_explicit_kernels, init_momentum, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.typecheck import Positive, PositiveInt, Rule, matches, short_repr
@@ -48,12 +48,11 @@ class AmpOptimWrapper(OptimWrapper):
 
     If a gradient overflows, fused kernels skip the step without synchronizing with the host. Therefore, with float16 on
     an accelerator, optimizers use fused kernels if they have them, unless `fused=` or `foreach=` was passed to the
-    constructor.
-    With other optimizers, the host synchronizes with the device in each step to check for an overflow.
+    constructor. With other optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
-        loss_scale: `"dynamic"`, a fixed scale, or the options for `torch.amp.GradScaler`. Only used for float16;
-            bfloat16 has the same range as float32 and does not require scaling.
+        loss_scale: `"dynamic"`, a fixed scale, or the options for `torch.amp.GradScaler`; used only for float16,
+            because bfloat16 has the same range as float32 and does not require scaling.
         dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's default autocast dtype (float16 on
             CUDA and NPU, bfloat16 on the CPU).
         kwargs: arguments for `OptimWrapper`.
@@ -94,7 +93,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self.dtype != torch.float16:
             return None
         accelerated = self.device_type != "cpu"
-        if accelerated and not kernels_chosen(self.optimizer) and why_not_fused(self.optimizer) is None:
+        if accelerated and not has_explicit_kernels(self.optimizer) and why_not_fused(self.optimizer) is None:
             use_fused(self.optimizer)
         return _make_scaler(self.device_type, self._loss_scale)
 

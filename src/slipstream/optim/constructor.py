@@ -64,8 +64,8 @@ class ParamwiseOptions:
                 check(name, str, _path(key))
             check_optimizer_options(values, _path(key))
 
-    def uses(self, suffix: str) -> str | None:
-        """Return the name of an option that is set and whose name ends with `suffix` (`"lr_mult"`), or None."""
+    def option_with_suffix(self, suffix: str) -> str | None:
+        """Return the path of an option that is set and whose name ends with `suffix`, such as `"lr_mult"`, or None."""
         for name in (f.name for f in fields(self)):
             if name.endswith(suffix) and getattr(self, name) is not None:
                 return name
@@ -119,7 +119,7 @@ class DefaultOptimWrapperConstructor:
             ("lr_mult", self.base_lr, "lr"),
             ("decay_mult", self.base_wd, "weight_decay"),
         ):
-            if base is None and (key := self.paramwise.uses(suffix)):
+            if base is None and (key := self.paramwise.option_with_suffix(suffix)):
                 raise ConfigError(
                     f"{key} requires '{name}' in the optimizer configuration; add it", "paramwise_cfg"
                 )

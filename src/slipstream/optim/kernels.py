@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded
 
-__all__ = ["init_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
+__all__ = ["has_explicit_kernels", "init_momentum", "replace_kernel_options", "use_fused", "why_not_fused"]
 
-_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
+_SUPPORTED_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
 """Fused kernels that torch can run on a `DTensor`."""
 
 
-def kernels_chosen(optimizer: Optimizer) -> bool:
+def has_explicit_kernels(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` was constructed with `fused=` or `foreach=`."""
     return any(group.get(key) is not None for group in optimizer.param_groups for key in ("fused", "foreach"))
 
@@ -27,8 +27,8 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
     """Return why `optimizer` cannot use fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
-        having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
-        return f"{name} has no fused kernels; the optimizers with fused kernels are {', '.join(having)}"
+        supported = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
+        return f"{name} has no fused kernels; the optimizers with fused kernels are {', '.join(supported)}"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "fused kernels do not support differentiable=True"
     for param in _parameters(optimizer):
@@ -40,7 +40,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
         if not is_sharded(param) and not _is_dense(param):
             return "fused kernels do not support parameters with gaps or overlaps in memory"
-        if is_sharded(param) and kernel not in _ON_SHARDS:
+        if is_sharded(param) and kernel not in _SUPPORTED_ON_SHARDS:
             return f"torch has no fused {name} kernel for sharded parameters; only Adam and AdamW have one"
     return None
 
@@ -79,19 +79,19 @@ def init_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
-def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def replace_kernel_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved state with the kernel options of `optimizer` instead of those of the saved run.
 
-    Otherwise, torch restores the saved options, even if the current device has no fused kernel.
+    torch's `load_state_dict` would restore the saved options, even if the current device has no fused kernel.
     """
-    groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
+    groups, options = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
     for index, own in enumerate(optimizer.param_groups[: len(groups)]):
-        groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
+        groups[index] = {**groups[index], **{key: own[key] for key in options if key in own}}
     # Kernels that are neither fused nor capturable read the step count on the host, which causes a synchronization if
     # the count is on the device.
-    on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
+    on_host = {index for group in groups if _counts_on_host(group) for index in group["params"]}
     state = {
-        key: _with_count_on_host(values) if key in on_host else values
+        key: _move_count_to_host(values) if key in on_host else values
         for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
@@ -102,7 +102,7 @@ def _counts_on_host(group: Mapping[str, Any]) -> bool:
     return bool(options) and not any(options)
 
 
-def _with_count_on_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _move_count_to_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
     step = values.get("step")
     return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
 

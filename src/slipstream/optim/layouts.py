@@ -54,7 +54,7 @@ class FusedLayouts:
         self._dicts: list[Any] = []
         self._watched: list[dict[str, Any]] = []
         self._values: list[Any] = []
-        self._last: RemovableHandle | None = None
+        self._handle: RemovableHandle | None = None
 
     def __call__(self) -> None:
         """Convert gradients and states whose strides differ."""
@@ -66,15 +66,15 @@ class FusedLayouts:
     def _register_after_others(self, fused: bool) -> None:
         """Make `_after_hooks` the last step pre-hook, or remove it if there are no other pre-hooks."""
         hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
-        own = None if self._last is None else self._last.id
-        others = bool(_global_optimizer_pre_hooks) or any(number != own for number in hooks)
+        own = None if self._handle is None else self._handle.id
+        others = bool(_global_optimizer_pre_hooks) or any(hook_id != own for hook_id in hooks)
         if fused and others and own is not None and own == next(reversed(hooks), None):
             return
-        if self._last is not None:
-            self._last.remove()
-            self._last = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
         if fused and others:
-            self._last = self._optimizer.register_step_pre_hook(self._after_hooks)
+            self._handle = self._optimizer.register_step_pre_hook(self._after_hooks)
 
     def _after_hooks(self, *_: Any) -> None:
         self._convert([group for group in self._optimizer.param_groups if group.get("fused")])
@@ -82,10 +82,10 @@ class FusedLayouts:
     def _convert(self, groups: list[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
         strides = list(map(Tensor.stride, params))
-        if strides != self._strides or self._replaced():
+        if strides != self._strides or self._states_replaced():
             lay_out_states(self._optimizer)
             self._strides = strides
-            self._remember()
+            self._record_states()
         for param, stride in zip(params, strides, strict=True):
             grad = param.grad
             if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
@@ -93,23 +93,23 @@ class FusedLayouts:
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
-    def _replaced(self) -> bool:
+    def _states_replaced(self) -> bool:
         """Return whether states were added or replaced. The loops run in C, because this method runs in every step."""
         state = self._optimizer.state
         if state is not self._states:  # `Optimizer.load_state_dict` replaces the dict
             return True
         values = chain.from_iterable(map(dict.values, self._watched))
         return not (
-            all(map(is_, chain(state.values(), _END), self._dicts))
-            and all(map(is_, chain(values, _END), self._values))
+            all(map(is_, chain(state.values(), _SENTINEL), self._dicts))
+            and all(map(is_, chain(values, _SENTINEL), self._values))
         )
 
-    def _remember(self) -> None:
+    def _record_states(self) -> None:
         state = self._optimizer.state
-        self._states, self._dicts = state, [*state.values(), *_END]
+        self._states, self._dicts = state, [*state.values(), *_SENTINEL]
         self._watched = [states for param, states in state.items() if param.dim() >= 4]
-        self._values = [*chain.from_iterable(map(dict.values, self._watched)), *_END]
+        self._values = [*chain.from_iterable(map(dict.values, self._watched)), *_SENTINEL]
 
 
-_END = (object(),)
+_SENTINEL = (object(),)
 """Appended to both sequences in a comparison, so that sequences of different lengths compare unequal."""

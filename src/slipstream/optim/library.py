@@ -86,8 +86,8 @@ class RMSpropTF(_Foreach):
     ) -> None:
         numbers = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
         _check_not_negative(numbers)
-        switches = dict(centered=centered, decoupled_decay=decoupled_decay, lr_in_momentum=lr_in_momentum)
-        super().__init__(params, {**numbers, **switches})
+        flags = dict(centered=centered, decoupled_decay=decoupled_decay, lr_in_momentum=lr_in_momentum)
+        super().__init__(params, {**numbers, **flags})
 
     def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         grads: _Tensors = _gradients(params)
@@ -205,10 +205,10 @@ def check_shapes(kind: Any, model: nn.Module) -> None:
     params = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     others = [f"{name} {shape}" for name, shape in params.items() if len(shape) != 2]
     if others:
-        listed = ", ".join(others[:5]) + (", ..." if others[5:] else "")
+        listing = ", ".join(others[:5]) + (", ..." if others[5:] else "")
         verb = "is not a matrix" if len(others) == 1 else "are not matrices"
         raise ConfigError(
-            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters {verb}: {listed}. Use a "
+            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters {verb}: {listing}. Use a "
             "different optimizer, such as AdamW, or several optimizers in an OptimWrapperDict",
             "optimizer.type",
         )
@@ -217,8 +217,10 @@ def check_shapes(kind: Any, model: nn.Module) -> None:
 def _scheduled_lr(group: Mapping[str, Any]) -> Any:
     if group["t_total"] == -1:
         return group["lr"]
-    done, warmup = group.get("step", 0) / group["t_total"], group["warmup"]
-    return group["lr"] * (done / warmup if done < warmup else _SCHEDULES[group["schedule"]](done, warmup))
+    progress, warmup = group.get("step", 0) / group["t_total"], group["warmup"]
+    return group["lr"] * (
+        progress / warmup if progress < warmup else _SCHEDULES[group["schedule"]](progress, warmup)
+    )
 
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
-from slipstream.optim.kernels import kernels_chosen, use_fused, why_not_fused
+from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fused
 from slipstream.registry import OPTIMIZERS
 
 __all__ = [
@@ -51,7 +51,7 @@ def _register(
             )
         substitute = _substitute(name, module, algorithm)
         print_log(f"{name}: {reason}; using {equivalent} instead", "current", logging.WARNING)
-        return _fastest(substitute(params, **adapt(kwargs)))
+        return _use_fused_if_supported(substitute(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"Return a `torch_npu.optim.{name}`, or a `{equivalent}` if torch_npu is not available."
@@ -81,9 +81,9 @@ def _substitute(name: str, module: str, algorithm: str) -> Callable[..., Optimiz
     return found
 
 
-def _fastest(optimizer: Optimizer) -> Optimizer:
+def _use_fused_if_supported(optimizer: Optimizer) -> Optimizer:
     """Switch the optimizer to fused kernels if it supports them and was constructed without `fused=` or `foreach=`."""
-    if not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
+    if not has_explicit_kernels(optimizer) and why_not_fused(optimizer) is None:
         use_fused(optimizer)
     return optimizer
 

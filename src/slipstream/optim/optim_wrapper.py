@@ -20,7 +20,7 @@ from slipstream.config import options
 from slipstream.dist.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.logging import PhaseTimes, print_log
-from slipstream.optim.kernels import with_own_kernels
+from slipstream.optim.kernels import replace_kernel_options
 from slipstream.optim.layouts import FusedLayouts, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import scale_
@@ -119,7 +119,7 @@ class OptimWrapper:
     """
 
     # Defined in the class, because a subclass may not call `__init__`.
-    _key: str | None = None  # in an `OptimWrapperDict`
+    _key: str | None = None  # the wrapper's name in an `OptimWrapperDict`
     _has_own_gradients = False  # whether the gradients are from this wrapper's losses, or zero
     _warned = False
 
@@ -455,7 +455,7 @@ class OptimWrapper:
                 for index, values in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": state}
-        self.optimizer.load_state_dict(with_own_kernels(self.optimizer, state_dict))
+        self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
 
     def __repr__(self) -> str:

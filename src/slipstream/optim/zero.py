@@ -19,7 +19,7 @@ from slipstream.registry import OPTIMIZERS
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
-_NAMING = ("params", "param_names")
+_NON_OPTIONS = ("params", "param_names")
 """Keys of a parameter group that are not optimizer options."""
 
 
@@ -64,14 +64,14 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Assign each tensor to a rank's partition."""
         sizes = [sum(map(Tensor.numel, partition)) for partition in self._partitions]
         for tensor in sorted(tensors, key=Tensor.numel, reverse=True):
-            least = sizes.index(min(sizes))
-            self._partitions[least].append(tensor)
-            sizes[least] += tensor.numel()
+            rank = sizes.index(min(sizes))
+            self._partitions[rank].append(tensor)
+            sizes[rank] += tensor.numel()
 
     def _own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the group that contains only the parameters in this rank's partition."""
         mine = {id(p) for p in self._partitions[get_rank()]}
-        options = {key: value for key, value in group.items() if key not in _NAMING}
+        options = {key: value for key, value in group.items() if key not in _NON_OPTIONS}
         return {"params": [p for p in group["params"] if id(p) in mine], **options}
 
     @torch.no_grad()
@@ -133,17 +133,17 @@ class ZeroRedundancyOptimizer(Optimizer):
         """Load this rank's partition of the state from a `state_dict` of this class or of the inner optimizer."""
         mine = {id(p) for p in self._partitions[get_rank()]}
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = {number for number, p in zip(numbers, parameters, strict=False) if id(p) in mine}
-        state = {number: value for number, value in state_dict["state"].items() if number in own}
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = {index for index, p in zip(indices, parameters, strict=False) if id(p) in mine}
+        state = {index: value for index, value in state_dict["state"].items() if index in own}
         super().load_state_dict({**state_dict, "state": state})
         self.optim.state = self.state
         _copy_options(self.param_groups, self.optim.param_groups)
 
 
 def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update((key, value) for key, value in theirs.items() if key not in _NAMING)
+    for source_group, target_group in zip(source, target, strict=True):
+        target_group.update((key, value) for key, value in source_group.items() if key not in _NON_OPTIONS)
 
 
 def _slots(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:

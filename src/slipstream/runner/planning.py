@@ -22,7 +22,7 @@ from slipstream.optim import OptimWrapper
 from slipstream.runner.builders import build_model
 from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
-from slipstream.speed.apply import overrides_train_step, prepare_model, switches
+from slipstream.speed.apply import overrides_train_step, prepare_model, process_settings
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import idle
@@ -89,7 +89,7 @@ def prepare(
     model = build_model(arguments["model"], preprocessor, loss_fn)
     capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
     plan = complete_plan(plan, capabilities, logger.info)
-    with switches(plan, device, logger.warning):
+    with process_settings(plan, device, logger.warning):
         model = prepare_model(model, plan, device)
     return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
 

@@ -41,9 +41,9 @@ from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.model.wrappers import (
     comm_hook_state,
+    full_weights,
     load_comm_hook_state,
     unsharded_gradients,
-    whole_weights,
 )
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
@@ -168,7 +168,7 @@ def init_weights(model: nn.Module, call_method: bool = True) -> None:
     call_method = call_method and hasattr(model, "init_weights")
     if not call_method and not needs_pretrained(model):
         return
-    with whole_weights(model):
+    with full_weights(model):
         if call_method:
             model.init_weights()  # type: ignore[operator]
         load_pretrained(model)

@@ -13,7 +13,7 @@ from slipstream.preemption import Preempted
 from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
-from slipstream.speed.apply import compiling, switches
+from slipstream.speed.apply import compiling, process_settings
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -137,7 +137,7 @@ class RunContext:
                 self._building(),
                 runner.logger.as_current(),
                 runner.message_hub.as_current(),
-                switches(runner.speed, runner.device, runner.logger.warning),
+                process_settings(runner.speed, runner.device, runner.logger.warning),
                 compiling(runner.speed, runner.model, runner.logger),
             ):
                 yield

@@ -29,7 +29,7 @@ from slipstream.speed.apply import (
     fuse_optim,
     plan_optim,
     prepare_model,
-    switches,
+    process_settings,
     to_device,
 )
 from slipstream.speed.auto import Capabilities
@@ -85,7 +85,8 @@ def accelerate(
             batch.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
-            this argument allows the last window to be smaller.
+            the last accumulation window then ends with the last batch, even if it contains fewer batches. If neither
+            this argument nor `batches_per_epoch` is set, the gradients of an incomplete last window are not applied.
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
             then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
@@ -222,7 +223,7 @@ class TrainStep:
             logger.warning(message)
 
         self._exit = ExitStack()
-        self._exit.enter_context(switches(plan, device, warn))
+        self._exit.enter_context(process_settings(plan, device, warn))
         self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
         self.close = weakref.finalize(self, self._exit.close)
         """Log the compile report and restore process-wide settings; called automatically when the step is deleted."""
@@ -255,35 +256,35 @@ class TrainStep:
 
     @property
     def steps(self) -> int:
-        """Number of batches processed, including those before a resume."""
+        """Number of batches trained on, including those before a resume."""
         return self.optim.batches
 
-    def _add_average(self, how: EmaOptions, total_steps: int | None) -> None:
+    def _add_average(self, options: EmaOptions, total_steps: int | None) -> None:
         path = self.plan.config_path("ema")
-        if how.begin_epoch:
+        if options.begin_epoch:
             raise ConfigError("accelerate does not count epochs; use begin_iter instead of begin_epoch", path)
-        if how.type == "exp" and total_steps is None:
+        if options.type == "exp" and total_steps is None:
             raise ConfigError(
                 "type 'exp' depends on the number of training steps; pass total_steps to accelerate(), or use "
                 "ema=dict(type='threshold')",
                 path,
             )
         core = unwrap_model(self.model)
-        self.average = average = how.average(core)
+        self.average = average = options.average(core)
         optim = self.optim  # a reference to self would keep the step alive
-        if how.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
+        if options.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
             raise ConfigError("'batches' does not support batches_per_epoch; use 'updates'", f"{path}.count")
         average.total_batches, average.window = total_steps, optim.accumulative_counts
         if total_steps:
-            average.total_steps = self._updates(total_steps, how.begin_iter - 1)
+            average.total_steps = self._updates(total_steps, options.begin_iter - 1)
 
         optim.parts.append(
             AveragePart(
                 average,
                 core,
-                done=lambda: optim.batches,
+                batch_count=lambda: optim.batches,
                 ends_window=optim.ends_window,
-                begun=lambda batch: batch >= how.begin_iter,
+                has_begun=lambda batch: batch >= options.begin_iter,
             )
         )
 
@@ -293,8 +294,9 @@ class TrainStep:
         if not epoch:
             return update_count(total, skipped, window)
         epochs, rest = divmod(total, epoch)
-        before, begun = divmod(max(skipped, 0), epoch)
-        return max(1, (epochs - before) * -(-epoch // window) + -(-rest // window) - begun // window)
+        skipped_epochs, skipped_rest = divmod(max(skipped, 0), epoch)
+        per_epoch = -(-epoch // window)
+        return max(1, (epochs - skipped_epochs) * per_epoch + -(-rest // window) - skipped_rest // window)
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -411,8 +413,12 @@ class TrainStep:
                 f"{source}: 'gradients' has {len(gradients)} entries, but the optimizer has {len(params)} parameters; "
                 "load the state of the same model and optimizer"
             )
-        found = {str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None}
-        check_tensors({str(i): p for i, p in enumerate(params)}, found, "gradients", source, warnings.warn)
+        saved_gradients = {
+            str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None
+        }
+        check_tensors(
+            {str(i): p for i, p in enumerate(params)}, saved_gradients, "gradients", source, warnings.warn
+        )
 
     def _check_other_tensors(self, saved: list[Tensor] | None, source: str) -> None:
         own = self._other_tensors()

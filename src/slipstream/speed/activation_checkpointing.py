@@ -23,9 +23,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from slipstream.config import optional
 from slipstream.errors import ConfigError
-from slipstream.model.sync_batchnorm import summing
+from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.blocks import named_blocks
+from slipstream.speed.blocks import find_modules
 
 __all__ = [
     "ActivationCheckpointingOptions",
@@ -39,12 +39,13 @@ _KEY = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class ActivationCheckpointingOptions:
-    """`activation_checkpointing=dict(...)`; a list sets `modules`, True selects the defaults."""
+    """Options of `activation_checkpointing=dict(...)`; a list sets `modules`, and True selects the defaults."""
 
     modules: list[str] | None = None
-    """Blocks by name (`backbone.layer1`, or `blocks.*` with wildcards between dots) or by class (`Bottleneck`). The
-    default is the repeated blocks: children of a `ModuleList` or `Sequential` that themselves have children and whose
-    class occurs at least twice. If blocks are nested, only the outermost blocks are used."""
+    """Blocks by name (`backbone.layer1`) or by class (`Bottleneck`). Names may contain the wildcards `*` and `?`, which
+    do not match dots (`blocks.*`). The default is the repeated blocks: children of a `ModuleList` or `Sequential` that
+    themselves have children and whose class occurs at least twice. If blocks are nested, only the outermost blocks are
+    used."""
     offload: bool = False
     """Whether to store block inputs in host memory until the backward pass; compiled code ignores this option."""
 
@@ -65,7 +66,7 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
     return optional(ActivationCheckpointingOptions, value, _KEY)
 
 
-def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:
+def checkpoint_activations(model: nn.Module, options: ActivationCheckpointingOptions) -> list[str]:
     """Checkpoint the activations of blocks in `model`, in place; return the names of these blocks.
 
     Module names and state dict keys do not change. The model can be copied. A forward pass without gradients is not
@@ -75,28 +76,28 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
         ConfigError: a name matches no module or matches a container that is never called, or the model has no
             repeated blocks.
     """
-    chosen = _outermost(model, _chosen(model, how.modules))
+    blocks = _outermost(model, _select_blocks(model, options.modules))
     # torch warns that in-place operations may change saved results. A test verifies that this does not happen here.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
-    for module in chosen.values():
+    for module in blocks.values():
         if not is_recomputed(module):
             module.forward = update_wrapper(
-                partial(_recomputed, module, module.forward, how.offload), module.forward
+                partial(_recomputed, module, module.forward, options.offload), module.forward
             )
-    return list(chosen)
+    return list(blocks)
 
 
 # ---- select blocks -----------------------------------------------------------------------------------
 
 
-def _names(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the names and submodules of a model; a shared module occurs once for each of its names."""
     return list(model.named_modules(remove_duplicate=False))[1:]
 
 
-def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
+def _select_blocks(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
     if patterns is not None:
-        return set(named_blocks(model, patterns, f"{_KEY}.modules"))
+        return set(find_modules(model, patterns, f"{_KEY}.modules"))
     found = {module for module in repeated_blocks(model) if module is not model}
     if not found:
         raise ConfigError("the model has no repeated blocks; list the blocks to recompute in `modules`", _KEY)
@@ -105,12 +106,12 @@ def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
     """Return the blocks by name, without blocks that occur only inside other blocks."""
-    names = [(name, module) for name, module in _names(model) if module in blocks]
-    every = {name for name, _ in names}
+    names = [(name, module) for name, module in _named_modules(model) if module in blocks]
+    block_names = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
     for name, module in names:
         parts = name.split(".")
-        if not any(".".join(parts[:end]) in every for end in range(1, len(parts))):
+        if not any(".".join(parts[:end]) in block_names for end in range(1, len(parts))):
             outer.setdefault(module, name)
     return {name: module for module, name in outer.items()}
 
@@ -209,16 +210,16 @@ class _Recomputation(AbstractContextManager[None]):
     def record(self, module: nn.Module) -> Iterator[None]:
         """Record buffers and SyncBN sums during the forward pass."""
         before = [
-            (owner._buffers, name, buffer, buffer._version, _old(owner, buffer))
+            (owner._buffers, name, buffer, buffer._version, _buffer_copy(owner, buffer))
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        token = summing.set(partial(self._record_sum, summing.get()))
+        token = all_reduce_override.set(partial(self._record_sum, all_reduce_override.get()))
         try:
             yield
         finally:
-            summing.reset(token)
+            all_reduce_override.reset(token)
         for buffers, name, buffer, version, old in before:
             if old is None:
                 self._buffers.append((buffers, name, buffer))
@@ -232,8 +233,10 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         sums = iter(self._sums)
-        token = summing.set(lambda values, send: next(sums).detach().requires_grad_(values.requires_grad))
-        self._exit.callback(summing.reset, token)
+        token = all_reduce_override.set(
+            lambda values, send: next(sums).detach().requires_grad_(values.requires_grad)
+        )
+        self._exit.callback(all_reduce_override.reset, token)
         for buffers, name, old in self._buffers:
             self._exit.callback(buffers.__setitem__, name, buffers[name])
             buffers[name] = old.clone()
@@ -242,7 +245,7 @@ class _Recomputation(AbstractContextManager[None]):
         self._exit.close()
 
 
-def _old(owner: nn.Module, buffer: Tensor) -> Tensor | None:
+def _buffer_copy(owner: nn.Module, buffer: Tensor) -> Tensor | None:
     """Return a copy of a buffer, or None for BatchNorm, whose training output does not depend on its buffers.
 
     BatchNorm updates its buffers without changing their version counters.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
-from slipstream.speed.blocks import named_blocks
+from slipstream.speed.blocks import find_modules
 from slipstream.step.parts import StepPart
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _KEY = "adaptive_clip"
 
 @dataclass(frozen=True)
 class AdaptiveClipOptions:
-    """`adaptive_clip=dict(...)`; True selects the defaults."""
+    """Options of `adaptive_clip=dict(...)`; True selects the defaults."""
 
     clip_factor: float = 0.01
     """Maximum ratio of the gradient norm to the weight norm, for each unit."""
@@ -48,7 +48,7 @@ class AdaptiveClipOptions:
         Raises:
             ConfigError: a name in `exclude` matches no module.
         """
-        modules = named_blocks(model, self.exclude, f"{_KEY}.exclude")
+        modules = find_modules(model, self.exclude, f"{_KEY}.exclude")
         return ClipUnits(self.clip_factor, self.eps, [p for module in modules for p in module.parameters()])
 
 

@@ -38,7 +38,7 @@ from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
-from slipstream.speed.process import process_switches
+from slipstream.speed.process import cuda_settings
 from slipstream.step.parts import StepPart
 from slipstream.step.trained_parameters import keeps_parameters
 
@@ -49,7 +49,7 @@ __all__ = [
     "overrides_train_step",
     "plan_optim",
     "prepare_model",
-    "switches",
+    "process_settings",
     "to_device",
     "wrap_model",
 ]
@@ -200,7 +200,7 @@ def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
 
 
 @runtime_checkable
-class _MakesPart(Protocol):
+class _PartOptions(Protocol):
     """Interface of options that create a step part."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
@@ -218,13 +218,13 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """
     core = unwrap_model(model)
     part_options = {
-        option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)
+        option: value for option in plan.options() if isinstance(value := getattr(plan, option), _PartOptions)
     }
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
         parts = []
-        for option, how in part_options.items():
+        for option, value in part_options.items():
             with _with_config_path(plan, option):
-                part = how.part(core, wrapper)
+                part = value.part(core, wrapper)
                 _check_part(part, option, core, wrapper)
             parts.append(part)
         replaced = {type(part) for part in parts}
@@ -233,7 +233,7 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
 
 def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapper) -> None:
     """Raise a `ConfigError` if the wrapper ignores the part, or if the part does not support the model."""
-    if (method := _ignores_parts(type(optim))) is not None:
+    if (method := _method_ignoring_parts(type(optim))) is not None:
         raise ConfigError(
             f"this option has no effect, because {type(optim).__name__}.{method} overrides OptimWrapper.{method} "
             f"without calling it; call super().{method}() in the override, or use OptimWrapper",
@@ -251,7 +251,7 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
             raise ConfigError(f"does not support sparse gradients; build '{name}' with sparse=False", option)
 
 
-def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
+def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
     """Return the name of a method that overrides a method of `OptimWrapper` without running the parts, or None."""
     for method in ("update_params", "update", "step"):
         for owner in kind.__mro__:
@@ -278,14 +278,14 @@ def _names(code: CodeType) -> set[str]:
 
 
 @contextmanager
-def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
+def process_settings(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
     """Enable the plan's process-wide settings for this device type within the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
             stack.enter_context(tf32())
         expandable = plan.expandable_segments and on_cuda
-        stack.enter_context(process_switches(plan.cudnn_benchmark, expandable, warn))
+        stack.enter_context(cuda_settings(plan.cudnn_benchmark, expandable, warn))
         yield
 
 
@@ -317,4 +317,4 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
             yield
     finally:  # count torch's compilations until the context ends
         summary = report.finish()
-    (logger.warning if summary.troubled else logger.info)(summary.text())
+    (logger.warning if summary.has_problems else logger.info)(summary.text())

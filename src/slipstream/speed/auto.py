@@ -89,10 +89,10 @@ class Choice:
     """An option that `auto` enables or leaves disabled, and the reason."""
 
     option: str
-    why: str
+    reason: str
     value: Any = None
     """Value of the option in the plan."""
-    on: bool = True
+    enabled: bool = True
 
 
 def choose(capabilities: Capabilities) -> Iterator[Choice]:
@@ -111,7 +111,7 @@ def choose(capabilities: Capabilities) -> Iterator[Choice]:
             True,
         )
     if capabilities.device == "npu" and convolutional:
-        yield Choice("channels_last", "Ascend uses its own memory format for convolutions", on=False)
+        yield Choice("channels_last", "Ascend uses its own memory format for convolutions", enabled=False)
     if capabilities.device == "cuda" and convolutional and not capabilities.deterministic:
         yield Choice("cudnn_benchmark", "cuDNN selects the fastest convolution algorithms", True)
     yield _compile(capabilities, convolutional)
@@ -123,16 +123,17 @@ def _precision(capabilities: Capabilities) -> Choice:
     if capabilities.tf32:
         return Choice("precision", "this device supports tf32", PrecisionOptions("tf32"))
     if capabilities.device == "cpu":
-        why = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
+        reason = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
     else:
-        why = f"bf16 and tf32 are not known to be faster on this {capabilities.device} device"
-    return Choice("precision", why, on=False)
+        reason = f"bf16 and tf32 are not known to be faster on this {capabilities.device} device"
+    return Choice("precision", reason, enabled=False)
 
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        why = (
-            "compilation can take minutes; convolutions then take 0.6 to 0.9 times as long; try compile=True"
+        reason = (
+            "compilation can take minutes; convolutions then take 0.6 to 0.9 times as long as before; try "
+            "compile=True"
         )
-        return Choice("compile", why, on=False)
-    return Choice("compile", "compilation can take minutes; measure compile=True", on=False)
+        return Choice("compile", reason, enabled=False)
+    return Choice("compile", "compilation can take minutes; measure compile=True", enabled=False)

@@ -9,10 +9,10 @@ from torch import nn
 
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["named_blocks"]
+__all__ = ["find_modules"]
 
 
-def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:
+def find_modules(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:
     """Return the submodules of a model that match the patterns, in the model's order, without duplicates.
 
     Args:

@@ -17,10 +17,10 @@ from slipstream.config import optional
 from slipstream.config.duration import read_duration
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.blocks import named_blocks
-from slipstream.speed.compile_budget import Budgeted, Switch
-from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
-from slipstream.step.leaves import cloned
+from slipstream.speed.blocks import find_modules
+from slipstream.speed.compile_budget import BudgetedCall, Switch
+from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
+from slipstream.step.leaves import clone_tensors
 
 __all__ = [
     "CompileOptions",
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECOMPILES = 8  # torch's default limit for one function
+_RECOMPILE_LIMIT = 8  # torch's default limit for one function
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`compile=dict(...)`: the scope of compilation and the arguments of `torch.compile`."""
+    """Options of `compile=dict(...)`: the scope of compilation and the arguments of `torch.compile`."""
 
     backend: Any = "inductor"
     """Name of a backend, or a callable."""
@@ -94,20 +94,20 @@ def read_compile(value: Any) -> CompileOptions | None:
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
     """
-    how = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
-    if how is None:
+    options = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
+    if options is None:
         return None
     backends = torch._dynamo.list_backends(exclude_tags=())
-    if isinstance(how.backend, str) and how.backend not in backends:
+    if isinstance(options.backend, str) and options.backend not in backends:
         raise ConfigError(
-            f"'{how.backend}' is not a backend of torch.compile{did_you_mean(how.backend, backends)}",
+            f"'{options.backend}' is not a backend of torch.compile{did_you_mean(options.backend, backends)}",
             "compile.backend",
         )
-    return how
+    return options
 
 
 def compile_model(
-    model: nn.Module, how: CompileOptions, warn: Callable[[str], None], warn_limit: bool = True
+    model: nn.Module, options: CompileOptions, warn: Callable[[str], None], warn_limit: bool = True
 ) -> None:
     """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
@@ -117,32 +117,32 @@ def compile_model(
 
     Args:
         model: the unwrapped model.
-        how: the options.
-        warn: called with a message.
+        options: the options.
+        warn: called with a message if the model cannot be compiled as requested.
         warn_limit: whether to also call `warn` if torch's recompile limit is reached.
 
     Raises:
-        ConfigError: `how.blocks` matches no module, or the model has no repeated blocks.
+        ConfigError: `options.blocks` matches no module, or the model has no repeated blocks.
     """
-    if (problem := backend_problem(model, how)) is not None:
+    if (problem := backend_problem(model, options)) is not None:
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
-    modules = compiled_blocks(model, how) if how.scope == "block" else [model]
+    modules = compiled_blocks(model, options) if options.scope == "block" else [model]
     limit = _limit_argument(len({repr(module) for module in modules}))
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for module in modules:
         by_class[type(module)].append(module)
-    switch = Switch(on=how.seconds is None)
+    switch = Switch(on=options.seconds is None)
     for same_class in by_class.values():
-        _compile(same_class, how, limit, _Group(same_class, warn, warn_limit, switch))
-    if how.seconds is not None and any(module._compiled_call_impl is not None for module in modules):
-        _limit_time(model, modules, how, how.seconds, switch, warn)
+        _compile(same_class, options, limit, _Group(same_class, warn, warn_limit, switch))
+    if options.seconds is not None and any(module._compiled_call_impl is not None for module in modules):
+        _limit_time(model, modules, options, options.seconds, switch, warn)
 
 
 def _limit_time(
     model: nn.Module,
     modules: list[nn.Module],
-    how: CompileOptions,
+    options: CompileOptions,
     seconds: float,
     switch: Switch,
     warn: Callable[[str], None],
@@ -150,12 +150,12 @@ def _limit_time(
     """Compile a model within a time limit. If the limit is exceeded, compile only the repeated blocks, or nothing."""
     name = type(model).__name__
 
-    def exceeded(trains: bool) -> None:
+    def on_exceeded(training: bool) -> None:
         why = f"because its compilation takes longer than compile.budget ({seconds:g} s)"
         remedy = "Increase the budget, or set"
-        if not trains:
+        if not training:
             warn(f"{name} is evaluated eagerly, {why}. {remedy} compile=False")
-        elif how.scope == "block" or not repeated_blocks(model):
+        elif options.scope == "block" or not repeated_blocks(model):
             for module in (model, *modules):
                 module._compiled_call_impl = None
             warn(f"{name} runs eagerly, {why}. {remedy} compile=False")
@@ -165,24 +165,26 @@ def _limit_time(
                 f"Only the repeated blocks of {name} are compiled, not the whole model, {why}. {remedy} "
                 "compile=dict(scope='block')"
             )
-            compile_model(model, replace(how, scope="block"), warn, warn_limit=False)
+            compile_model(model, replace(options, scope="block"), warn, warn_limit=False)
 
     call = model._compiled_call_impl or model._call_impl
-    model._compiled_call_impl = Budgeted(model, call, switch, seconds, how.wait, exceeded)
+    model._compiled_call_impl = BudgetedCall(model, call, switch, seconds, options.wait, on_exceeded)
 
 
-def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
+def compiled_blocks(model: nn.Module, options: CompileOptions) -> list[nn.Module]:
     """Return the modules that scope 'block' compiles: the blocks that are not inside another block.
 
     Raises:
-        ConfigError: a name matches no module, or `how.blocks` is empty and the model has no repeated blocks.
+        ConfigError: a name matches no module, or `options.blocks` is empty and the model has no repeated blocks.
     """
-    found = named_blocks(model, how.blocks, "compile.blocks") if how.blocks else _repeated(model)
+    found = (
+        find_modules(model, options.blocks, "compile.blocks") if options.blocks else _repeated_blocks(model)
+    )
     inner = {child for block in found for child in block.modules() if child is not block}
     return list(dict.fromkeys(block for block in found if block not in inner))
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     found = repeated_blocks(model)
     if not found:
         raise ConfigError(
@@ -194,41 +196,47 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
-def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], group: _Group) -> None:
+def _compile(
+    modules: list[nn.Module], options: CompileOptions, limit: Mapping[str, int], group: _Group
+) -> None:
     """Compile modules of one class in place. If one of them cannot be compiled, all of them run eagerly."""
     kwargs: dict[str, Any] = {
-        "backend": how.backend,
-        "mode": None if how.backend == "inductor" else how.mode,
-        "dynamic": how.dynamic,
-        "fullgraph": how.fullgraph,
+        "backend": options.backend,
+        "mode": None if options.backend == "inductor" else options.mode,
+        "dynamic": options.dynamic,
+        "fullgraph": options.fullgraph,
         **limit,
     }
-    clones = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
+    clones = options.mode in ("reduce-overhead", "max-autotune") or (options.options or {}).get(
+        "triton.cudagraphs"
+    )
     for module in modules:
         try:
             compiled = torch.compile(
-                _call_of(module, how.fullgraph), options=backend_options(how) or None, **kwargs
+                _call_of(module, options.fullgraph), options=backend_options(options) or None, **kwargs
             )
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return
-        module._compiled_call_impl = _Guarded(module, _cloning(compiled) if clones else compiled, group)
+        module._compiled_call_impl = _GuardedCall(
+            module, _clone_outputs(compiled) if clones else compiled, group
+        )
 
 
-def backend_options(how: CompileOptions) -> dict[str, Any]:
+def backend_options(options: CompileOptions) -> dict[str, Any]:
     """Return the backend's options, including those that the mode sets."""
-    options: dict[str, Any] = {}
-    if how.backend == "inductor":
+    defaults: dict[str, Any] = {}
+    if options.backend == "inductor":
         # Draw the same random numbers (for dropout, for example) as eager training.
-        options["fallback_random"] = True
-        options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
-    return options | (how.options or {})
+        defaults["fallback_random"] = True
+        defaults |= torch._inductor.list_mode_options(options.mode) if options.mode else {}
+    return defaults | (options.options or {})
 
 
-def backend_problem(model: nn.Module, how: CompileOptions) -> str | None:
+def backend_problem(model: nn.Module, options: CompileOptions) -> str | None:
     """Return the reason why the backend cannot compile for the model's device, or None."""
     param = next(model.parameters(), None)
-    return None if param is None or how.backend != "inductor" else inductor_problem(param.device.type)
+    return None if param is None or options.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:
@@ -263,7 +271,7 @@ def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
 
 def _limit_argument(kinds: int) -> Mapping[str, int]:
     """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`."""
-    return {"recompile_limit": kinds * _RECOMPILES} if kinds > 1 and _has_recompile_limit() else {}
+    return {"recompile_limit": kinds * _RECOMPILE_LIMIT} if kinds > 1 and _has_recompile_limit() else {}
 
 
 @contextmanager
@@ -273,7 +281,7 @@ def raised_recompile_limit(kinds: int) -> Iterator[None]:
         yield
         return
     config: Any = torch._dynamo.config
-    with config.patch(recompile_limit=max(kinds * _RECOMPILES, config.recompile_limit)):
+    with config.patch(recompile_limit=max(kinds * _RECOMPILE_LIMIT, config.recompile_limit)):
         yield
 
 
@@ -281,11 +289,11 @@ def _has_recompile_limit() -> bool:
     return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
-def _cloning(compiled: Any) -> Callable[..., Any]:
+def _clone_outputs(compiled: Any) -> Callable[..., Any]:
     """Wrap a function so that its outputs are cloned, because the next replay of a CUDA graph overwrites them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return cloned(compiled(*args, **kwargs))
+        return clone_tensors(compiled(*args, **kwargs))
 
     return call
 
@@ -309,17 +317,17 @@ class _Group:
             f"{'Change this line of code, or remove' if failed_line(error) else 'Remove'} the `compile` option"
         )
 
-    def notice(self, module: nn.Module, since: int) -> None:
+    def warn_if_limit_reached(self, module: nn.Module, since: int) -> None:
         """Warn once if torch has reached its recompile limit after `since` (`time.time_ns()`)."""
-        if self.warn_limit and (varied := limit_hit(since)):
+        if self.warn_limit and (cause := limit_cause(since)):
             self.warn_limit = False
             self.warn(
                 f"{type(module).__name__} reached torch's recompile limit. Inputs that need a new graph run eagerly. "
-                f"Cause of the last recompile: {varied}. Set compile=dict(dynamic=True), or use fewer batch shapes"
+                f"Cause of the last recompile: {cause}. Set compile=dict(dynamic=True), or use fewer batch shapes"
             )
 
 
-class _Guarded:
+class _GuardedCall:
     """The compiled call of a module, with a fallback to eager execution if compilation fails."""
 
     def __init__(self, model: nn.Module, compiled: Any, group: _Group) -> None:
@@ -327,7 +335,9 @@ class _Guarded:
         self.compiled = compiled
         self.group = group
         self.counters = torch._dynamo.utils.counters
-        self.worked: set[bool] = set()  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
+        self.succeeded: set[bool] = (
+            set()
+        )  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # If a graph is being captured, the model becomes part of that graph.
@@ -335,9 +345,9 @@ class _Guarded:
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]
         try:
-            worked = torch.is_grad_enabled() in self.worked
-            with self.group.switch.limits():
-                result = self.compiled(*args, **kwargs) if worked else self._first_call(*args, **kwargs)
+            succeeded = torch.is_grad_enabled() in self.succeeded
+            with self.group.switch.stance():
+                result = self.compiled(*args, **kwargs) if succeeded else self._first_call(*args, **kwargs)
         except Exception as error:
             if not _is_compiler_error(error):
                 raise
@@ -345,7 +355,7 @@ class _Guarded:
             self.group.give_up(self.model, error)
             return self.model._call_impl(*args, **kwargs)
         if self.counters["frames"]["total"] != compilations:
-            self.group.notice(self.model, started)
+            self.group.warn_if_limit_reached(self.model, started)
         return result
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +371,7 @@ class _Guarded:
                 for buffer, old in before:
                     buffer.copy_(old)
             raise
-        self.worked.add(torch.is_grad_enabled())
+        self.succeeded.add(torch.is_grad_enabled())
         return result
 
 

@@ -1,6 +1,6 @@
 """Compile a model's modules within a time limit, in a forked process if possible.
 
-An inductor compilation cannot be interrupted safely, but a process can be killed. Therefore a forked process compiles
+An inductor compilation cannot be interrupted safely, but a process can be killed. Therefore, a forked process compiles
 first and writes the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from slipstream.step.background import BackgroundCompiler, can_fork
 
-__all__ = ["Budgeted", "Switch"]
+__all__ = ["BudgetedCall", "Switch"]
 
 
 class Switch:
@@ -50,12 +50,12 @@ class Switch:
         self.saw_checkpoint = True
         return False
 
-    def limits(self) -> AbstractContextManager[Any]:
+    def stance(self) -> AbstractContextManager[Any]:
         """Return a context manager in which a module runs its compiled code; see `only_existing`."""
         return torch.compiler.set_stance("eager_on_recompile") if self.only_existing else nullcontext()
 
 
-class Budgeted:
+class BudgetedCall:
     """Calls a model that is compiled within a time limit, as a whole or in part.
 
     The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
@@ -68,9 +68,9 @@ class Budgeted:
         call: calls the model, with compiled code if `switch` is on.
         switch: turns the compiled code of the modules on and off.
         limit: the limit in seconds.
-        waits: whether the model waits for the forked process instead of running eagerly.
-        exceeded: `exceeded(trains)` is called if the forked process exceeds the limit; `trains` is True if it compiled
-            for training, and False for evaluation.
+        wait: whether the model waits for the forked process instead of running eagerly.
+        on_exceeded: `on_exceeded(training)` is called if the forked process exceeds the limit; `training` is True if
+            it compiled for training, and False for evaluation.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Budgeted:
         call: Callable[..., Any],
         switch: Switch,
         limit: float,
-        waits: bool,
-        exceeded: Callable[[bool], None],
+        wait: bool,
+        on_exceeded: Callable[[bool], None],
     ) -> None:
         self._model, self._call, self._switch = model, call, switch
-        self._limit, self._exceeded = limit, exceeded
+        self._limit, self._on_exceeded = limit, on_exceeded
         param = next(model.parameters(), None)
         forks = param is not None and can_fork(param.device.type)
-        self._background = BackgroundCompiler(limit, waits) if forks else None
+        self._background = BackgroundCompiler(limit, wait) if forks else None
         self._compiling: bool | None = None
         self._ready: set[bool] = set()
         self._given_up: set[bool] = set()
@@ -99,9 +99,9 @@ class Budgeted:
         """Call the model."""
         if torch.compiler.is_dynamo_compiling():
             return self._model._call_impl(*args, **kwargs)
-        trains, outer = torch.is_grad_enabled(), self._switch.on
+        training, outer = torch.is_grad_enabled(), self._switch.on
         on = self._is_ready(args, kwargs)
-        if trains:
+        if training:
             self._switch.recompute_compiled = on
             if not on and _is_in_checkpoint():
                 self._switch.saw_checkpoint = True
@@ -113,36 +113,36 @@ class Budgeted:
 
     def _is_ready(self, args: Any, kwargs: Any) -> bool:
         """Return whether the code for this kind of call is compiled; start the compilation if it has not started."""
-        trains = torch.is_grad_enabled()
-        if trains in self._ready or self._background is None:
+        training = torch.is_grad_enabled()
+        if training in self._ready or self._background is None:
             return True
-        if trains in self._given_up:
+        if training in self._given_up:
             return False
         if self._compiling is None:
-            self._compiling = trains
-            work = partial(self._only_compile, _thread_state(), args, kwargs)
+            self._compiling = training
+            work = partial(self._compile_in_child, _thread_state(), args, kwargs)
             try:
                 self._background.start(work)
             except OSError:  # raised if no process can be started
                 self._background = None
                 return True
-        may_recompute = trains and self._may_recompute()
+        may_recompute = training and self._may_recompute()
         if not self._background.done() or may_recompute:
             return False
         finished, self._compiling = self._compiling, None
         if self._background.exceeded:
             self._given_up.add(finished)
-            self._exceeded(finished)
+            self._on_exceeded(finished)
         else:  # a failed compilation is repeated in this process, which reports the error
             self._ready.add(finished)
-        return trains in self._ready
+        return training in self._ready
 
     def _may_recompute(self) -> bool:
-        """Return whether modules that ran eagerly may still be recomputed, because the weights are unchanged since."""
+        """Return whether modules that ran eagerly may be recomputed, which is impossible after a weight update."""
         before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
         return self._switch.saw_checkpoint and self._versions == before
 
-    def _only_compile(self, state: Callable[[], Any], args: Any, kwargs: Any) -> None:
+    def _compile_in_child(self, state: Callable[[], Any], args: Any, kwargs: Any) -> None:
         """Compile the model for these arguments; runs in a forked process."""
         self._switch.on = True
         # The model may change buffers and inputs in place, and the processes share some memory, such as the memory of

@@ -21,7 +21,7 @@ from slipstream.files import user_cache
 from slipstream.speed.compile import CompileOptions
 from slipstream.version import __version__
 
-__all__ = ["cache_folder", "folder_now", "use_cache"]
+__all__ = ["cache_folder", "set_cache_folder", "use_cache"]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs; see bford.info/cachedir
@@ -30,31 +30,33 @@ _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 """
 
 
-def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[str], None]) -> Path | None:
+def use_cache(
+    model: nn.Module, options: CompileOptions, plan: Any, warn: Callable[[str], None]
+) -> Path | None:
     """Set inductor's cache folder for this run, and return it.
 
     Call this function before any compilation. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
     process, so the most recent run determines the folder. This function does nothing and returns None if the user has
-    set the variable, if `how` disables the cache, or if the backend is not inductor. The keys of torch's cache are
+    set the variable, if `options` disables the cache, or if the backend is not inductor. The keys of torch's cache are
     hashes of the graph, the options and the versions, so torch does not load the code of a different graph.
 
     Args:
         model: the model, on its device.
-        how: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
+        options: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
             XDG_CACHE_HOME/slipstream, ~/.cache/slipstream).
         plan: other options that affect the compiled code; its `repr` is part of the folder's hash.
         warn: called if the user's cache folder cannot be used; torch's default folder is then used instead.
 
     Raises:
-        ConfigError: the folder in `how.cache` is not writable, or is writable by other users.
+        ConfigError: the folder in `options.cache` is not writable, or is writable by other users.
     """
-    if not how.cache or how.backend != "inductor" or _chosen_by_user():
+    if not options.cache or options.backend != "inductor" or _is_set_by_user():
         return None
-    folder = cache_folder(model, how, plan)
+    folder = cache_folder(model, options, plan)
     try:
-        _make(folder)
+        _create(folder)
     except (OSError, ConfigError) as error:
-        if isinstance(how.cache, str):
+        if isinstance(options.cache, str):
             raise ConfigError(str(error), "compile.cache") from error
         warn(f"compiled code is not cached: {error}. Set SLIPSTREAM_CACHE to a different folder")
         return None
@@ -63,7 +65,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
 
 
 @contextmanager
-def folder_now(folder: str | None) -> Iterator[None]:
+def set_cache_folder(folder: str | None) -> Iterator[None]:
     """Set inductor's cache folder within the context, even if another run has changed it; None leaves it unchanged."""
     before = os.environ.get(_VARIABLE)
     if folder is None or folder == before:
@@ -79,7 +81,7 @@ def folder_now(folder: str | None) -> Iterator[None]:
             os.environ[_VARIABLE] = before
 
 
-def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
+def cache_folder(model: nn.Module, options: CompileOptions, plan: Any) -> Path:
     """Return the cache folder for a model, a plan, this machine and the installed versions, without creating it.
 
     The folder depends on the shapes of the weights, but not on their values.
@@ -90,10 +92,12 @@ def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
     ]
     versions = (torch.__version__, __version__, platform.python_version())
     # Remove memory addresses from the repr of functions, because they differ between processes.
-    key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
+    key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, options, plan, versions, _machine(model))))
     name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     return (
-        Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else user_cache("compile")
+        Path(options.cache).expanduser().absolute()
+        if isinstance(options.cache, str)
+        else user_cache("compile")
     ) / name
 
 
@@ -107,7 +111,7 @@ def _machine(model: nn.Module) -> str:
     return f"{accelerator} {platform.machine()} {cpu_features()}"
 
 
-def _chosen_by_user() -> bool:
+def _is_set_by_user() -> bool:
     """Return whether the user, rather than torch or an earlier run in this process, set the environment variable."""
     value = os.environ.get(_VARIABLE)
     if not value:
@@ -117,16 +121,16 @@ def _chosen_by_user() -> bool:
     return Path(value).resolve() != Path(default_cache_dir()).resolve() and not (Path(value) / _TAG).is_file()
 
 
-def _make(folder: Path) -> None:
+def _create(folder: Path) -> None:
     """Create the folder, and check that only this user can write to it, because the code in it is executed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name == "posix":
-        found = folder.stat()
-        if found.st_uid != os.getuid():
+        status = folder.stat()
+        if status.st_uid != os.getuid():
             raise ConfigError(
                 f"{folder} belongs to another user; refusing to load compiled code from it. Choose a folder you own"
             )
-        if found.st_mode & 0o022:
+        if status.st_mode & 0o022:
             raise ConfigError(
                 f"{folder} is writable by other users; refusing to load compiled code from it. Run: chmod 700 {folder}"
             )

@@ -17,12 +17,12 @@ import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
-__all__ = ["CompileReport", "CompileSummary", "explain_failure", "failed_line", "limit_hit"]
+__all__ = ["CompileReport", "CompileSummary", "explain_failure", "failed_line", "limit_cause"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
-_EXPECTED = 4
+_EXPECTED_RECOMPILES = 4
 """Expected number of recompiles per function: one each for validation, a smaller last batch, different heights and
 different widths."""
 
@@ -36,10 +36,10 @@ def explain_failure(error: BaseException) -> str:
     Returns:
         The reason, for example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
-    own = NotCapturedError.inside(error) or error
-    varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
+    own = NotCapturedError.find_in(error) or error
+    recompile_cause = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
     if isinstance(own, UnstableGraphError):
-        return f"{own}{f'; cause of the last recompile: {varied}' if varied else ''}"
+        return f"{own}{f'; cause of the last recompile: {recompile_cause}' if recompile_cause else ''}"
     if isinstance(own, SlipstreamError):
         return str(own)
     if "consumed returned tensor's grad_fn" in str(error):
@@ -54,18 +54,18 @@ def explain_failure(error: BaseException) -> str:
     # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        cause = f"; cause of the last recompile: {varied}" if varied else ""
+        cause = f"; cause of the last recompile: {recompile_cause}" if recompile_cause else ""
         reason = f"{reason}: torch's recompile limit is reached{cause}"
-    where = failed_line(error)
-    return f"{type(error).__name__}: {reason}{f', at {where}' if where else ''}"
+    line = failed_line(error)
+    return f"{type(error).__name__}: {reason}{f', at {line}' if line else ''}"
 
 
 def failed_line(error: BaseException) -> str:
     """Return the line of user code that torch could not compile, or an empty string if torch does not report it."""
-    return _where(getattr(error, "real_stack", None) or ())
+    return _user_line(getattr(error, "real_stack", None) or ())
 
 
-def _where(stack: Iterable[FrameSummary]) -> str:
+def _user_line(stack: Iterable[FrameSummary]) -> str:
     """Return `net.py:18: `if y.sum() > 0:`` for the innermost frame of the user's own code, or an empty string."""
     own = [frame for frame in stack if _is_user_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
@@ -77,7 +77,7 @@ def _is_user_file(file: str) -> bool:
     return not file.startswith((*_ENGINE, "<")) and not in_stdlib
 
 
-def limit_hit(since: int) -> str:
+def limit_cause(since: int) -> str:
     """Return the cause of the last recompile if torch has reached its recompile limit, otherwise an empty string.
 
     Beyond the limit, inputs that require a new graph run eagerly.
@@ -86,8 +86,8 @@ def limit_hit(since: int) -> str:
         since: a value of `time.time_ns()`; earlier compilations are ignored.
     """
     for record in _records():
-        if getattr(record, "start_time_us", 0) >= since // 1000 and (varied := _limit_hit(record)):
-            return varied
+        if getattr(record, "start_time_us", 0) >= since // 1000 and (recompile_cause := _limit_cause(record)):
+            return recompile_cause
     return ""
 
 
@@ -97,7 +97,7 @@ def _records() -> list[Any]:
     return records
 
 
-def _limit_hit(record: Any) -> str:
+def _limit_cause(record: Any) -> str:
     hit = _LIMIT in (getattr(record, "fail_reason", None) or "")
     return (_recompile_reason(record) or "no reason given") if hit else ""
 
@@ -131,7 +131,7 @@ class CompileSummary:
     """The reasons why torch skipped CUDA graphs."""
 
     @property
-    def troubled(self) -> bool:
+    def has_problems(self) -> bool:
         """Whether anything in the report reduces speed. If so, `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
@@ -149,13 +149,13 @@ class CompileSummary:
                 f"{self.cache_hits} of {self.cache_hits + self.cache_misses} compiled graphs from the cache"
             )
         lines = [f"torch.compile: {', '.join(counts)}"]
-        for title, causes, shown in (
+        for title, causes, include in (
             ("graph break", self.breaks, True),
             ("recompiled", self.recompiles, self.unexpected),
             ("recompile limit reached, so later calls ran eagerly", self.eager, True),
             ("CUDA graph skipped", self.skipped, True),
         ):
-            if shown:
+            if include:
                 lines += [f"  {title}{f' {n}x' if n > 1 else ''}: {cause}" for cause, n in causes.items()]
         return "\n".join(lines)
 
@@ -173,7 +173,7 @@ class CompileReport:
     """
 
     def __init__(self, kinds: int = 1) -> None:
-        self.expected = kinds - 1 + kinds * _EXPECTED
+        self.expected = kinds - 1 + kinds * _EXPECTED_RECOMPILES
         self._started = False
 
     def start(self) -> None:
@@ -210,8 +210,8 @@ class CompileReport:
         recompiles: Counter[str] = Counter()
         eager: Counter[str] = Counter()
         for record in self._new:
-            if varied := _limit_hit(record):
-                eager[varied] += 1
+            if recompile_cause := _limit_cause(record):
+                eager[recompile_cause] += 1
             elif reason := _recompile_reason(record):
                 function = f"{record.co_filename}:{record.co_firstlineno} {record.co_name}"
                 functions[function] += 1
@@ -231,7 +231,9 @@ class CompileReport:
         # Compare objects, not lengths, because torch._dynamo.reset() clears the list.
         old = {id(each) for each in self._old_breaks}
         new = [each for each in _breaks() if id(each) not in old]
-        return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
+        return Counter(
+            _user_line(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new
+        )
 
     def _skips(self, number: int) -> dict[str, int]:
         """Return why `number` CUDA graphs were skipped; torch records reasons only at compile time."""

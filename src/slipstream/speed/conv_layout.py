@@ -16,13 +16,13 @@ __all__ = ["LayOutConvolutions", "lay_out_convolutions"]
 _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
 _VIEW, _RESHAPE = _ATEN.view.default, _ATEN.reshape.default
-_LAST, _FIRST = torch.channels_last, torch.contiguous_format
-_BY_STRIDES = {
+_CHANNELS_LAST, _CONTIGUOUS = torch.channels_last, torch.contiguous_format
+_STRIDE_DEPENDENT = {
     _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
     _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
-_HEAVY = 8
+_MAX_WEIGHT_RATIO = 8
 """A convolution keeps the contiguous format if its ratio of weight to activation elements exceeds this number."""
 
 
@@ -55,7 +55,7 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
     convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
     if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
         return
-    if any(_is_plane(node) for node in convolutions):
+    if any(_is_conv2d(node) for node in convolutions):
         _Layouts(graph).assign()
 
 
@@ -65,7 +65,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:
     return cast(fx.Node, image), cast(fx.Node, weight), tuple(others[:7])
 
 
-def _is_plane(node: fx.Node) -> bool:
+def _is_conv2d(node: fx.Node) -> bool:
     image, _, (_, _, _, _, transposed, *_) = _operands(node)
     return image.meta["val"].ndim == 4 and not transposed
 
@@ -84,7 +84,7 @@ class _Layouts:
             if node.op != "call_function":
                 continue
             with self.graph.inserting_before(node):
-                if node.target in (_FORWARD, _BACKWARD) and _is_plane(node):
+                if node.target in (_FORWARD, _BACKWARD) and _is_conv2d(node):
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
@@ -98,28 +98,28 @@ class _Layouts:
         out = cast(fx.Node, node.args[0] if node.target is _BACKWARD else node)
         activations = image.meta["val"].numel() + out.meta["val"].numel()
         if tuple(shape[2:]) == (1, 1) and groups == 1 and set(stride) == {1} and set(padding) == {0}:
-            node.replace_input_with(image, self._copied(image, _LAST))
+            node.replace_input_with(image, self._copied(image, _CHANNELS_LAST))
             if node.target is _BACKWARD:
-                node.replace_input_with(out, self._copied(out, _LAST))
+                node.replace_input_with(out, self._copied(out, _CHANNELS_LAST))
                 self._pixels_backward(node)
             else:
                 self._pixels_forward(node)
             return
-        wanted = _FIRST if shape.numel() > _HEAVY * activations else _LAST
+        memory_format = _CONTIGUOUS if shape.numel() > _MAX_WEIGHT_RATIO * activations else _CHANNELS_LAST
         for operand in {image, weight, *([out] if node.target is _BACKWARD else [])}:
-            node.replace_input_with(operand, self._copied(operand, wanted))
+            node.replace_input_with(operand, self._copied(operand, memory_format))
         _update_strides(node)
 
-    def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
+    def _copied(self, node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
         """Return `node` if its result has the layout `wanted`, otherwise a cached copy in that layout."""
         value = node.meta["val"]
         # `is_contiguous` ignores the strides of dimensions of size one; inductor does not.
-        if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
+        if value.stride() == torch.empty_like(value, memory_format=memory_format).stride():
             node.meta["inductor_realize_to_strides"] = True  # materialize the value once, in this layout
             return node
-        key = (node, wanted)
+        key = (node, memory_format)
         if key not in self.copies:
-            self.copies[key] = self._call(_ATEN.clone.default, node, memory_format=wanted)
+            self.copies[key] = self._call(_ATEN.clone.default, node, memory_format=memory_format)
             self.copies[key].meta["inductor_realize_to_strides"] = True
         return self.copies[key]
 
@@ -193,7 +193,7 @@ def _needs_eager_strides(node: fx.Node) -> bool:
     ):
         return True
     builtin = target.namespace in ("aten", "prims", "_c10d_functional")
-    return not builtin or target in _BY_STRIDES or torch.Tag.nondeterministic_seeded in target.tags
+    return not builtin or target in _STRIDE_DEPENDENT or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _update_strides(node: fx.Node) -> None:

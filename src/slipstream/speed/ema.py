@@ -23,7 +23,7 @@ _TYPES = (*DecaySchedule.types, "swa")
 
 @dataclass(frozen=True)
 class EmaOptions:
-    """`ema=dict(...)`."""
+    """Options of `ema=dict(...)`; True selects the defaults."""
 
     decay: float | None = None
     """Maximum decay, the weight given to the old average in an update; None means 0.9999."""

@@ -61,7 +61,7 @@ PEAKS = (
 """Known accelerators. If several entries match a device name, the entry with the most words applies. For GeForce cards,
 the 16-bit and 8-bit values assume accumulation in float32, which PyTorch uses."""
 
-_DIFFERENT = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
+_VARIANT_WORDS = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
 """If a device name contains one of these words, the device may be a variant with a different peak throughput, so
 `peak_flops` returns None."""
 
@@ -74,7 +74,7 @@ def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | No
         precision: the precision of matrix products and convolutions.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    if words & _DIFFERENT:
+    if words & _VARIANT_WORDS:
         return None
     known = [each for each in PEAKS if set(each.words.lower().split()) <= words]
     best = max(known, key=lambda each: len(each.words.split()), default=None)
@@ -84,7 +84,7 @@ def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | No
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Metadata:
     """The metadata of a tensor."""
 
     size: torch.Size
@@ -94,7 +94,7 @@ class _Shape:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
+    def of(cls, tensor: Tensor) -> _Metadata:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def empty(self) -> Tensor:
@@ -111,7 +111,7 @@ def without_data(inputs: Any) -> Any:
     for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor | bool | int | float | str | None):
             raise DataError(f"the batch contains an object of type {type(leaf).__name__}")
-    return tree_map_only(Tensor, _Shape.of, inputs)
+    return tree_map_only(Tensor, _Metadata.of, inputs)
 
 
 def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> int:
@@ -145,7 +145,7 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
     try:
         copied = _copy_without_data(model, mode)
         with mode:
-            batch = tree_map_only(_Shape, _Shape.empty, inputs)
+            batch = tree_map_only(_Metadata, _Metadata.empty, inputs)
         with mode, torch.enable_grad(), FlopCounterMode(display=False) as counter:
             loss_of(copied, batch).backward()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -158,9 +158,9 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
 def _copy_without_data(model: nn.Module, mode: Any) -> nn.Module:
     """Return a copy of a model in training mode whose parameters and buffers have no data."""
     with mode:
-        memo: dict[int, Any] = {id(b): _Shape.of(b).empty() for b in model.buffers()}
+        memo: dict[int, Any] = {id(b): _Metadata.of(b).empty() for b in model.buffers()}
         for param in model.parameters():
-            memo[id(param)] = nn.Parameter(_Shape.of(param).empty().detach(), param.requires_grad)
+            memo[id(param)] = nn.Parameter(_Metadata.of(param).empty().detach(), param.requires_grad)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         if is_recomputed(module):

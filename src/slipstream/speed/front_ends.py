@@ -14,8 +14,8 @@ from slipstream.speed.parallel import read_model_wrapper
 
 __all__ = ["Setting", "UserHook", "is_plain_wrapper", "read_front_ends", "settings"]
 
-_LOWER = {"float16": "fp16", "fp16": "fp16", "half": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
-_REFUSED = ("efficient_conv_bn_eval",)
+_SHORT_NAMES = {"float16": "fp16", "fp16": "fp16", "half": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
+_UNSUPPORTED = ("efficient_conv_bn_eval",)
 FrontEnd = Mapping[str, Any]
 
 
@@ -49,7 +49,7 @@ def read_front_ends(
     Raises:
         ConfigError: `speed` or `training_params` is not a dict, or `cfg` sets an unsupported option.
     """
-    for key in _REFUSED:
+    for key in _UNSUPPORTED:
         if cfg.get(key):
             raise ConfigError("this option is not supported yet; remove it from cfg", key)
     if not isinstance(params, Mapping):
@@ -70,9 +70,9 @@ def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontE
     for option, option_paths in paths.items():
         for path in option_paths:
             front_end, _, key = path.rpartition(".")
-            translate = _TRANSLATED.get(path)
+            translate = _TRANSLATIONS.get(path)
             value = translate(front_ends[front_end]) if translate else front_ends[front_end].get(key)
-            # None means that the option is not set, except for `fused`, where None is a value.
+            # None means that the option is not set, except for `fused`, for which None is a value.
             if value is not None or (option == "fused" and key in front_ends[front_end]):
                 yield Setting(option, path, value)
 
@@ -106,7 +106,9 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         counts = wrapper.accumulative_counts
         # Do not read the property `dtype`: it caches the device type of the parameters, which are moved later.
-        dtype = _short(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
+        dtype = (
+            _short_name(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
+        )
         return {
             "dtype": dtype,
             "accumulative_counts": counts if counts > 1 else None,
@@ -116,15 +118,15 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
         return {}
     amp = _kind(wrapper.get("type")) == "AmpOptimWrapper"
     return {
-        "dtype": _short(wrapper.get("dtype"), device) if amp else None,
+        "dtype": _short_name(wrapper.get("dtype"), device) if amp else None,
         "accumulative_counts": wrapper.get("accumulative_counts"),
         "clip_grad": wrapper.get("clip_grad"),
     }
 
 
-def _short(dtype: Any, device: str) -> str | None:
+def _short_name(dtype: Any, device: str) -> str | None:
     """Return the short name of a dtype, such as `bf16`; None means autocast's default dtype on this device type."""
-    return _LOWER.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
+    return _SHORT_NAMES.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 
 def _ema_hook(hooks: Any) -> UserHook | None:
@@ -141,7 +143,7 @@ def _ema_hook(hooks: Any) -> UserHook | None:
 def _mixed_precision(params: FrontEnd) -> Any:
     value = params.get("mixed_precision")
     if isinstance(value, bool):
-        return _short(None, params["device"]) if value else "fp32"
+        return _short_name(None, params["device"]) if value else "fp32"
     return value
 
 
@@ -194,7 +196,7 @@ def _clip_grad_norm(params: FrontEnd) -> Any:
     return None if limit is None else {"max_norm": limit}
 
 
-_TRANSLATED: Mapping[str, Callable[[FrontEnd], Any]] = {
+_TRANSLATIONS: Mapping[str, Callable[[FrontEnd], Any]] = {
     "cfg.model_wrapper_cfg": read_model_wrapper,
     "training_params.mixed_precision": _mixed_precision,
     "training_params.torch_compile": _torch_compile,

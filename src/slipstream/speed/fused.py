@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError
-from slipstream.optim.kernels import kernels_chosen, use_fused, why_not_fused
+from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fused
 
 __all__ = ["fuse", "read_fused"]
 
@@ -37,7 +37,7 @@ def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
     Raises:
         ConfigError: `wanted` is True, and fused kernels are not supported.
     """
-    if wanted is None and not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
+    if wanted is None and not has_explicit_kernels(optimizer) and why_not_fused(optimizer) is None:
         use_fused(optimizer)
     if wanted:
         if any(group.get("foreach") for group in optimizer.param_groups):

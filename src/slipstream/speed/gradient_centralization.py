@@ -21,7 +21,7 @@ __all__ = ["CentralizeGradients", "GradientCentralizationOptions"]
 
 @dataclass(frozen=True)
 class GradientCentralizationOptions:
-    """`gradient_centralization=dict(...)`; True selects the defaults."""
+    """Options of `gradient_centralization=dict(...)`; True selects the defaults."""
 
     conv_only: bool = False
     """Whether to centralize only the gradients of convolution weights (three or more dimensions)."""

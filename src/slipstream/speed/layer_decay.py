@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from slipstream.config import optional
 from slipstream.errors import ConfigError
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.blocks import named_blocks
+from slipstream.speed.blocks import find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import is_real
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_decay", "scales_with_lr"]
 
 _KEY = "layer_decay"
-_KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
-"""Parameter-group keys that do not affect the update, or that `_try` sets."""
+_IGNORED_KEYS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
+"""Parameter-group keys that do not affect the update, or that `_take_steps` sets."""
 
 
 @dataclass(frozen=True)
 class LayerDecayOptions:
-    """`layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
+    """Options of `layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
 
     decay: float = 0.75
     """Ratio of a layer's learning rate to that of the next layer, in (0, 1]."""
@@ -101,7 +101,7 @@ class DecayLayers(StepPart):
                 param.copy_(torch.lerp(old, param.detach(), self.factors[param]))
 
 
-def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
+def layer_factors(model: nn.Module, options: LayerDecayOptions) -> dict[str, float]:
     """Return the learning rate factor of each parameter by name.
 
     As in BEiT, the factor of the last layer is `decay`, the factor of the layer before it is `decay ** 2`, and so on.
@@ -112,7 +112,7 @@ def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
     Raises:
         ConfigError: the model has no repeated blocks, or a pattern matches no module.
     """
-    layers = _layers(model, how.layers)
+    layers = _layers(model, options.layers)
     numbers = {param: number for number, layer in enumerate(layers, 1) for param in layer.parameters()}
     names, params = zip(*model.named_parameters(), strict=True)
     indices = [numbers.get(param) for param in params]
@@ -120,14 +120,14 @@ def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
     last = max((i for i, number in enumerate(indices) if number is not None), default=-1)
     end = len(layers) + 1
     depths = [end - (number or 0) if i <= last else 0 for i, number in enumerate(before)]
-    return {name: how.decay**depth for name, depth in zip(names, depths, strict=True)}
+    return {name: options.decay**depth for name, depth in zip(names, depths, strict=True)}
 
 
 def _layers(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
     """Return the layers from input to output."""
     if patterns is not None:
         found = (
-            module for pattern in patterns for module in named_blocks(model, [pattern], f"{_KEY}.layers")
+            module for pattern in patterns for module in find_modules(model, [pattern], f"{_KEY}.layers")
         )
         return list(dict.fromkeys(found))
     blocks = set(repeated_blocks(model)) - {model}
@@ -147,15 +147,15 @@ def scales_with_lr(optimizer: Optimizer) -> bool:
     rate, because some classes (Adafactor, Rprop) limit the size of an update. It returns False for a class that cannot
     be built from the settings in `param_groups`.
     """
-    inner: Optimizer = getattr(
-        optimizer, "optim", optimizer
-    )  # ZeroRedundancyOptimizer steps another optimizer
+    # ZeroRedundancyOptimizer wraps another optimizer.
+    inner: Optimizer = getattr(optimizer, "optim", optimizer)
     known = inspect.signature(type(inner)).parameters
     for group in inner.param_groups:
-        settings = {k: v for k, v in group.items() if k in known and k not in _KERNELS}
+        settings = {k: v for k, v in group.items() if k in known and k not in _IGNORED_KEYS}
         for lr in (0.1, 100.0):
             try:
-                halved, half = _try(type(inner), lr, settings, 0.5), _try(type(inner), lr / 2, settings, 1.0)
+                halved = _take_steps(type(inner), lr, settings, 0.5)
+                half = _take_steps(type(inner), lr / 2, settings, 1.0)
             except Exception:  # a third-party optimizer can raise any exception
                 return False
             if not (halved - half).abs().max() <= 1e-9 * half.abs().max():
@@ -163,7 +163,9 @@ def scales_with_lr(optimizer: Optimizer) -> bool:
     return True
 
 
-def _try(kind: Callable[..., Optimizer], lr: float, settings: Mapping[str, Any], factor: float) -> Tensor:
+def _take_steps(
+    kind: Callable[..., Optimizer], lr: float, settings: Mapping[str, Any], factor: float
+) -> Tensor:
     """Return a weight tensor after a few steps, each scaled by `factor`."""
     weight = nn.Parameter(torch.linspace(0.5, 2.0, 6, dtype=torch.float64).reshape(2, 3))
     optimizer = kind([weight], lr=lr, **settings)

@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
-"""`loss_fn(outputs, targets)`."""
+"""Type of `loss_fn(outputs, targets)`."""
 BatchLoss = Callable[[nn.Module, Any], Tensor | Mapping[str, Tensor]]
-"""`compute_loss(model, batch)`."""
+"""Type of `compute_loss(model, batch)`."""
 ModelLosses = Callable[[nn.Module, Any], Losses]
 Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
 
@@ -48,7 +48,7 @@ def read_losses(
             "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"
         )
     if compute_loss is not None:
-        return partial(_computed, compute_loss), None
+        return partial(_call_compute_loss, compute_loss), None
     if loss_fn is not None:
         return partial(model_losses, loss_fn), None
     return own_loss, _reduce_own
@@ -94,7 +94,7 @@ def own_loss(module: nn.Module, batch: Any) -> Losses:
     if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
         return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     raise LossError(
-        f"the model returned {_described(outputs)}, but no loss; return a scalar or a dict with the key 'loss', pass "
+        f"the model returned {_describe(outputs)}, but no loss; return a scalar or a dict with the key 'loss', pass "
         "the labels in the batch if the model requires them, or pass loss_fn or compute_loss"
     )
 
@@ -122,14 +122,14 @@ def _explain(module: nn.Module, args: Any, kwargs: Any, error: TypeError) -> Non
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
+        content = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
         raise DataError(
-            f"the batch has {found}, but {type(inner).__name__}.forward accepts {list(signature.parameters)}; change "
+            f"the batch has {content}, but {type(inner).__name__}.forward accepts {list(signature.parameters)}; change "
             "the dataset's output, or pass compute_loss=lambda model, batch: ..."
         ) from error
 
 
-def _computed(compute_loss: BatchLoss, module: nn.Module, batch: Any) -> Losses:
+def _call_compute_loss(compute_loss: BatchLoss, module: nn.Module, batch: Any) -> Losses:
     return _as_dict(compute_loss(module, batch))
 
 
@@ -148,6 +148,6 @@ def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def _described(outputs: Any) -> str:
+def _describe(outputs: Any) -> str:
     keys = sorted(map(str, outputs)) if isinstance(outputs, Mapping) else []
     return f"an object of type {type(outputs).__name__}" + (f" with the keys {keys}" if keys else "")

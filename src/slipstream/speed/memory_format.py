@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 __all__ = ["as_channels_last", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_PIXELS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
     for module in model.modules() if weights else ():
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None and not is_lazy(weight):
-            weight.data = _converted(weight.data)
+            weight.data = _convert(weight.data)
     if _convert_batch not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_convert_batch, with_kwargs=True)
 
@@ -43,12 +43,12 @@ def as_channels_last(batch: T) -> T:
 
     Images that already have this format, and all other values, are returned unchanged.
     """
-    converted: T = tree_map_only(Tensor, _converted, batch)
+    converted: T = tree_map_only(Tensor, _convert, batch)
     return converted
 
 
-def _converted(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in _PIXELS or tensor.ndim not in _FORMATS:
+def _convert(tensor: Tensor) -> Tensor:
+    if tensor.dtype not in _IMAGE_DTYPES or tensor.ndim not in _FORMATS:
         return tensor
     return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
 

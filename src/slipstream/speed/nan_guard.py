@@ -17,7 +17,7 @@ from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local_shard
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.step.leaves import leaves_of
-from slipstream.step.numerics import all_finite, keep_unless
+from slipstream.step.numerics import all_finite, restore_unless
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _ACTIONS = ("stop", "skip", "rollback")
 
 @dataclass(frozen=True)
 class NanGuardOptions:
-    """`nan_guard=dict(...)`."""
+    """Options of `nan_guard=dict(...)`, which handles losses and gradients that are not finite."""
 
     action: Literal["stop", "skip", "rollback"] = "stop"
     """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights.
@@ -117,14 +117,14 @@ class SkipCount:
     def add(self, finite: Tensor) -> None:
         """Count one step; `finite` is a 0-dim bool tensor. `torch.compile` can trace this method."""
         skipped = (~finite).to(torch.int64)
-        total, in_a_row = self.tensor.unbind()
-        self.tensor.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped]))
+        total, consecutive = self.tensor.unbind()
+        self.tensor.copy_(torch.stack([total + skipped, (consecutive + 1) * skipped]))
 
     def read(self) -> tuple[int, int]:
         """Return both numbers, and reset the first. This synchronizes with the device."""
-        total, in_a_row = self.tensor.tolist()
+        total, consecutive = self.tensor.tolist()
         self.tensor[0] = 0
-        return total, in_a_row
+        return total, consecutive
 
 
 class StepGuard:
@@ -149,14 +149,14 @@ class StepGuard:
         self.count = SkipCount(device)
         self.max_skipped = max_skipped
         self._model = model
-        self._before: dict[str, Tensor] = {}
+        self._saved_buffers: dict[str, Tensor] = {}
         self._undoable: set[Tensor] = set()  # parameters whose step can be undone
 
     def before_forward(self) -> None:
         """Copy the model's buffers at the start of an accumulation window."""
-        if not self._before:
+        if not self._saved_buffers:
             buffers = dict(self._model.named_buffers())
-            self._before = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
+            self._saved_buffers = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
 
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
@@ -185,7 +185,7 @@ class StepGuard:
         elif self._undoable.issuperset(params):
             guard_step(optim.optimizer, optim.step, finite)
         else:
-            _count_on_device(optim.optimizer)
+            _store_counts_on_device(optim.optimizer)
             if finite:  # this check waits for the device
                 optim.step()
                 if _can_undo(optim.optimizer, params, finite.device):
@@ -195,14 +195,18 @@ class StepGuard:
     def finish_step(self, finite: Tensor) -> None:
         """Restore the model's buffers if `finite` is False, and count the step."""
         # Find buffers by name, because forward may assign a new tensor.
-        current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
-        _restore_unless(finite, list(current.values()), [self._before[name] for name in current])
-        self._before = {}
+        current = {
+            name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_buffers
+        }
+        _restore_buffers_unless(
+            finite, list(current.values()), [self._saved_buffers[name] for name in current]
+        )
+        self._saved_buffers = {}
         self.count.add(finite)
 
     def reset(self) -> None:
         """Discard the unfinished accumulation window and the counts, after a rollback to a checkpoint."""
-        self._before = {}
+        self._saved_buffers = {}
         self.count.tensor.zero_()
 
     def read(self) -> int:
@@ -211,12 +215,12 @@ class StepGuard:
         Raises:
             NonFiniteLossError: more than `max_skipped` consecutive steps were skipped.
         """
-        total, in_a_row = self.count.read()
-        if in_a_row > self.max_skipped:
+        total, consecutive = self.count.read()
+        if consecutive > self.max_skipped:
             raise NonFiniteLossError(
-                f"the last {in_a_row} steps were skipped because the loss or a gradient was NaN or infinite. nan_guard "
-                f"allows at most {self.max_skipped} in a row (max_skipped). Lower the learning rate, add a warm-up, "
-                "check the data for NaN or wrong labels, or find the module with "
+                f"the last {consecutive} steps were skipped because the loss or a gradient was NaN or infinite. "
+                f"nan_guard allows at most {self.max_skipped} in a row (max_skipped). Lower the learning rate, add a "
+                "warm-up, check the data for NaN or wrong labels, or find the module with "
                 "nan_guard=dict(action='stop', locate=True)"
             )
         return total
@@ -243,27 +247,27 @@ def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) ->
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         return
-    before = [tensor.clone() for tensor in _updated(optimizer, params, finite.device)]
+    before = [tensor.clone() for tensor in _updated_tensors(optimizer, params, finite.device)]
     step()
-    keep_unless(finite, _updated(optimizer, params, finite.device), before)
+    restore_unless(finite, _updated_tensors(optimizer, params, finite.device), before)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     """Return copies of many small tensors, with one kernel per dtype and device."""
     copies: dict[int, Tensor] = {}
-    for same in _by_kind(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        copies |= zip(map(id, same), _split(flat, same), strict=True)
+    for group in _group_by_kind(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        copies |= zip(map(id, group), _split(flat, group), strict=True)
     return [copies[id(tensor)] for tensor in tensors]
 
 
-def _restore_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
+def _restore_buffers_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
     """Copy `before` back into many small tensors if `finite` is False, with a few kernels per dtype and device."""
     old = dict(zip(map(id, tensors), before, strict=True))
-    for same in _by_kind(tensors):
-        now = torch.cat([tensor.reshape(-1) for tensor in same])
-        then = torch.cat([old[id(tensor)].reshape(-1) for tensor in same])
-        torch._foreach_copy_(same, _split(torch.where(finite, now, then), same))
+    for group in _group_by_kind(tensors):
+        current = torch.cat([tensor.reshape(-1) for tensor in group])
+        previous = torch.cat([old[id(tensor)].reshape(-1) for tensor in group])
+        torch._foreach_copy_(group, _split(torch.where(finite, current, previous), group))
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
@@ -271,8 +275,8 @@ def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by dtype and device."""
+def _group_by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the tensors, grouped by dtype and device."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -291,7 +295,7 @@ def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.de
     )
 
 
-def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -> list[Tensor]:
+def _updated_tensors(optimizer: Optimizer, params: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the local tensors that a step changes: parameters and their state."""
     state = (value for p in params for value in optimizer.state.get(p, {}).values())
     return [local_shard(t) for t in (*params, *state) if isinstance(t, Tensor) and t.device == device]
@@ -313,7 +317,7 @@ def _values(grad: Tensor) -> Tensor:
     return grad._values() if grad.is_sparse else local_shard(grad)
 
 
-def _count_on_device(optimizer: Optimizer) -> None:
+def _store_counts_on_device(optimizer: Optimizer) -> None:
     """Store the step counts of torch's optimizers on the accelerator, where a skipped step can be undone."""
     supported = _get_capturable_supported_devices()
     for group in optimizer.param_groups:
@@ -355,8 +359,8 @@ class Locator:
         with torch.no_grad():
             self._clock.add_(1)
             found = self._found[index]
-            now = torch.stack([self._clock, self._not_finite((args, kwargs)).to(torch.int64)])
-            found.copy_(torch.where(self._not_finite(output) & (found[0] == 0), now, found))
+            observation = torch.stack([self._clock, self._not_finite((args, kwargs)).to(torch.int64)])
+            found.copy_(torch.where(self._not_finite(output) & (found[0] == 0), observation, found))
 
     def _not_finite(self, values: Any) -> Tensor:
         tensors = [
@@ -365,8 +369,8 @@ class Locator:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
-        for same in _by_kind(tensors):  # a data preprocessor's inputs are on the host
-            found = found | ~all_finite(same)  # a 0-dim CPU tensor is passed to the kernel by value
+        for group in _group_by_kind(tensors):  # a data preprocessor's inputs are on the host
+            found = found | ~all_finite(group)  # a 0-dim CPU tensor is passed to the kernel by value
         return found
 
     def report(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-__all__ = ["OVERLAP", "SendEarly", "send_early"]
+__all__ = ["OVERLAP_OPTIONS", "SendEarly", "send_early"]
 
 
 class SendEarly(CustomGraphPass):
@@ -41,21 +41,21 @@ def send_early(graph: fx.Graph) -> None:
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
     # Maps a node's index to the last node that was moved after it, and to the number of nodes moved after it.
-    behind: dict[int, tuple[fx.Node, int]] = {}
+    last_moved: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:
             last = max(node.all_input_nodes, key=order.__getitem__)
             index = order[last][0]
-            anchor, count = behind.get(index, (nodes[index], 0))
+            anchor, count = last_moved.get(index, (nodes[index], 0))
             anchor.append(node)
-            behind[index], order[node] = (node, count + 1), (index, count + 1)
+            last_moved[index], order[node] = (node, count + 1), (index, count + 1)
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in nodes:
         if node.target is comm.wait_tensor.default and node.users:
             min(node.users, key=position.__getitem__).prepend(node)
 
 
-OVERLAP = {
+OVERLAP_OPTIONS = {
     # If enabled, these options move the weight gradients, and therefore the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,

@@ -40,12 +40,12 @@ def read_parallel(value: Any) -> ParallelOptions | None:
     """
     if value is None or isinstance(value, ParallelOptions):
         return value
-    how = {"type": value} if isinstance(value, str) else value
-    if not isinstance(how, Mapping) or not isinstance(how.get("type"), str):
+    spec = {"type": value} if isinstance(value, str) else value
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("type"), str):
         raise ConfigError(
             f"must be one of {_KINDS} or a dict whose 'type' is one of them, not {value!r}", "parallel"
         )
-    kind, rest = how["type"], {key: value for key, value in how.items() if key != "type"}
+    kind, rest = spec["type"], {key: value for key, value in spec.items() if key != "type"}
     if kind not in _KINDS:
         raise ConfigError(f"must be one of {_KINDS}, not {kind!r}{did_you_mean(kind, _KINDS)}", "parallel")
     if kind == "ddp":

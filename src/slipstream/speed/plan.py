@@ -26,7 +26,7 @@ from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay
 from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
-from slipstream.speed.process import read_gc, read_switch
+from slipstream.speed.process import read_bool, read_gc
 from slipstream.speed.sam import SamOptions
 from slipstream.speed.simple_options import read_accumulate, read_clip_grad, read_sync_bn
 
@@ -72,8 +72,8 @@ def _dict(options: type[Any], name: str) -> _Option:
     return _Option(partial(optional, options, path=name))
 
 
-def _switch(name: str) -> Callable[[Any], bool]:
-    return partial(read_switch, name=name)
+def _bool(name: str) -> Callable[[Any], bool]:
+    return partial(read_bool, name=name)
 
 
 def _read_ema(value: Any) -> EmaOptions | UserHook | None:
@@ -100,7 +100,7 @@ class SpeedPlan:
         _Option(read_parallel, ("cfg.parallel", "cfg.model_wrapper_cfg", "training_params.multi_gpu")),
     ] = None
     find_unused_parameters: Annotated[
-        bool, _Option(_switch("find_unused_parameters"), ("cfg.find_unused_parameters",))
+        bool, _Option(_bool("find_unused_parameters"), ("cfg.find_unused_parameters",))
     ] = False
     accumulate: Annotated[
         int,
@@ -111,7 +111,8 @@ class SpeedPlan:
         _Option(read_clip_grad, ("optim_wrapper.clip_grad", "training_params.clip_grad_norm")),
     ] = None
     gradient_centralization: Annotated[
-        GradientCentralizationOptions | None, _dict(GradientCentralizationOptions, "gradient_centralization")
+        GradientCentralizationOptions | None,
+        _dict(GradientCentralizationOptions, "gradient_centralization"),
     ] = None
     adaptive_clip: Annotated[AdaptiveClipOptions | None, _dict(AdaptiveClipOptions, "adaptive_clip")] = None
     layer_decay: Annotated[LayerDecayOptions | None, _Option(read_layer_decay)] = None
@@ -120,15 +121,13 @@ class SpeedPlan:
         ActivationCheckpointingOptions | None,
         _Option(read_activation_checkpointing, ("cfg.activation_checkpointing",)),
     ] = None
-    channels_last: Annotated[bool, _Option(_switch("channels_last"))] = False
+    channels_last: Annotated[bool, _Option(_bool("channels_last"))] = False
     fused: Annotated[bool | None, _Option(read_fused)] = False
     prefetch: Annotated[int, _Option(read_prefetch)] = 0
-    cuda_graph: Annotated[bool, _Option(_switch("cuda_graph"))] = False
+    cuda_graph: Annotated[bool, _Option(_bool("cuda_graph"))] = False
     nan_guard: Annotated[NanGuardOptions | None, _Option(read_nan_guard)] = None
-    cudnn_benchmark: Annotated[bool, _Option(_switch("cudnn_benchmark"), ("env_cfg.cudnn_benchmark",))] = (
-        False
-    )
-    expandable_segments: Annotated[bool, _Option(_switch("expandable_segments"))] = False
+    cudnn_benchmark: Annotated[bool, _Option(_bool("cudnn_benchmark"), ("env_cfg.cudnn_benchmark",))] = False
+    expandable_segments: Annotated[bool, _Option(_bool("expandable_segments"))] = False
     gc: Annotated[int | None, _Option(read_gc)] = None
     auto: bool = False
     """Whether to enable the options that `slipstream.speed.auto.choose` selects."""
@@ -169,15 +168,16 @@ class SpeedPlan:
             {} if training_params is None else training_params,
             device,
         )
-        autos = [_reads_auto(front_ends[path], path) for path in ("speed", "training_params.speed")]
+        autos = [_read_auto(front_ends[path], path) for path in ("speed", "training_params.speed")]
         first: dict[str, Setting] = {}
         values: dict[str, Any] = {}
         for setting in settings(_CONFIG_PATHS, front_ends):
             value, earlier = _read(setting), first.setdefault(setting.option, setting)
             if values.setdefault(setting.option, value) != value:
                 raise ConfigError(
-                    f"{setting.value!r} conflicts with {_shown(earlier.path)}={earlier.value!r}; remove one of them",
-                    _shown(setting.path),
+                    f"{setting.value!r} conflicts with {_user_path(earlier.path)}={earlier.value!r}; remove one of "
+                    "them",
+                    _user_path(setting.path),
                 )
         sources = {option: setting.path for option, setting in first.items()}
         return cls(**values, auto=any(autos), sources=sources)
@@ -193,11 +193,11 @@ class SpeedPlan:
         for choice in choose(capabilities) if self.auto else ():
             if choice.option in self.sources:
                 continue
-            if choice.on:
+            if choice.enabled:
                 values[choice.option] = choice.value
-                sources[choice.option] = f"auto: {choice.why}"
+                sources[choice.option] = f"auto: {choice.reason}"
             else:
-                notes[choice.option] = choice.why
+                notes[choice.option] = choice.reason
         plan = replace(self, **values, sources=sources, notes=notes)
         _check(plan, capabilities)
         return plan
@@ -209,7 +209,7 @@ class SpeedPlan:
 
     def config_path(self, option: str) -> str:
         """Return the config path of an option for an error message."""
-        return _shown(self.sources.get(option, option))
+        return _user_path(self.sources.get(option, option))
 
 
 _OTHER_NAMES = {
@@ -223,17 +223,17 @@ _OTHER_NAMES = {
 """The names of options in Accelerate, Lightning and transformers."""
 
 
-def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
+def _read_auto(speed: Mapping[str, Any], path: str) -> bool:
     """Check the names of the options in `speed`, and return the value of `auto`."""
     known = [*_OPTIONS, "auto"]
     for key in speed:
         if key not in known:
             hint = f"; use '{own}'" if (own := _OTHER_NAMES.get(key)) else did_you_mean(str(key), known)
             raise UnknownNameError(f"no such option{hint}", f"{path}.{key}")
-    return read_switch(speed.get("auto"), f"{path}.auto")
+    return read_bool(speed.get("auto"), f"{path}.auto")
 
 
-def _shown(path: str) -> str:
+def _user_path(path: str) -> str:
     """Return a config path as written by the user: keys of `cfg` are at the top level of a configuration."""
     return path.removeprefix("cfg.")
 
@@ -243,7 +243,7 @@ def _read(setting: Setting) -> Any:
     try:
         return _OPTIONS[setting.option].read(setting.value)
     except ConfigError as error:
-        error.path = _shown(setting.path) + error.path.removeprefix(setting.option)
+        error.path = _user_path(setting.path) + error.path.removeprefix(setting.option)
         raise
 
 
@@ -272,7 +272,7 @@ class Refusal:
     """The error message, which describes what is wrong and how to fix it."""
 
 
-def _named(plan: SpeedPlan, precision: str) -> bool:
+def _has_precision(plan: SpeedPlan, precision: str) -> bool:
     return plan.precision is not None and plan.precision.name == precision
 
 
@@ -283,12 +283,12 @@ def _compiles_step(plan: SpeedPlan) -> bool:
 REFUSED = (
     Refusal(
         "precision",
-        lambda plan, capabilities: _named(plan, "fp8") and capabilities.capability < (8, 9),
+        lambda plan, capabilities: _has_precision(plan, "fp8") and capabilities.capability < (8, 9),
         "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'",
     ),
     Refusal(
         "precision",
-        lambda plan, capabilities: _named(plan, "fp8") and not capabilities.torchao,
+        lambda plan, capabilities: _has_precision(plan, "fp8") and not capabilities.torchao,
         "'fp8' requires torchao; run: pip install 'slipstream[fp8]'",
     ),
     Refusal(
@@ -331,7 +331,7 @@ REFUSED = (
 """The conditions under which `_check` raises an error."""
 
 IDLE = (
-    ("precision", lambda plan, capabilities: _named(plan, "tf32") and not capabilities.tf32,
+    ("precision", lambda plan, capabilities: _has_precision(plan, "tf32") and not capabilities.tf32,
      "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); the step computes in float32"),
     ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.device != "cuda",
      "this device does not use cuDNN"),

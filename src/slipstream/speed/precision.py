@@ -33,7 +33,7 @@ _FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this numb
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """`precision='bf16'`."""
+    """The precision of a step, set with `precision`, for example `precision='bf16'`."""
 
     name: Precision
     """`fp32` (leaves torch's settings unchanged), `tf32`, `bf16`, `fp16` or `fp8`."""

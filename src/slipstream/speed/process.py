@@ -11,12 +11,12 @@ import torch
 
 from slipstream.errors import ConfigError
 
-__all__ = ["cudnn_benchmark", "expandable_segments", "process_switches", "read_gc", "read_switch"]
+__all__ = ["cuda_settings", "cudnn_benchmark", "expandable_segments", "read_bool", "read_gc"]
 
 _EXPANDABLE = "expandable_segments"
 
 
-def read_switch(value: Any, name: str) -> bool:
+def read_bool(value: Any, name: str) -> bool:
     """Read a boolean option (such as `cudnn_benchmark`): True, False or None.
 
     Raises:
@@ -43,7 +43,7 @@ def read_gc(value: Any) -> int | None:
 
 
 @contextmanager
-def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
+def cuda_settings(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
     """Enable the `cudnn_benchmark` and `expandable_segments` options within the context if the arguments are true."""
     with ExitStack() as stack:
         if benchmark:
@@ -55,7 +55,7 @@ def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], No
 
 @contextmanager
 def cudnn_benchmark() -> Iterator[None]:
-    """Enable cuDNN's benchmark mode within the context, unless deterministic algorithms are enabled."""
+    """Enable cuDNN's benchmark mode within the context; if deterministic algorithms are enabled, disable it instead."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
@@ -73,7 +73,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     """
     before = _allocator_settings()
     # Pass all settings, because torch resets some omitted settings to their defaults.
-    torch._C._accelerator_setAllocatorSettings(_with(before, f"{_EXPANDABLE}:True"))
+    torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
         warn(
             f"expandable_segments does not affect the {reserved / 2**20:.0f} MiB that are already reserved. To use it "
@@ -82,7 +82,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        after = before if _EXPANDABLE in before else _with(before, f"{_EXPANDABLE}:False")
+        after = before if _EXPANDABLE in before else _add_setting(before, f"{_EXPANDABLE}:False")
         torch._C._accelerator_setAllocatorSettings(after)
 
 
@@ -94,7 +94,7 @@ def _allocator_settings() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
-def _with(settings: str, setting: str) -> str:
+def _add_setting(settings: str, setting: str) -> str:
     return f"{settings},{setting}" if settings else setting  # the last value of a setting takes precedence
 
 

@@ -26,7 +26,7 @@ _TINY = 1e-12  # avoids NaN for a zero gradient
 
 @dataclass(frozen=True)
 class SamOptions:
-    """`sam=dict(...)`; True selects the defaults."""
+    """Options of `sam=dict(...)`; True selects the defaults."""
 
     rho: float = 0.05
     """Norm of the weight perturbation. The ASAM paper uses values about ten times as large as those of SAM."""
@@ -56,16 +56,16 @@ class SharpnessAware(StepPart):
 
     Args:
         model: the model, unwrapped. The second pass does not change its buffers.
-        how: the options.
+        options: the options.
     """
 
     replaces_gradients = True
 
-    def __init__(self, model: nn.Module, how: SamOptions) -> None:
-        self.model, self.how = model, how
-        named = model.named_parameters() if how.adaptive else ()
+    def __init__(self, model: nn.Module, options: SamOptions) -> None:
+        self.model, self.options = model, options
+        named_params = model.named_parameters() if options.adaptive else ()
         # Use a dict, because torch.compile cannot trace lookups in a set.
-        self.scaled = dict.fromkeys(p for name, p in named if "weight" in name.rpartition(".")[2])
+        self.scaled = dict.fromkeys(p for name, p in named_params if "weight" in name.rpartition(".")[2])
 
     def gradients(
         self,
@@ -86,9 +86,9 @@ class SharpnessAware(StepPart):
 
     @torch.no_grad()
     def _perturb(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
-        scales = [param.abs() + self.how.eta if param in self.scaled else None for param in params]
+        scales = [param.abs() + self.options.eta if param in self.scaled else None for param in params]
         ascents = [g if t is None else g * t for g, t in zip(grads, scales, strict=True)]
-        factor = self.how.rho / (total_norm(ascents) + _TINY)
+        factor = self.options.rho / (total_norm(ascents) + _TINY)
         for param, ascent, scale in zip(params, ascents, scales, strict=True):
             step = ascent * factor.to(ascent.device, ascent.dtype)
             param.add_(step if scale is None else step * scale)

@@ -19,7 +19,7 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, backend_problem, compile_model
-from slipstream.speed.compile_cache import folder_now
+from slipstream.speed.compile_cache import set_cache_folder
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
@@ -29,7 +29,7 @@ from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
-from slipstream.step.trained_parameters import checking_parameters
+from slipstream.step.trained_parameters import add_parameter_check
 from slipstream.step.verification import (
     BudgetExceededError,
     NotCapturedError,
@@ -76,23 +76,23 @@ def build_step(
     Raises:
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
-    model, optim, how = training.model, training.optim, plan.compile
-    training = replace(training, prepare=checking_parameters(training.prepare, model, optim))
+    model, optim, options = training.model, training.optim, plan.compile
+    training = replace(training, prepare=add_parameter_check(training.prepare, model, optim))
 
     eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
-    if how is None:
+    if options is None:
         return eager
     core = unwrap_model(model)
-    if how.scope in (None, "step") and backend_problem(core, how) is None:
+    if options.scope in (None, "step") and backend_problem(core, options) is None:
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _one_graph(training, eager, core, how, warn, info, plan.cuda_graph)
-        if how.scope == "step":
+            return _build_graph_step(training, eager, core, options, warn, info, plan.cuda_graph)
+        if options.scope == "step":
             raise ConfigError(
                 f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"
             )
         warn(f"The step cannot be compiled as one graph: {reason}. Only the model is compiled")
-    compile_model(core, how, warn)
+    compile_model(core, options, warn)
     return eager
 
 
@@ -130,11 +130,11 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     return None
 
 
-def _one_graph(
+def _build_graph_step(
     training: Training,
     eager: EagerStep,
     core: nn.Module,
-    how: CompileOptions,
+    options: CompileOptions,
     warn: Callable[[str], None],
     info: Callable[[str], None],
     cuda_graph: bool,
@@ -142,8 +142,8 @@ def _one_graph(
     def recover(error: Exception, problem: str | None) -> EagerStep:
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
-            warn(_wrong_numbers(error, how))
-        elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
+            warn(_wrong_numbers(error, options))
+        elif isinstance(reason := NotCapturedError.find_in(error), OnlyEagerError):
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         elif problem is not None:
             warn(
@@ -154,28 +154,29 @@ def _one_graph(
             warn(
                 f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
             )
-            compile_model(core, how, warn, warn_limit=False)
+            compile_model(core, options, warn, warn_limit=False)
         else:
             remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
             warn(
                 f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
                 f"{remedy}To suppress this warning, set compile=dict(scope='model')"
             )
-            compile_model(core, how, warn, warn_limit=False)  # the warning above already reports the limit
+            # The warning above already reports the limit.
+            compile_model(core, options, warn, warn_limit=False)
         return eager
 
-    compile_model(core, how, warn)
+    compile_model(core, options, warn)
     if (compiled := core._compiled_call_impl) is not None:
-        core._compiled_call_impl = _OnlyEvaluation(core, compiled)
+        core._compiled_call_impl = _EvaluationOnly(core, compiled)
     device_type = next(core.parameters()).device.type
-    backend, replays = _backend(how, device_type, cuda_graph)
-    forks = how.backend == "inductor" and can_fork(device_type)
-    if how.budget is not None and not forks:
+    backend, uses_cuda_graph = _backend(options, device_type, cuda_graph)
+    forks = options.backend == "inductor" and can_fork(device_type)
+    if options.budget is not None and not forks:
         warn(
             "compile.budget does not limit the compilation of the step on this machine, because the step is compiled "
             "in the training process"
         )
-    in_background = forks and (how.budget is not None or not how.wait)
+    in_background = forks and (options.budget is not None or not options.wait)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
@@ -186,20 +187,20 @@ def _one_graph(
         recover=recover,
         reduce=training.reduce,
         sync=_sync(training.model),
-        verify=how.verify,
+        verify=options.verify,
         # A CUDA graph supports only one shape.
-        dynamic=False if replays and how.dynamic is None else how.dynamic,
-        capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if replays else None,
-        background=BackgroundCompiler(how.seconds, how.wait) if in_background else None,
+        dynamic=False if uses_cuda_graph and options.dynamic is None else options.dynamic,
+        capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if uses_cuda_graph else None,
+        background=BackgroundCompiler(options.seconds, options.wait) if in_background else None,
         info=info,
     )
 
 
-def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
+def _wrong_numbers(error: WrongNumbersError, options: CompileOptions) -> str:
     if error.compiler:
         return (
-            f"The step compiled by backend {how.backend!r} computes different gradients or updates than torch's eager "
-            f"operators ({error}). This is most likely a compiler bug. Training continues eagerly"
+            f"The step compiled by backend {options.backend!r} computes different gradients or updates than torch's "
+            f"eager operators ({error}). This is most likely a compiler bug. Training continues eagerly"
         )
     return (
         f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
@@ -215,39 +216,40 @@ def _sync(model: nn.Module) -> GradientSync | None:
     return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
 
 
-def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
+def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
     """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
-    options = backend_options(how)
-    if how.backend == "inductor":
+    backend_kwargs = backend_options(options)
+    if options.backend == "inductor":
         from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds
 
-        options = inductor_options(device_type) | options
+        backend_kwargs = inductor_options(device_type) | backend_kwargs
         if get_world_size() > 1:
-            from slipstream.speed.overlap import OVERLAP
+            from slipstream.speed.overlap import OVERLAP_OPTIONS
 
-            options = OVERLAP | options
+            backend_kwargs = OVERLAP_OPTIONS | backend_kwargs
         # One CUDA graph of the whole step replaces inductor's CUDA graphs.
-        cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
+        cuda_graph = bool(backend_kwargs.pop("triton.cudagraphs", False)) or cuda_graph
 
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
-    def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
-        if how.backend == "inductor":
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        if options.backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            with folder_now(folder):
-                made = compile_fx(graph, inputs, config_patches=options)
+            with set_cache_folder(folder):
+                compiled = compile_fx(graph, inputs, config_patches=backend_kwargs)
             # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
-            return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
-        chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
-        kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
-        run: Callable[..., Any] = chosen(graph, inputs, **kwargs)
+            return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
+        own = options.backend
+        compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
+        kwargs = {"mode": options.mode, "options": backend_kwargs}
+        run: Callable[..., Any] = compiler(graph, inputs, **{k: v for k, v in kwargs.items() if v})
         return run
 
-    return compiled, cuda_graph and torch.cuda.is_available()
+    return backend, cuda_graph and torch.cuda.is_available()
 
 
-class _OnlyEvaluation:
+class _EvaluationOnly:
     """Calls a model's compiled code only in evaluation, because training uses the step's graph."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:

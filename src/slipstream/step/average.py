@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.step.numerics import Scalar, precise_dtype
 from slipstream.step.parts import StepPart
 
-__all__ = ["AveragePart", "copied_to", "update_count"]
+__all__ = ["AveragePart", "copy_to", "update_count"]
 
 
 class _Average(Protocol):
@@ -69,13 +69,13 @@ class AveragePart(StepPart):
         self,
         average: _Average,
         model: nn.Module,
-        done: Callable[[], int],
+        batch_count: Callable[[], int],
         ends_window: Callable[[int], bool] = lambda batch: True,
-        begun: Callable[[int], bool] = lambda batch: True,
+        has_begun: Callable[[int], bool] = lambda batch: True,
         on_host: bool = False,
     ) -> None:
         self.average, self.model = average, model
-        self._done, self._ends_window, self._begun = done, ends_window, begun
+        self._batch_count, self._ends_window, self._has_begun = batch_count, ends_window, has_begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval above 1, a graph would read and write the average even in steps that do not change it.
@@ -85,13 +85,13 @@ class AveragePart(StepPart):
 
     def is_due(self, batch: int) -> bool:
         """Return whether batch number `batch` (counted from 1) counts as an update."""
-        if not self._begun(batch):
+        if not self._has_begun(batch):
             return False
         return self.average.every_batch or self._ends_window(batch)
 
     def before_batch(self) -> None:
         """Count the next batch, and set the weight of the new parameters (0 if the batch is not an update)."""
-        batch = self._done() + 1
+        batch = self._batch_count() + 1
         # If the batch was already counted, but its step raised an error, undo the count.
         if self._counted == (batch, self.average.steps):
             self.average.steps -= 1
@@ -110,7 +110,7 @@ class AveragePart(StepPart):
         elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
             if self._on_other_device:
-                currents = copied_to(averages[0].device, currents)
+                currents = copy_to(averages[0].device, currents)
             torch._foreach_lerp_(averages, currents, step_weight)
 
     def state(self) -> Mapping[str, Tensor]:
@@ -118,7 +118,7 @@ class AveragePart(StepPart):
         return {f"average[{i}]": average for i, average in enumerate(self.average.pairs(self.model)[0])}
 
 
-def copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+def copy_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of `tensors` on `device`; if `device` is the CPU, wait once until all copies are complete."""
     copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):

@@ -27,11 +27,11 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Amount added to the child's nice value; see nice(2). With this value, training that uses all cores is 2 to 6% slower
-during compilation (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
-_LIMIT = 2 * 3600.0
+"""Amount added to the child's nice value; see nice(2). With this value, a background compilation slows down training
+that uses all cores by 2 to 6% (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
+_DEFAULT_LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
-_POLL = 0.05
+_POLL_INTERVAL = 0.05
 """Seconds between checks of whether the child process has exited."""
 
 
@@ -50,15 +50,15 @@ class BackgroundCompiler:
 
     Args:
         limit: timeout in seconds for each function call; two hours by default.
-        waits: whether `start` blocks until the function returns.
+        wait: whether `start` blocks until the function returns.
     """
 
-    def __init__(self, limit: float | None = None, waits: bool = False) -> None:
-        self.waits = waits
-        self.limit = _LIMIT if limit is None else limit
+    def __init__(self, limit: float | None = None, wait: bool = False) -> None:
+        self.wait = wait
+        self.limit = _DEFAULT_LIMIT if limit is None else limit
         """Timeout of the child process in seconds."""
         self._pid: int | None = None
-        self._began = 0.0
+        self._start_time = 0.0
         self.seconds: float | None = None
         """Duration of the last function call in seconds; None if the call failed."""
         self.exceeded = False
@@ -77,7 +77,7 @@ class BackgroundCompiler:
         """
         self.stop()
         self.seconds, self.exceeded = None, False
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         parent = os.getpid()
         # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -87,24 +87,24 @@ class BackgroundCompiler:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                _work_and_exit(work, parent, mask, 0 if self.waits else _NICE)
+                _work_and_exit(work, parent, mask, 0 if self.wait else _NICE)
             self._pid = pid
-            self._end = weakref.finalize(self, _kill, pid)
+            self._finalizer = weakref.finalize(self, _kill, pid)
             # The child and its C++ compilers get their own process group. Both processes set it, to avoid a race.
             with suppress(OSError):
                 os.setpgid(pid, pid)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        while self.waits and not self.done():
-            time.sleep(_POLL)
+        while self.wait and not self.done():
+            time.sleep(_POLL_INTERVAL)
 
     def done(self) -> bool:
         """Return True if no process is running. A process that has exceeded its timeout is killed."""
         if self._pid is None:
             return True
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._start_time
         if (status := _exit_status(self._pid)) is not None:
-            self._end.detach()
+            self._finalizer.detach()
             self._pid = None
             self.seconds = seconds if status == 0 else None
         elif seconds > self.limit:
@@ -115,7 +115,7 @@ class BackgroundCompiler:
     def stop(self) -> None:
         """Kill the process if it is running."""
         if self._pid is not None:
-            self._end()
+            self._finalizer()
             self._pid = None
 
 
@@ -181,7 +181,7 @@ def _detach_from_parent() -> None:
             os.dup2(null, file, inheritable=file < 3)
 
 
-def _suppress_errors(work: Callable[[], object], done: list[bool], *_kept: object) -> None:
+def _suppress_errors(work: Callable[[], object], done: list[bool], *_streams: object) -> None:
     with suppress(BaseException):
         work()
         done.append(True)

@@ -19,7 +19,7 @@ _UNSUPPORTED = ("non-empty donated buffers", "does not currently support double 
 
 
 class BackwardPasses:
-    """What the backward passes through the outputs of a model did."""
+    """Records properties of the backward passes through the outputs of a model."""
 
     def __init__(self) -> None:
         self.creates_graph = False
@@ -57,13 +57,13 @@ class BackwardPasses:
 @contextmanager
 def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
     """Record the backward passes through the outputs of calls of `model` inside the context."""
-    found = BackwardPasses()
+    passes = BackwardPasses()
     if isinstance(model, torch.jit.ScriptModule):  # does not support forward hooks in Python
-        yield found
+        yield passes
         return
-    handle = model.register_forward_hook(lambda _, __, outputs: found.observe(outputs))
+    handle = model.register_forward_hook(lambda _, __, outputs: passes.observe(outputs))
     try:
-        yield found
+        yield passes
     finally:
         handle.remove()
 

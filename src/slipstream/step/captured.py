@@ -31,11 +31,11 @@ _GLOBAL_HOOKS = (
 )
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_MIN_BATCHES = 2
+_FEW_BATCHES = 2
 """A graph that is used for at most this many batches is not worth compiling."""
-_REBUILDS = 8
+_MAX_REBUILDS = 8
 """Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
-_SETTING_CHANGES = 2
+_MAX_SETTING_CHANGES = 2
 """After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 
@@ -47,8 +47,8 @@ class CapturedStep:
         model: the unwrapped model.
         optim: the optimizer wrapper.
         params: the parameters that receive a gradient.
-        updates_inside: whether the graph may contain the optimizer step.
-        called: the functions that compute and reduce the losses.
+        allow_update_inside: whether the graph may contain the optimizer step.
+        functions: the functions that compute and reduce the losses.
     """
 
     run: Callable[..., Outputs]
@@ -66,39 +66,40 @@ class CapturedStep:
         model: nn.Module,
         optim: OptimWrapper,
         params: list[nn.Parameter],
-        updates_inside: bool,
-        called: Sequence[Callable[..., Any]] = (),
+        allow_update_inside: bool,
+        functions: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
         self.window = Scalar(1.0, device)
         self.scale = LossScale.of(optim, device)
         self.parts = list(optim.parts)
-        inside = updates_inside and can_trace(optim.optimizer)
-        self.update = GraphUpdate(optim.optimizer, params) if inside else None
+        contains_update = allow_update_inside and can_trace(optim.optimizer)
+        self.update = GraphUpdate(optim.optimizer, params) if contains_update else None
         self.adds_gradients = optim.accumulative_counts > 1 or optim.overrides_zero_grad
         """Whether the graph adds the gradients of a batch to `p.grad`."""
         self.keeps_gradients = self.adds_gradients or self.update is None
         """Whether the graph reads and writes `p.grad`."""
         self.last_compiled: Any = None
         """The compiled code of the last call."""
-        self.agreed: set[bool] = set()
+        self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
         window, and False for all other batches."""
         self.kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches whose graph was compiled in the background. A kind is a tuple: whether the batch is the last
-        of its accumulation window, followed by its shapes, or by whether they differ from those of the first batch."""
+        of its accumulation window, followed by the batch's shapes or by whether they differ from those of the first
+        batch."""
         self.slow_kinds: set[tuple[Any, ...]] = set()
         """Kinds of batches that run eagerly, because compiling their graph exceeded the time limit."""
-        self.only_compiles = False
-        """Whether this process only compiles the code, and must not run it."""
+        self.only_compile = False
+        """Whether this process compiles the code but must not run it."""
         self._hooked = is_hooked(optim.optimizer)
         self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
-        self._seen = list(map(_REQUIRES_GRAD, self._owned))
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
-        self._classes = ClassChanges(model, *called)
+        self._classes = ClassChanges(model, *functions)
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
         self._wasted = 0
@@ -108,12 +109,14 @@ class CapturedStep:
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"
-        now = list(optim.parameters())
-        if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
+        current = list(optim.parameters())
+        if not (_same_objects(optim.param_groups, self._groups) and _same_objects(current, self._owned)):
             return "the parameter groups"
         # A graph is captured only if no parameter has a hook, so any hook is a change. Removing a hook leaves an
         # empty dict.
-        if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
+        if list(map(_REQUIRES_GRAD, self._owned)) != self._requires_grad or any(
+            map(any, map(_HOOKS, self._owned))
+        ):
             return "a parameter's hooks or requires_grad"
         if _global_hooks() != self._global_hooks:
             return "the global module hooks"
@@ -148,7 +151,7 @@ class CapturedStep:
         Raises:
             UnstableGraphError: too many of the previous graphs were used for only a few batches.
         """
-        if 0 < self._batches[ends_window] - 1 <= _MIN_BATCHES and self._graphs[ends_window]:
+        if 0 < self._batches[ends_window] - 1 <= _FEW_BATCHES and self._graphs[ends_window]:
             self._wasted += 1
         self._graphs[ends_window] += 1
         self._batches[ends_window] = 1
@@ -175,7 +178,7 @@ class CapturedStep:
             names.update({id(tensor): name for name, tensor in part.state().items()})
         return names
 
-    def unread(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
+    def unread_tensors(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
         """Return the name, tensor and version of each buffer that is not an input of the graph.
 
         If the graph contains the update, include the optimizer's state.
@@ -190,14 +193,14 @@ class CapturedStep:
             if isinstance(tensor, Tensor) and id(tensor) not in known
         ]
 
-    def updated(self) -> set[int]:
+    def updated_ids(self) -> set[int]:
         """Return the ids of the tensors that an update changes, except gradients."""
         state = (value for values in self.optim.optimizer.state.values() for value in values.values())
         return {
             id(tensor) for tensor in (*self.params, *state) if isinstance(tensor, Tensor) and tensor.numel()
         }
 
-    def after_graph(self) -> set[int]:
+    def ids_changed_later(self) -> set[int]:
         """Return the ids of the tensors that change after the graph runs, if the graph does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
@@ -305,13 +308,13 @@ class Shapes:
         self.varies = False
         """Whether the shapes of the latest batch differ from those of the first batch."""
 
-    def worth_a_graph(self, inputs: Any) -> bool:
+    def should_use_graph(self, inputs: Any) -> bool:
         """Count a batch, and return whether it should use a graph."""
-        now = shapes(inputs)
+        current = shapes(inputs)
         if self._first is None:
-            self._first = now
+            self._first = current
         self._steps += 1
-        self.varies = now != self._first
+        self.varies = current != self._first
         if not self.varies:
             return True
         self._others += 1
@@ -323,7 +326,7 @@ class Changes:
 
     def __init__(self) -> None:
         self.rebuilds = 0
-        self._of_settings = 0
+        self._setting_changes = 0
 
     def count(self, changed: str, captured: CapturedStep | None) -> None:
         """Count a change, given its description and the step that it invalidates."""
@@ -331,14 +334,14 @@ class Changes:
         if captured is None or captured.update is None:
             return
         if changed in captured.update.optimizer.param_groups[0]:
-            self._of_settings += 1
+            self._setting_changes += 1
 
     @property
     def too_many(self) -> bool:
         """Whether there have been so many changes that compiling another graph is not worthwhile."""
-        return self.rebuilds > _REBUILDS
+        return self.rebuilds > _MAX_REBUILDS
 
     @property
     def allow_update_inside(self) -> bool:
         """Whether the next graph may contain the optimizer update, in which some settings are constants."""
-        return self._of_settings < _SETTING_CHANGES
+        return self._setting_changes < _MAX_SETTING_CHANGES

@@ -34,17 +34,17 @@ class ClassChanges:
 
     def __init__(self, *roots: Any) -> None:
         classes = dict.fromkeys(
-            base for kind in _reachable_classes(roots) for base in kind.__mro__ if _is_user_code(base)
+            base for kind in _reachable_classes(roots) for base in kind.__mro__ if _may_affect_step(base)
         )
         read = set().union(*(_names_read(base) for base in classes))
-        self._watched = [_Watched(base, read) for base in classes]
+        self._watched = [_WatchedClass(base, read) for base in classes]
 
     def find(self) -> str | None:
         """Return the name of a class that has changed, or None. This method is called at every step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 
-class _Watched:
+class _WatchedClass:
     """The attributes of a class that methods may read.
 
     Args:
@@ -83,7 +83,7 @@ class _Watched:
         return not (same and all(map(is_, map(_CODE, self._functions), self._codes)))
 
 
-def _is_user_code(kind: type) -> bool:
+def _may_affect_step(kind: type) -> bool:
     return kind is not nn.Module and kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
@@ -125,9 +125,11 @@ def _reachable_classes(roots: Iterable[Any]) -> set[type]:
             continue
         seen.add(id(value))
         kind = value if isinstance(value, type) else type(value)
-        if kind not in found and any(map(_is_user_code, kind.__mro__)):
+        if kind not in found and any(map(_may_affect_step, kind.__mro__)):
             found.add(kind)
-            stack += (function for base in kind.__mro__ if _is_own(base) for function in _functions(base))
+            stack += (
+                function for base in kind.__mro__ if _is_user_code(base) for function in _functions(base)
+            )
         stack += _references(value)
     return found
 
@@ -139,7 +141,7 @@ def _references(value: Any) -> Iterable[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        if not _is_own(value):
+        if not _is_user_code(value):
             return ()
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
         names = _names_in(value.__code__) & value.__globals__.keys()
@@ -148,12 +150,12 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _is_user_code(type(value)):  # a logger refers to all other loggers
+    if isinstance(value, type) or not _may_affect_step(type(value)):  # a logger refers to all other loggers
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 
 
-def _is_own(value: Any) -> bool:
+def _is_user_code(value: Any) -> bool:
     """Return whether a class or function is user code, rather than part of a library, torch or Slipstream."""
     return (value.__module__ or "").partition(".")[0] not in {*_LIBRARIES, "torch", "slipstream"}
 

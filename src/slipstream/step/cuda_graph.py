@@ -91,7 +91,7 @@ class CapturedCalls:
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._calls) == _MAX_GRAPHS and key not in self._calls:
-                return self._directly(run, arguments)
+                return self._run_without_graph(run, arguments)
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
                 return self._capture.warm_up(lambda: run(arguments))
@@ -111,7 +111,7 @@ class CapturedCalls:
                 "cause, or remove cuda_graph to silence this warning"
             )
 
-    def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
+    def _run_without_graph(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
             self._warn(
                 f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one. Shapes, "
@@ -131,21 +131,21 @@ class _Graph:
     """A captured call."""
 
     def __init__(self, run: Callable[..., Any], arguments: Any, capture: Capture) -> None:
-        fixed = tree_map_only(Tensor, torch.clone, arguments)
-        self._places = _tensors(fixed)
-        versions = [tensor._version for tensor in self._places]
-        self._outputs, self._replay = capture.capture(lambda: run(fixed))
-        places = zip(self._places, versions, strict=True)
-        self._changed = [i for i, (tensor, version) in enumerate(places) if tensor._version != version]
+        static = tree_map_only(Tensor, torch.clone, arguments)
+        self._static_inputs = _tensors(static)
+        versions = [tensor._version for tensor in self._static_inputs]
+        self._outputs, self._replay = capture.capture(lambda: run(static))
+        inputs = zip(self._static_inputs, versions, strict=True)
+        self._changed = [i for i, (tensor, version) in enumerate(inputs) if tensor._version != version]
 
     def __call__(self, arguments: Any) -> Any:
         tensors = _tensors(arguments)
         if tensors:
-            torch._foreach_copy_(self._places, tensors)
+            torch._foreach_copy_(self._static_inputs, tensors)
         self._replay()
         if self._changed:
             torch._foreach_copy_(
-                [tensors[i] for i in self._changed], [self._places[i] for i in self._changed]
+                [tensors[i] for i in self._changed], [self._static_inputs[i] for i in self._changed]
             )
         return tree_map_only(Tensor, torch.clone, self._outputs)
 

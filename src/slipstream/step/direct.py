@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.step.leaves import leaves_of, structure_of
-from slipstream.step.verification import Compiled
+from slipstream.step.verification import CompiledGraph
 
 __all__ = ["DirectCalls", "Outputs"]
 
@@ -47,7 +47,7 @@ class DirectCalls:
         self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
         self._known_tensors = self._tensors()
         self._others = {id(tensor) for tensor in others}
-        self._known: list[_Call] = []
+        self._calls: list[_Call] = []
         self._seen: list[Any] = []
 
     def _tensors(self) -> list[Any]:
@@ -55,17 +55,20 @@ class DirectCalls:
 
     def find(self, inputs: Any, grad_buffers: Sequence[Tensor] | None, ends_window: bool) -> _Call | None:
         """Return the call whose guards accept these arguments, or None."""
-        if not self._known:
+        if not self._calls:
             return None
-        now = self._tensors()
-        if len(now) != len(self._known_tensors) or not all(map(is_, now, self._known_tensors)):
-            self._known_tensors, self._known = now, []  # discard all calls, so that the next call uses Dynamo
+        current = self._tensors()
+        if len(current) != len(self._known_tensors) or not all(map(is_, current, self._known_tensors)):
+            self._known_tensors, self._calls = (
+                current,
+                [],
+            )  # discard all calls, so that the next call uses Dynamo
             return None
         values = self._locals
         values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
         try:
             structure = structure_of(inputs)
-            for call in self._known:
+            for call in self._calls:
                 # The guards do not check the order of keys, or values that the step does not read.
                 if (
                     call.structure == structure
@@ -77,7 +80,7 @@ class DirectCalls:
         finally:
             values["inputs"] = values["grad_buffers"] = None
 
-    def note(self, compiled: Compiled) -> None:
+    def store_guards(self, compiled: CompiledGraph) -> None:
         """Store the guards of the code that Dynamo compiled most recently in `compiled.guards`."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
@@ -85,7 +88,7 @@ class DirectCalls:
         if len(new) == 1:
             compiled.guards = new[0].guard_manager
 
-    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> _Call | None:
+    def add_call(self, compiled: CompiledGraph, arguments: _Arguments, outputs: Outputs) -> _Call | None:
         """Return a direct call for the code that Dynamo called, or None if a direct call is not possible.
 
         Args:
@@ -93,7 +96,7 @@ class DirectCalls:
             arguments: the arguments of the step function.
             outputs: the return value of the step function.
         """
-        self.note(compiled)
+        self.store_guards(compiled)
         last, compiled.last = compiled.last, None
         if compiled.guards is None or last is None or compiled.has_side_effects:
             return None
@@ -102,8 +105,8 @@ class DirectCalls:
         if call is not None:
             # Among calls that require shared tensors, keep only the latest, because batches may share tensors in many
             # ways.
-            self._known = [k for k in self._known if k.compiled is not compiled or not k.shared]
-            self._known.append(call)
+            self._calls = [k for k in self._calls if k.compiled is not compiled or not k.shared]
+            self._calls.append(call)
         return call
 
 
@@ -114,7 +117,7 @@ class _Call:
         self,
         check: Callable[[dict[str, Any]], bool],
         structure: Any,
-        compiled: Compiled,
+        compiled: CompiledGraph,
         fixed: list[Any],
         positions: list[tuple[int, int]],
         shared: list[tuple[int, int]],
@@ -136,7 +139,7 @@ class _Call:
     def of(
         cls,
         guards: Any,
-        compiled: Compiled,
+        compiled: CompiledGraph,
         last: tuple[Sequence[Any], Sequence[Any]],
         arguments: _Arguments,
         outputs: Outputs,
@@ -151,9 +154,9 @@ class _Call:
         positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
         if not all(id(value) in variable or id(value) in known for value in inputs):
             return None
-        used = {id(value) for value in inputs} & variable.keys()
+        used_ids = {id(value) for value in inputs} & variable.keys()
         shared = [
-            (i, variable[id(leaf)]) for i, leaf in leaves if id(leaf) in used and variable[id(leaf)] != i
+            (i, variable[id(leaf)]) for i, leaf in leaves if id(leaf) in used_ids and variable[id(leaf)] != i
         ]
         fixed = [None if id(value) in variable else value for value in inputs]
         logs, finite = outputs

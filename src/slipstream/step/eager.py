@@ -60,7 +60,7 @@ class EagerStep:
         self.model = model
         self.optim = optim
         self.reduce = reduce or sum_losses
-        self._restricts: bool | None = None
+        self._can_restrict: bool | None = None
         self._reaches_inputs = False
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class EagerStep:
             optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         try:
-            logs = self._once(inputs) if part is None else self._repeated(inputs, part)
+            logs = self._train_once(inputs) if part is None else self._train_repeatedly(inputs, part)
         except RuntimeError as error:
             check_compiled_backward(error)
             raise
@@ -102,7 +102,7 @@ class EagerStep:
         if self.optim.phases is not None:
             self.optim.phases.switch(phase)
 
-    def _once(self, inputs: Any) -> dict[str, Tensor]:
+    def _train_once(self, inputs: Any) -> dict[str, Tensor]:
         """Train with one forward and one backward pass."""
         self._switch("forward")
         with self.optim.optim_context(self.model):  # autocast and, inside a window, no gradient sync
@@ -120,7 +120,7 @@ class EagerStep:
         self._switch("step")
         return logs
 
-    def _repeated(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
+    def _train_repeatedly(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
         """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
@@ -165,24 +165,24 @@ class EagerStep:
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
         """Return keyword arguments that restrict `backward` to this optimizer's parameters, or {} if not possible."""
-        if self._restricts is None:
+        if self._can_restrict is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
             wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
             nodes = _nodes(loss)
-            self._restricts = not wrapped and all(n.name() != "CheckpointFunctionBackward" for n in nodes)
-            self._reaches_inputs = any(True for _ in _inputs_among(nodes))
-        if not self._restricts:
+            self._can_restrict = not wrapped and all(n.name() != "CheckpointFunctionBackward" for n in nodes)
+            self._reaches_inputs = any(True for _ in _input_leaves(nodes))
+        if not self._can_restrict:
             return {}
         inputs: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
         if self._reaches_inputs or _requires_grad(batch):
-            inputs += _inputs_among(_nodes(loss))
+            inputs += _input_leaves(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
 
     def _check_reentrant(self, error: RuntimeError) -> None:
         """Raise a `ModelError` if a reentrant checkpoint caused an error in backward."""
         if "use_reentrant" in str(error):
-            self._restricts = False
+            self._can_restrict = False
             raise ModelError(
                 "a reentrant checkpoint was added to the model after the first batch; use "
                 "checkpoint(..., use_reentrant=False), or add it before the first batch"
@@ -190,7 +190,7 @@ class EagerStep:
 
     def _drop_leaked_gradients(self) -> None:
         """Discard gradients from another step's backward pass, if backward cannot be restricted to parameters."""
-        if self._restricts is False and self.optim.begins_window():
+        if self._can_restrict is False and self.optim.begins_window():
             self.optim.zero_grad()
 
 
@@ -203,13 +203,13 @@ def _nodes(loss: Tensor) -> set[Any]:
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     while nodes:
-        found = {source for source, _ in nodes.pop().next_functions if source is not None} - seen
-        seen |= found
-        nodes += found
+        sources = {source for source, _ in nodes.pop().next_functions if source is not None} - seen
+        seen |= sources
+        nodes += sources
     return seen
 
 
-def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
+def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
     """Yield the leaves of an autograd graph that are not parameters."""
     for node in nodes:
         variable = getattr(node, "variable", None)

@@ -30,12 +30,12 @@ from slipstream.step.dynamo import (
 )
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
-from slipstream.step.parts import apply_update, has_gradients, with_gradients
+from slipstream.step.parts import apply_update, has_gradients, trained_params
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import call_after_load, infer_trained
 from slipstream.step.verification import (
     BudgetExceededError,
-    Compiled,
+    CompiledGraph,
     NotCapturedError,
     Verification,
     VerificationNeeded,
@@ -51,13 +51,13 @@ __all__ = ["GraphStep"]
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-class _Called(NamedTuple):
+class _StepCall(NamedTuple):
     """A call to the compiled step."""
 
     outputs: Outputs
     grad_buffers: list[Tensor] | None
     """The gradients of the accumulation window, which the call changes in place."""
-    learn: tuple[Any, Any, bool] | None = None
+    args: tuple[Any, Any, bool] | None = None
     """The arguments of a call through Dynamo, from which `DirectCalls` constructs a direct call."""
 
 
@@ -123,7 +123,7 @@ class GraphStep:
         self._inferred = self._started = False
         self._step: CapturedStep | None = None
         self._compiling: tuple[Any, ...] | None = None
-        self._compiled_in: float | None = None
+        self._compile_seconds: float | None = None
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
         call_after_load(optim.optimizer, self._infer_trained)
 
@@ -146,7 +146,7 @@ class GraphStep:
     @property
     def has_graph(self) -> bool:
         """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
-        return self.uses_graph and self._step is not None and (bool(self._step.agreed) or not self.verify)
+        return self.uses_graph and self._step is not None and (bool(self._step.verified) or not self.verify)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
@@ -156,7 +156,7 @@ class GraphStep:
             inputs = self.prepare(batch)
         if self._fallback is not None:
             return self._fallback.train(inputs)
-        if self.sync is None and not self._shapes.worth_a_graph(inputs):
+        if self.sync is None and not self._shapes.should_use_graph(inputs):
             return self.eager.train(inputs)
         if self._step is not None:
             changed = self._step.find_change()
@@ -205,7 +205,7 @@ class GraphStep:
                 grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
-        def over_processes(grads: list[Tensor]) -> list[Tensor]:
+        def sync_grads(grads: list[Tensor]) -> list[Tensor]:
             return grads if sync is None else sync(grads)
 
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
@@ -214,15 +214,13 @@ class GraphStep:
                 refuse_uncompiled()
             grads, logs = gradients(inputs)
             if repeats is not None:
-                grads = repeats.gradients(
-                    params, lambda: over_processes(gradients(inputs)[0]), over_processes(grads)
-                )
+                grads = repeats.gradients(params, lambda: sync_grads(gradients(inputs)[0]), sync_grads(grads))
             finite = None
             with torch.no_grad():
                 if adds and grad_buffers is not None:
                     grads = list(torch._foreach_add(grad_buffers, grads))
                 if ends_window and repeats is None:
-                    grads = over_processes(grads)
+                    grads = sync_grads(grads)
                 if ends_window and update is not None:
                     if scale is not None:
                         grads = scale.unscale(grads)
@@ -246,7 +244,7 @@ class GraphStep:
 
     # ---- run the step ----------------------------------------------------------------------------------
 
-    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _Called | None:
+    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _StepCall | None:
         """Call the compiled step; return None while it is being compiled in the background."""
         optim = self.optim
         grad_buffers = captured.grad_buffers()
@@ -264,23 +262,23 @@ class GraphStep:
             captured.last_compiled = call.compiled
             tensors = call.tensors_read(inputs, grad_buffers)
             graphs = captured.cuda_graphs if call.one_device else None
-            return _Called(call.run(tensors) if graphs is None else graphs(call.run, tensors), grad_buffers)
+            return _StepCall(call.run(tensors) if graphs is None else graphs(call.run, tensors), grad_buffers)
         if grad_buffers is not None and not captured.adds_gradients:
             torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
         check_batch(inputs)
         try:
             with tracing():
                 outputs = captured.run(*arguments)
-        except VerificationNeeded as found:
-            found.grad_buffers = grad_buffers or []
+        except VerificationNeeded as outcome:
+            outcome.grad_buffers = grad_buffers or []
             raise
-        return _Called(outputs, grad_buffers, arguments)
+        return _StepCall(outputs, grad_buffers, arguments)
 
-    def _finish(self, captured: CapturedStep, called: _Called, ends_window: bool) -> dict[str, Tensor]:
+    def _finish(self, captured: CapturedStep, called: _StepCall, ends_window: bool) -> dict[str, Tensor]:
         """Run the operations that are not part of the compiled step, and return the values to log."""
         optim, grad_buffers = self.optim, called.grad_buffers
-        if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
-            call = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
+        if called.args is not None and captured.direct is not None and captured.last_compiled is not None:
+            call = captured.direct.add_call(captured.last_compiled, called.args, called.outputs)
             replays = call is not None and call.one_device
             if not replays and captured.cuda_graphs is not None and not captured.logged_no_replay:
                 captured.logged_no_replay = True
@@ -320,11 +318,11 @@ class GraphStep:
         """
         optim = self.optim
 
-        def seen() -> None:
-            self._trained = with_gradients(optim.parameters())
+        def record() -> None:
+            self._trained = trained_params(optim.parameters())
 
         failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        with self._on_gradients(seen), observe_backward(self.model) as self._backward_passes:
+        with self._on_gradients(record), observe_backward(self.model) as self._backward_passes:
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
             self._failed = failed  # postpone the comparison until the window ends
@@ -348,9 +346,9 @@ class GraphStep:
             if captured is None:
                 captured = self._capture()
             called = self._call(captured, inputs, ends_window)
-        except VerificationNeeded as found:
+        except VerificationNeeded as outcome:
             assert captured is not None
-            return self._verified(captured, found, inputs, ends_window)
+            return self._train_and_verify(captured, outcome, inputs, ends_window)
         except BudgetExceededError as error:  # raised on all ranks
             return self._fall_back(error, inputs)
         except Exception as error:
@@ -359,13 +357,13 @@ class GraphStep:
             if captured.last_compiled is not None and captured.last_compiled.running:
                 raise  # the code failed while running and may have changed tensors
             if self.sync is None:
-                if not captured.has_graphs or NotCapturedError.inside(error) is not None:
+                if not captured.has_graphs or NotCapturedError.find_in(error) is not None:
                     return self._fall_back(error, inputs)
                 self._reset()  # the model may have taken a different branch, with different parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._train_and_record(inputs)
-            if self.verify and ends_window not in captured.agreed:
-                return self._verified(captured, error, inputs, ends_window)
+            if self.verify and ends_window not in captured.verified:
+                return self._train_and_verify(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
             # same collectives.
             self.recover(error, self._backward_passes.problem)
@@ -381,19 +379,19 @@ class GraphStep:
         if self.background is None:
             return False
         # A single graph with dynamic shapes is used for all batches whose shapes differ from those of the first batch.
-        of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
-        kind = (ends_window, *of_shape)
+        shape_key = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
+        kind = (ends_window, *shape_key)
         if kind in captured.kinds or kind in captured.slow_kinds:
             return kind in captured.slow_kinds
         if self._compiling is not None:
-            running, exceeded = self._agree(not self.background.done(), self.background.exceeded)
+            running, exceeded = self._any_rank(not self.background.done(), self.background.exceeded)
             if running:
                 return True
             if exceeded:
-                return self._exceeded(captured, self._compiling, self.background.limit)
+                return self._run_kind_eagerly(captured, self._compiling, self.background.limit)
             captured.kinds.add(self._compiling)
-            self._compiled_in = self.background.seconds
-            if self._compiled_in is None:
+            self._compile_seconds = self.background.seconds
+            if self._compile_seconds is None:
                 self.info("Background compilation failed. Training waits for compilation in the foreground")
             if not self.verify:
                 self._log_switch()
@@ -402,10 +400,10 @@ class GraphStep:
             return False
         self._compiling = kind
         with suppress(OSError):  # if no process can be started, this process compiles on the next batch
-            self.background.start(partial(self._only_compile, captured, inputs, ends_window))
+            self.background.start(partial(self._compile_in_child, captured, inputs, ends_window))
         return True
 
-    def _exceeded(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
+    def _run_kind_eagerly(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
         """Run this kind of batch eagerly, because its compilation exceeded the time limit.
 
         Raises:
@@ -421,18 +419,18 @@ class GraphStep:
         )
         return True
 
-    def _only_compile(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> None:
+    def _compile_in_child(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> None:
         """Compile for this kind of batch, in a forked process."""
-        self.background, captured.only_compiles = None, True
+        self.background, captured.only_compile = None, True
         with suppress(VerificationNeeded):
             self._call(captured, inputs, ends_window)
 
     def _log_switch(self, ready: bool = False) -> None:
-        seconds, self._compiled_in = self._compiled_in, None
+        seconds, self._compile_seconds = self._compile_seconds, None
         if seconds is not None or ready:
-            how = "" if seconds is None else f" (compiled in the background in {seconds:.0f} s)"
+            duration = "" if seconds is None else f" (compiled in the background in {seconds:.0f} s)"
             name, first = type(self.model).__name__, self.optim.batches + 1
-            self.info(f"{name}: the step runs as one graph from batch {first} on{how}")
+            self.info(f"{name}: the step runs as one graph from batch {first} on{duration}")
 
     def _capture(self) -> CapturedStep:
         """Create the state that the graphs share; each graph is compiled on its first call.
@@ -471,60 +469,60 @@ class GraphStep:
         refuse_checkpoint(graph)
         # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
         # not participate.
-        trusted = not self.verify or (self.sync is not None and ends_window in captured.agreed)
-        compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
+        verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
+        compiled = CompiledGraph(graph, self.backend(graph, inputs), verified, has_side_effects())
 
         def run(*args: Any) -> Any:
-            if captured.only_compiles:
+            if captured.only_compile:
                 raise VerificationNeeded(compiled, args)
             captured.last_compiled = compiled
             return compiled(*args)
 
         return run
 
-    def _verified(
-        self, captured: CapturedStep, found: VerificationNeeded | Exception, inputs: Any, ends_window: bool
+    def _train_and_verify(
+        self, captured: CapturedStep, outcome: VerificationNeeded | Exception, inputs: Any, ends_window: bool
     ) -> dict[str, Tensor]:
         """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies."""
-        failure = None if isinstance(found, VerificationNeeded) else found
-        if isinstance(found, VerificationNeeded) and captured.direct is not None:
-            captured.direct.note(found.compiled)
+        failure = None if isinstance(outcome, VerificationNeeded) else outcome
+        if isinstance(outcome, VerificationNeeded) and captured.direct is not None:
+            captured.direct.store_guards(outcome.compiled)
         verification = None
-        if not any(self._agree(failure is not None)) and isinstance(found, VerificationNeeded):
+        if not any(self._any_rank(failure is not None)) and isinstance(outcome, VerificationNeeded):
             try:
                 captured.check_hooks()
-                verification = Verification(found, captured.params[0].device, captured.names())
+                verification = Verification(outcome, captured.params[0].device, captured.names())
             except Exception as error:
                 failure = error
-        if any(self._agree(verification is None)):
+        if any(self._any_rank(verification is None)):
             failure = failure or NotCapturedError("another rank cannot capture the step")
             return self._fall_back(failure, inputs)
-        assert isinstance(found, VerificationNeeded)
+        assert isinstance(outcome, VerificationNeeded)
         assert verification is not None
-        outside, unseen = ends_window and captured.update is None, captured.unread(found.inputs)
-        grad_buffers = dict(zip(map(id, found.grad_buffers), captured.params, strict=False))
-        ignored = captured.after_graph() if outside else set(grad_buffers) if ends_window else set()
+        outside, unread = ends_window and captured.update is None, captured.unread_tensors(outcome.inputs)
+        grad_buffers = dict(zip(map(id, outcome.grad_buffers), captured.params, strict=False))
+        ignored = captured.ids_changed_later() if outside else set(grad_buffers) if ends_window else set()
         known = list(map(id, captured.params))
 
         def compare() -> None:
             # If the model took a different branch, capture the step with that branch's parameters.
-            now = list(map(id, trained if ends_window else with_gradients(self.optim.parameters())))
-            if self.sync is None and (now and now != known if ends_window else not set(now).issubset(known)):
+            ids = list(map(id, trained if ends_window else trained_params(self.optim.parameters())))
+            if self.sync is None and (ids and ids != known if ends_window else not set(ids).issubset(known)):
                 self._reset()
                 self._trained = trained
                 return
             gradients = {key: param.grad for key, param in grad_buffers.items() if param.grad is not None}
             results = {} if ignored.issuperset(grad_buffers) else gradients
-            self._accept_if_equal(captured, found, verification, results, ignored, unseen, ends_window)
+            self._accept_if_equal(captured, outcome, verification, results, ignored, unread, ends_window)
 
         trained: list[nn.Parameter] = []
 
-        def seen() -> None:
-            trained.extend(with_gradients(self.optim.parameters()))
+        def record() -> None:
+            trained.extend(trained_params(self.optim.parameters()))
             if outside:
                 compare()
 
-        with self._on_gradients(seen):
+        with self._on_gradients(record):
             logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
             compare()
@@ -537,34 +535,34 @@ class GraphStep:
     def _accept_if_equal(
         self,
         captured: CapturedStep,
-        found: VerificationNeeded,
+        outcome: VerificationNeeded,
         verification: Verification,
         results: dict[int, Tensor],
         ignored: set[int],
-        unseen: list[tuple[str, Tensor, int]],
+        unread: list[tuple[str, Tensor, int]],
         ends_window: bool,
     ) -> None:
         """Compare the results of the graph and the eager step, and accept the graph if they agree."""
         failure, no_update = None, False
         try:
-            for name, tensor, version in unseen:
+            for name, tensor, version in unread:
                 if tensor._version != version:
                     raise WrongNumbersError(f"only the eager step changes {name}", compiler=False)
-            no_update = not verification.compare(results, captured.updated() | set(results), ignored)
+            no_update = not verification.compare(results, captured.updated_ids() | set(results), ignored)
         except WrongNumbersError as error:
             failure = error
-        differs, unclear = self._agree(failure is not None, no_update)
+        differs, unclear = self._any_rank(failure is not None, no_update)
         if differs:
             self._replace(failure or WrongNumbersError("on another rank", compiler=False))
         elif not unclear:
-            verification.take(results, ignored)
-            found.compiled.verified = True
+            verification.copy_results(results, ignored)
+            outcome.compiled.verified = True
             self._inferred = False
-            waited = self.background is None and ends_window not in captured.agreed
-            captured.agreed.add(ends_window)
+            waited = self.background is None and ends_window not in captured.verified
+            captured.verified.add(ends_window)
             self._log_switch(waited)
 
-    def _agree(self, *flags: bool) -> list[bool]:
+    def _any_rank(self, *flags: bool) -> list[bool]:
         """Return, for each flag, whether it is set on any rank."""
         if self.sync is None:
             return list(flags)
@@ -581,9 +579,9 @@ class GraphStep:
     def _infer_trained(self) -> None:
         """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with a graph."""
         self._reset()
-        found = infer_trained(self.optim.optimizer, self.optim.parameters())
-        if found is not None:
-            self._trained, self._inferred = found, True
+        trained = infer_trained(self.optim.optimizer, self.optim.parameters())
+        if trained is not None:
+            self._trained, self._inferred = trained, True
 
     def _replace(self, error: Exception) -> None:
         self._fallback = self.recover(error, self._backward_passes.problem)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-__all__ = ["cloned", "leaves_of", "structure_of"]
+__all__ = ["clone_tensors", "leaves_of", "structure_of"]
 
 _FIELDS = "_batch_fields"
 
@@ -32,13 +32,13 @@ def leaves_of(tree: Any) -> list[Any]:
         children = tree._batch_fields().values()
     else:
         return tree_leaves(tree)
-    found: list[Any] = []
+    leaves: list[Any] = []
     for child in children:
         if type(child) is Tensor:
-            found.append(child)
+            leaves.append(child)
         else:
-            found += leaves_of(child)
-    return found
+            leaves += leaves_of(child)
+    return leaves
 
 
 def structure_of(tree: Any) -> Any:
@@ -55,7 +55,7 @@ def structure_of(tree: Any) -> Any:
     return tree_structure(tree)
 
 
-def cloned(tree: Any) -> Any:
+def clone_tensors(tree: Any) -> Any:
     """Return a copy of nested containers in which each tensor is cloned.
 
     Objects with `_batch_fields` and dataclasses are changed in place, because they may also be part of the inputs.

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "only_if", "precise_dtype", "scale_"]
+__all__ = ["LossScale", "Scalar", "all_finite", "only_if", "precise_dtype", "restore_unless", "scale_"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -20,7 +20,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.isfinite(torch.stack(largest)).all()
 
 
-def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
 
     In a compiled graph, the copy is fused into the update and causes no additional memory traffic.
@@ -37,7 +37,7 @@ def only_if(
     def guarded(grads: list[Tensor]) -> None:
         before = [tensor.clone() for tensor in updated]
         update(grads)
-        keep_unless(finite, updated, before)
+        restore_unless(finite, updated, before)
 
     return guarded
 

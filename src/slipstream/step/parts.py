@@ -14,9 +14,9 @@ from operator import attrgetter, is_not
 
 from torch import Tensor, nn
 
-from slipstream.step.numerics import keep_unless
+from slipstream.step.numerics import restore_unless
 
-__all__ = ["StepPart", "apply_update", "has_gradients", "with_gradients"]
+__all__ = ["StepPart", "apply_update", "has_gradients", "trained_params"]
 
 
 class StepPart:
@@ -111,9 +111,9 @@ def apply_update(
     for part in after:
         part.after_update(params, previous)
     if finite is not None:
-        keep_unless(finite, state, old)
+        restore_unless(finite, state, old)
         if after:
-            keep_unless(finite, params, previous)
+            restore_unless(finite, params, previous)
     return logs
 
 
@@ -121,7 +121,7 @@ def _overriding(parts: Sequence[StepPart], method: str) -> list[StepPart]:
     return [part for part in parts if getattr(type(part), method) is not getattr(StepPart, method)]
 
 
-def with_gradients(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def trained_params(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trainable parameters that have a gradient."""
     return [param for param in params if param.requires_grad and param.grad is not None]
 

@@ -15,7 +15,7 @@ from slipstream.dist.sharding import is_sharded
 
 __all__ = ["copies", "interpret"]
 
-_LOWER = (torch.float32, torch.float16, torch.bfloat16)
+_LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
@@ -26,12 +26,12 @@ def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     memory: dict[int, tuple[Any, Tensor]] = {}
-    for group in _by_storage(tensors).values():
+    for group in _group_by_storage(tensors).values():
         start = min(tensor.storage_offset() for tensor in group)
         end = max(tensor.storage_offset() + _extent(tensor) for tensor in group)
         flat = torch.as_strided(group[0].detach(), (end - start,), (1,), start)
-        wanted = dtype if dtype is not None and flat.dtype in _LOWER else flat.dtype
-        memory.update(dict.fromkeys(map(id, group), (start, flat.to(wanted, copy=True))))
+        target_dtype = dtype if dtype is not None and flat.dtype in _LOWER_PRECISIONS else flat.dtype
+        memory.update(dict.fromkeys(map(id, group), (start, flat.to(target_dtype, copy=True))))
     copied: dict[int, Tensor] = {}
     for tensor in tensors:
         if id(tensor) in memory:
@@ -43,13 +43,13 @@ def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
     return [copied[id(value)] if isinstance(value, Tensor) else value for value in inputs]
 
 
-def _by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+def _group_by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
     """Return the strided tensors, grouped by storage and dtype."""
-    found: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided and not is_sharded(tensor):
-            found.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
-    return found
+            groups.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
+    return groups
 
 
 def _extent(tensor: Tensor) -> int:
@@ -111,11 +111,11 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _float64_dtype(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _LOWER else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in _LOWER_PRECISIONS else value
 
 
 def _in_float64(value: Tensor) -> Tensor:
-    return value.to(torch.float64) if value.dtype in _LOWER else value
+    return value.to(torch.float64) if value.dtype in _LOWER_PRECISIONS else value
 
 
 def _in_float32(value: Tensor) -> Tensor:

@@ -11,9 +11,8 @@ from slipstream.dist import all_reduce, traceable_sum
 
 __all__ = ["GradientSync"]
 
-_BUCKET_BYTES = (
-    25 * 2**20
-)  # as in DDP: large enough for full bandwidth, small enough to overlap with backward
+_BUCKET_BYTES = 25 * 2**20
+"""As in DDP: large enough for full bandwidth, and small enough to overlap communication with the backward pass."""
 
 
 class GradientSync:

@@ -15,7 +15,7 @@ from slipstream.errors import ModelError
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["checking_parameters", "keeps_parameters"]
+__all__ = ["add_parameter_check", "keeps_parameters"]
 
 
 def keeps_parameters(device: torch.device) -> bool:
@@ -23,7 +23,7 @@ def keeps_parameters(device: torch.device) -> bool:
     return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
 
 
-def checking_parameters(
+def add_parameter_check(
     prepare: Callable[[Any], Any], model: nn.Module, optim: OptimWrapper
 ) -> Callable[[Any], Any]:
     """Return `prepare`, with an additional check for replaced parameters if `Module.to` may replace them.
@@ -53,13 +53,13 @@ class _TrainedParameters:
 
     def _find(self) -> None:
         trained = set(map(id, self._optim.parameters()))
-        self._places = [
+        self._owners = [
             (module._parameters, name)
             for module in self._model.modules()
             for name, param in module._parameters.items()
             if id(param) in trained
         ]
-        self._params = [params[name] for params, name in self._places]
+        self._params = [params[name] for params, name in self._owners]
 
     def check(self) -> None:
         """Check that no trained parameter has been replaced by a parameter that the optimizer does not train.
@@ -67,11 +67,11 @@ class _TrainedParameters:
         Raises:
             ModelError: a parameter was replaced, and the optimizer does not contain the new parameter.
         """
-        now = [params.get(name) for params, name in self._places]
-        if all(map(is_, now, self._params)):
+        current = [params.get(name) for params, name in self._owners]
+        if all(map(is_, current, self._params)):
             return
         trained = set(map(id, self._optim.parameters()))
-        new = {id(param) for param in now if isinstance(param, Tensor) and param.requires_grad} - trained
+        new = {id(param) for param in current if isinstance(param, Tensor) and param.requires_grad} - trained
         for name, param in self._model.named_parameters():
             if id(param) in new:
                 raise ModelError(

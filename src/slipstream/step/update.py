@@ -18,7 +18,7 @@ from slipstream.step.numerics import precise_dtype
 
 __all__ = ["GraphUpdate", "call_after_load", "can_trace", "infer_trained", "is_hooked", "plain_settings"]
 
-_AS_TENSORS = ("lr", "betas")
+_TENSOR_SETTINGS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
 
 _COUNTERS = ("state_steps", "mus", "etas")
@@ -50,10 +50,10 @@ def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[
 
 def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
     """Call a bound method each time the optimizer loads a state dict, as long as the method's object is alive."""
-    found = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def loaded(_: Any) -> None:
-        if (current := found()) is not None:
+        if (current := reference()) is not None:
             current()
 
     if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
@@ -166,7 +166,7 @@ class _Group:
         self.count_dtype = dtype
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
-        self.tensor_settings = {name: _copied(own[name]) for name in _as_tensors(optimizer, own)}
+        self.tensor_settings = {name: _copy_list(own[name]) for name in _settings_as_tensors(optimizer, own)}
         self.from_tensors: set[str] = set()  # names of the settings whose last value was a tensor
         # The number of elements in each setting; 0 for a scalar.
         self.layout = [
@@ -180,9 +180,9 @@ class _Group:
         ]
         # Use one 1-dim tensor for all numbers, because Dynamo treats 0-dim float64 CPU tensors as Python numbers.
         self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
-        plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(optimizer, own)
+        plain = {name: own[name] for name in _TENSOR_SETTINGS if name in own} | plain_settings(optimizer, own)
         self.fixed = {
-            name: _copied(value) for name, value in plain.items() if name not in self.tensor_settings
+            name: _copy_list(value) for name, value in plain.items() if name not in self.tensor_settings
         }
         self.fixed.pop("capturable", None)
         self.on_device = device.type != "cpu"
@@ -196,7 +196,7 @@ class _Group:
         for name in self.tensor_settings:
             value = first[name]
             numbers = _as_list(value)
-            if not all(_same({name: value}, {name: source[name]}) for source in self.sources[1:]):
+            if not all(_same_settings({name: value}, {name: source[name]}) for source in self.sources[1:]):
                 return f"{name} in some parameter groups that had identical settings"
             if holds_tensors(value):  # a scheduler may have changed them in place
                 for index, number in enumerate(numbers, position):
@@ -206,7 +206,7 @@ class _Group:
                 self.from_tensors.discard(name)
                 for index, number in enumerate(numbers, position):
                     self.numbers[index] = number
-                self.tensor_settings[name] = _copied(value)
+                self.tensor_settings[name] = _copy_list(value)
             position += len(numbers)
         for source in self.sources:
             for name in self.fixed:
@@ -214,8 +214,8 @@ class _Group:
                     return name
         return None
 
-    def settings(self, number: int) -> dict[str, Any]:
-        """Return the parameter group for `step`."""
+    def settings(self, index: int) -> dict[str, Any]:
+        """Return the parameter group that is passed to `step`; `index` is the index of this group."""
         numbers = iter(self.numbers.unbind(0))
         tensors = {
             name: tuple(next(numbers) for _ in range(count)) if count else next(numbers)
@@ -225,7 +225,7 @@ class _Group:
         # when it adds a tensor to a matrix product. In eager mode on the CPU, foreach does not support tensor learning
         # rates.
         foreach = self.on_device or torch.compiler.is_compiling()
-        settings = {"foreach": foreach, "fused": False, "params": self.params, "number": number}
+        settings = {"foreach": foreach, "fused": False, "params": self.params, "group_index": index}
         if self.has_capturable:
             settings["capturable"] = foreach  # if True, torch does not branch on step counts
         return {**self.fixed, **tensors, **settings}
@@ -238,11 +238,11 @@ class _OptimizerView:
         self.groups = groups
         self.grads = grads
         self.state = _Scratch()
-        self.param_groups = [group.settings(number) for number, group in enumerate(groups)]
+        self.param_groups = [group.settings(index) for index, group in enumerate(groups)]
         self.precise: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        own = self.groups[group["number"]]
+        own = self.groups[group["group_index"]]
         lists[0].extend(own.params)
         lists[1].extend(self.grads[i] for i in own.indices)
         for target, values, counter in zip(lists[2:], own.state, own.counters, strict=True):
@@ -296,25 +296,25 @@ def _group_by_settings(
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
     """Return lists of groups with identical settings, each with the indices of the groups' tensors in `params`."""
     index = {param: i for i, param in enumerate(params)}
-    found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
+    merged: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
     for group in optimizer.param_groups:
         indices = [index[p] for p in group["params"] if p in index]
         if not indices:
             continue
-        settings = plain_settings(optimizer, group) | {name: group.get(name) for name in _AS_TENSORS}
+        settings = plain_settings(optimizer, group) | {name: group.get(name) for name in _TENSOR_SETTINGS}
         # torch's optimizers require one device and dtype per group.
         settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
-        for known, sources, members in found:
-            if _same(known, settings):
+        for known, sources, members in merged:
+            if _same_settings(known, settings):
                 sources.append(group)
                 members.extend(indices)
                 break
         else:
-            found.append((settings, [group], indices))
-    return [(sources, members) for _, sources, members in found]
+            merged.append((settings, [group], indices))
+    return [(sources, members) for _, sources, members in merged]
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether settings are identical; tensors are compared by identity, to avoid synchronization."""
     return one.keys() == other.keys() and all(
         one[name] is other[name]
@@ -325,7 +325,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group as Python values, without keys that schedulers add."""
-    excluded = {"foreach", "fused", *_AS_TENSORS}
+    excluded = {"foreach", "fused", *_TENSOR_SETTINGS}
     return {
         name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded
     }
@@ -350,7 +350,7 @@ def _create_state(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
 ) -> tuple[list[str], Any, list[list[Tensor]]]:
     """Create the optimizer's state; return the names of its lists, `_init_group`'s return value, and the lists."""
-    kept = [param.grad for param in params]
+    grads = [param.grad for param in params]
     for param in params:  # _init_group skips parameters without a gradient
         param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
     try:
@@ -358,7 +358,7 @@ def _create_state(
         lists: list[list[Any]] = [[] for _ in names]
         flag = type(optimizer)._init_group(optimizer, {**group, "params": params}, *lists)  # type: ignore[attr-defined]
     finally:
-        for param, grad in zip(params, kept, strict=True):
+        for param, grad in zip(params, grads, strict=True):
             param.grad = grad
     state = lists[2:]
     for values in state:
@@ -368,11 +368,13 @@ def _create_state(
     return names[2:], flag, state
 
 
-def _as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
+def _settings_as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
     """Return the settings of a group that the optimizer accepts as tensors."""
     kind = type(optimizer).__name__
     names = [
-        name for name in _AS_TENSORS if name in group and not (name == "betas" and kind in ("NAdam", "RAdam"))
+        name
+        for name in _TENSOR_SETTINGS
+        if name in group and not (name == "betas" and kind in ("NAdam", "RAdam"))
     ]
     return [*names, "momentum"] if type(optimizer) is SGD and group["momentum"] else names
 
@@ -390,7 +392,7 @@ def _tensor(number: Any) -> Tensor:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy_list(value: Any) -> Any:
     """Return a copy of a list, because a training loop may change it in place; other values are returned unchanged."""
     return list(value) if isinstance(value, list) else value
 

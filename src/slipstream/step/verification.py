@@ -26,7 +26,7 @@ from slipstream.step.reference import copies, interpret
 
 __all__ = [
     "BudgetExceededError",
-    "Compiled",
+    "CompiledGraph",
     "NotCapturedError",
     "OnlyEagerError",
     "UnstableGraphError",
@@ -35,11 +35,11 @@ __all__ = [
     "WrongNumbersError",
 ]
 
-_MULTIPLE = 4.0
+_TOLERANCE_MULTIPLE = 4.0
 """Tolerated distance from the float64 result, as a multiple of the captured graph's rounding error."""
-_FLOOR = 3e-5
+_MIN_TOLERANCE = 3e-5
 """Relative errors below this value are always tolerated."""
-_WITHOUT_REFERENCE = 0.2
+_TOLERANCE_WITHOUT_REFERENCE = 0.2
 """Tolerated relative error if the float64 reference is not available."""
 
 
@@ -47,7 +47,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
     """A step cannot be compiled as one graph."""
 
     @staticmethod
-    def inside(error: BaseException) -> NotCapturedError | None:
+    def find_in(error: BaseException) -> NotCapturedError | None:
         """Return the `NotCapturedError` that `error` is or wraps, or None if there is none."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
@@ -91,14 +91,14 @@ class VerificationNeeded(BaseException):
     Derives from `BaseException`, so that `except Exception` in user code does not catch it.
     """
 
-    def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, compiled: CompiledGraph, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.compiled, self.inputs = compiled, inputs
         self.grad_buffers: list[Tensor] = []
         """The inputs that contain the accumulation window's gradients."""
 
 
-class Compiled:
+class CompiledGraph:
     """The compiled code of a captured graph, which runs only after its verification.
 
     Args:
@@ -157,14 +157,14 @@ class Verification:
         graph = captured.compiled.graph
         self._before = _values(self.inputs)
         inputs = copies(self.inputs)
-        with self._forked():
+        with self._fork_rng():
             captured.compiled.run(*inputs)
         self._compiled = _values(inputs)
-        self._captured = self._interpreted(graph)
-        self._perturbed = self._interpreted(graph, perturb=True)
-        self._exact = self._interpreted(graph, double=True)
+        self._captured = self._interpret(graph)
+        self._perturbed = self._interpret(graph, perturb=True)
+        self._exact = self._interpret(graph, double=True)
 
-    def _interpreted(
+    def _interpret(
         self, graph: fx.GraphModule, double: bool = False, perturb: bool = False
     ) -> list[Tensor | None] | None:
         """Return the results of the captured graph with eager kernels, or None if the graph cannot be interpreted."""
@@ -172,7 +172,7 @@ class Verification:
         try:
             if perturb:
                 inputs = [_perturbed(value) for value in inputs]
-            with self._forked():
+            with self._fork_rng():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
             raise  # without a float64 reference, the comparison tolerates larger errors
@@ -181,7 +181,7 @@ class Verification:
         return _values(inputs)
 
     @contextmanager
-    def _forked(self) -> Iterator[None]:
+    def _fork_rng(self) -> Iterator[None]:
         devices = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
             yield
@@ -221,7 +221,7 @@ class Verification:
         return True
 
     @torch.no_grad()
-    def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
+    def copy_results(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
         """Copy the results of the compiled step to the inputs, as if the step had run without verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
@@ -291,7 +291,7 @@ class _Row:
             before.numel(),
             size=size,
             moved=not torch.equal(before, exact if before.dtype == torch.float64 else captured),
-            noise=_WITHOUT_REFERENCE / _MULTIPLE * size if noise is None else noise,
+            noise=_TOLERANCE_WITHOUT_REFERENCE / _TOLERANCE_MULTIPLE * size if noise is None else noise,
             eager=_distance(eager, exact),
             compiled=_distance(compiled, exact),
             digits=torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
@@ -311,7 +311,11 @@ class _Row:
             return 0.0
         root = self.elements**0.5
         noise = max(self.noise, typical.relative * self.size, typical.noise * root)
-        allowed = _MULTIPLE * noise + _FLOOR * max(self.size, typical.size * root) + 4 * self.digits
+        allowed = (
+            _TOLERANCE_MULTIPLE * noise
+            + _MIN_TOLERANCE * max(self.size, typical.size * root)
+            + 4 * self.digits
+        )
         if not np.isfinite(distance) or not np.isfinite(allowed) or not allowed:
             return float("inf") if distance else 0.0
         return float(distance / allowed)

@@ -148,7 +148,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         """Return the loss's first argument: the network's outputs, without the image padding."""
         if main_output(outputs).ndim != 4:
             return outputs
-        return self.without_margin(outputs, inputs, targets)
+        return self.without_padding(outputs, inputs, targets)
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""

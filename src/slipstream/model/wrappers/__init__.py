@@ -14,8 +14,8 @@ from slipstream.model.wrappers.fully_sharded import (
     FullyShardedOptions,
     MMFullyShardedDataParallel,
     drop_unsharded_gradients,
+    full_weights,
     unsharded_gradients,
-    whole_weights,
 )
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "comm_hook_state",
     "device_ids",
     "drop_unsharded_gradients",
+    "full_weights",
     "is_model_wrapper",
     "load_comm_hook_state",
     "unsharded_gradients",
     "unwrap_model",
-    "whole_weights",
 ]

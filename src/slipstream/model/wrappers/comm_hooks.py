@@ -102,11 +102,11 @@ class PowerSGD:
     def _approximate(self, bucket: GradBucket) -> None:
         named = [self._names[id(parameter)] for parameter in bucket.parameters()]
         gradients = list(zip(named, bucket.gradients(), strict=True))
-        low = [(name, gradient) for name, gradient in gradients if self._compresses(gradient)]
+        compressed = [(name, gradient) for name, gradient in gradients if self._compresses(gradient)]
         exact = [gradient for _, gradient in gradients if not self._compresses(gradient)]
-        matrices = [self._corrected(name, gradient) for name, gradient in low]
+        matrices = [self._corrected(name, gradient) for name, gradient in compressed]
         # Only the column space of P matters, so P is not divided by the number of ranks.
-        before = [self._factor(name, m) for (name, _), m in zip(low, matrices, strict=True)]
+        before = [self._factor(name, m) for (name, _), m in zip(compressed, matrices, strict=True)]
         bases = [m @ factor for m, factor in zip(matrices, before, strict=True)]
         sums = self._sum([*exact, *bases])
         for gradient, total in zip(exact, sums[: len(exact)], strict=True):
@@ -114,7 +114,7 @@ class PowerSGD:
         bases = [torch.linalg.qr(basis).Q for basis in sums[len(exact) :]]
         factors = self._sum([m.T @ basis for m, basis in zip(matrices, bases, strict=True)])
         for (name, gradient), m, basis, factor, old in zip(
-            low, matrices, bases, factors, before, strict=True
+            compressed, matrices, bases, factors, before, strict=True
         ):
             approximation = basis @ factor.div_(self.group.size()).T
             gradient.copy_(approximation.view(gradient.shape))
@@ -130,7 +130,7 @@ class PowerSGD:
         return 2 * (n + m) * min(n, m, self.options.rank) < n * m
 
     def _corrected(self, name: str, gradient: Tensor) -> Tensor:
-        matrix = gradient.to(_working(gradient), copy=True).reshape(_matrix(gradient))
+        matrix = gradient.to(_compute_dtype(gradient), copy=True).reshape(_matrix(gradient))
         error = self.errors.get(name)
         return matrix if error is None else matrix.add_(error.to(matrix.device))
 
@@ -145,7 +145,7 @@ class PowerSGD:
         """Return the sums over all ranks, computed with one all-reduce."""
         if not tensors:
             return []
-        flat = torch.cat([t.to(_working(t)).flatten() for t in tensors])
+        flat = torch.cat([t.to(_compute_dtype(t)).flatten() for t in tensors])
         dist.all_reduce(flat, group=self.group)
         parts = flat.split([t.numel() for t in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
@@ -169,18 +169,20 @@ class PowerSGD:
             if factor.shape[1] == self.options.rank
         }
 
-    def check_state_dict(self, state_dict: Mapping[str, Any], where: str, source: Any) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, Any], path: str, source: Any) -> None:
         """Check that the errors and factors in `state_dict` belong to this model.
 
         Raises:
             CheckpointError: if a name does not match any parameter, or a shape differs.
         """
-        errors = [(name, tensor, 0) for of_rank in state_dict["errors"] for name, tensor in of_rank.items()]
+        errors = [
+            (name, tensor, 0) for rank_errors in state_dict["errors"] for name, tensor in rank_errors.items()
+        ]
         for name, tensor, first in [*errors, *((*item, 1) for item in state_dict["factors"].items())]:
             size = self._shapes.get(name, ())[first:]
             if not size or tuple(tensor.shape)[: len(size)] != size or tensor.dim() != 2:
                 raise CheckpointError(
-                    f"{source}: the tensor of '{name}' in '{where}' has shape {tuple(tensor.shape)} and does "
+                    f"{source}: the tensor of '{name}' in '{path}' has shape {tuple(tensor.shape)} and does "
                     "not match any parameter of the model; resume with the same model, or use load_from"
                 )
 
@@ -229,7 +231,7 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
     return n, tensor.numel() // max(n, 1)
 
 
-def _working(tensor: Tensor) -> torch.dtype:
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype used for computation; QR does not support half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 

@@ -30,9 +30,9 @@ __all__ = [
     "FullyShardedOptions",
     "MMFullyShardedDataParallel",
     "drop_unsharded_gradients",
+    "full_weights",
     "repeated_blocks",
     "unsharded_gradients",
-    "whole_weights",
 ]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -142,7 +142,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
 
 @contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
+def full_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full parameters inside the context, then shard them again.
 
     Use this context manager for code that sets weights, such as `init_weights`, because random values drawn for a shard
@@ -177,15 +177,15 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     Every rank must call this function between a backward pass and the next forward pass. Blocks are gathered one at a
     time.
     """
-    held: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if hasattr(module, "unshard") and mesh_of(module) is not None:
             module.unshard()
             for key, param in module.named_parameters(name):
                 if param.grad is not None and not is_sharded(param):
-                    held[key] = param.grad.clone()
+                    grads[key] = param.grad.clone()
             module.reshard()
-    return held
+    return grads
 
 
 def drop_unsharded_gradients(model: nn.Module) -> None:
@@ -206,7 +206,10 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     world = get_world_size()
-    size = _per_machine() if shard_size == "machine" else world if shard_size is None else int(shard_size)
+    if shard_size == "machine":
+        size = _processes_per_machine()
+    else:
+        size = world if shard_size is None else int(shard_size)
     if size < min(2, world) or world % size:
         raise ConfigError(
             f"must be at least 2 and divide the number of processes ({world}), but is {size}; with one process per "
@@ -219,7 +222,7 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     return init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def _per_machine() -> int:
+def _processes_per_machine() -> int:
     """Return the number of processes on each machine.
 
     Raises:
@@ -262,11 +265,11 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> l
 def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
     """Return the modules that are gathered separately, inner modules first, excluding the model itself."""
     if config.wrap:
-        found = _named(model, config.wrap)
+        found = _modules_of_class(model, config.wrap)
     elif config.min_params is not None:
-        found = _large(_inner_first(model), config.min_params)
+        found = _select_large(_inner_first(model), config.min_params)
     else:
-        found = _large(repeated_blocks(model), _MIN_UNIT_SIZE)
+        found = _select_large(repeated_blocks(model), _MIN_UNIT_SIZE)
     uses = _uses(model)
     # Exclude blocks that share weights with other modules, because sharding would untie these weights.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
@@ -283,7 +286,7 @@ def _inner_first(model: nn.Module) -> list[nn.Module]:
     return candidates[::-1]  # modules() returns a module before its children
 
 
-def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
+def _modules_of_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
     classes = {m: {kind.__name__ for kind in type(m).__mro__} for m in _inner_first(model)}
     for name in names:
         if not any(name in own for own in classes.values()):
@@ -292,13 +295,13 @@ def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
     return [m for m, own in classes.items() if own & set(names)]
 
 
-def _large(candidates: list[nn.Module], least: int) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters that are not in a previously selected module."""
+def _select_large(candidates: list[nn.Module], min_params: int) -> list[nn.Module]:
+    """Return the modules with at least `min_params` parameters that are not in a previously selected module."""
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in candidates:
         rest = [param for param in module.parameters() if param not in taken]
-        if sum(param.numel() for param in rest) >= least:
+        if sum(param.numel() for param in rest) >= min_params:
             found.append(module)
             taken.update(rest)
     return found

@@ -77,7 +77,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
                 "the class that wrote the checkpoint"
             )
         current = own.get(key)
-        fits, restored[key] = _like(current, copy.deepcopy(value))
+        fits, restored[key] = _convert(current, copy.deepcopy(value))
         if not fits:
             raise CheckpointError(
                 f"the attribute '{key}' of {name} must have type {type(current).__name__}, not "
@@ -86,7 +86,7 @@ def restored_attributes(scheduler: Any, saved: Any, ignored: Collection[str]) ->
     return restored
 
 
-def _like(current: Any, value: Any) -> tuple[bool, Any]:
+def _convert(current: Any, value: Any) -> tuple[bool, Any]:
     """Return whether `value` can replace `current`, and `value` converted to the type of `current`.
 
     Checkpoints store sets and deques as lists.

@@ -29,7 +29,8 @@ class _RemembersAttributes(ABCMeta):
         return scheduler
 
     @property
-    def __signature__(cls) -> inspect.Signature:  # otherwise `inspect` shows the parameters of `__call__`
+    def __signature__(cls) -> inspect.Signature:
+        # Without this property, `inspect` shows the parameters of `__call__`.
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -63,7 +64,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are specified in steps and can be converted
+    _step_arguments: ClassVar[tuple[str, ...]] = ()  # arguments in steps, which can be converted from epochs
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     _initial: dict[str, Any]  # the attributes after the constructor
@@ -121,7 +122,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
                 return [convert(v) for v in value]
             return int(value * epoch_length) if is_number(value) else value
 
-        kwargs.update({name: convert(kwargs[name]) for name in cls._in_epochs if name in kwargs})
+        kwargs.update({name: convert(kwargs[name]) for name in cls._step_arguments if name in kwargs})
         kwargs |= {"begin": convert(begin), "end": INF if end == INF else convert(end), "by_epoch": False}
         return cls(*args, **kwargs)
 
@@ -240,5 +241,5 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self._values.write(values)
         if self.verbose:
             unit = "epoch" if self.by_epoch else "iteration"
-            shown = ", ".join(f"{value:.4e}" for value in values)
-            print_log(f"{self.param_name} at {unit} {self._global_step}: {shown}", "current")
+            text = ", ".join(f"{value:.4e}" for value in values)
+            print_log(f"{self.param_name} at {unit} {self._global_step}: {text}", "current")

@@ -18,9 +18,9 @@ def require(holds: bool, name: str, rule: str, value: Any) -> None:
         raise ConfigError(f"{name} must be {rule}, not {short_repr(value)}")
 
 
-def check_int(name: str, value: Any, least: int) -> None:
-    """Raise a `ConfigError` unless `value` is an int of at least `least`."""
-    require(matches(value, int) and value >= least, name, f"an int of at least {least}", value)
+def check_int(name: str, value: Any, minimum: int) -> None:
+    """Raise a `ConfigError` unless `value` is an int of at least `minimum`."""
+    require(matches(value, int) and value >= minimum, name, f"an int of at least {minimum}", value)
 
 
 def check_gamma(gamma: Any) -> None:
@@ -28,15 +28,15 @@ def check_gamma(gamma: Any) -> None:
     require(is_number(gamma) and gamma > 0, "gamma", "a positive number", gamma)
 
 
-def check_steps(name: str, steps: Any, least: int) -> None:
-    """Raise a `ConfigError` unless `steps` is a non-empty list of ints, each of at least `least`."""
+def check_steps(name: str, steps: Any, minimum: int) -> None:
+    """Raise a `ConfigError` unless `steps` is a non-empty list of ints, each of at least `minimum`."""
     fits = isinstance(steps, list | tuple) and len(steps) > 0
     require(fits, name, "a non-empty list of ints", steps)
     for index, step in enumerate(steps):
-        check_int(f"{name}[{index}]", step, least)
+        check_int(f"{name}[{index}]", step, minimum)
 
 
-def require_end(end: int, also: str = "") -> None:
-    """Raise a `ConfigError` unless `end` is finite; `also` lists alternatives in the message."""
+def require_end(end: int, alternatives: str = "") -> None:
+    """Raise a `ConfigError` unless `end` is finite; `alternatives` names other arguments in the message."""
     if end == INF:
-        raise ConfigError(f"{also}end must be specified; otherwise, the value would never change")
+        raise ConfigError(f"{alternatives}end must be specified; otherwise, the value would never change")

@@ -35,8 +35,8 @@ class _CosineParamScheduler(_ParamScheduler):
 
     @staticmethod
     def _fall(value: float, low: float, step: int, period: int) -> float:
-        above = (1 + math.cos(math.pi * step / period)) / (1 + math.cos(math.pi * (step - 1) / period))
-        return above * (value - low) + low
+        ratio = (1 + math.cos(math.pi * step / period)) / (1 + math.cos(math.pi * (step - 1) / period))
+        return ratio * (value - low) + low
 
 
 @PARAM_SCHEDULERS.register_module()
@@ -47,7 +47,7 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
     Alternatively, `eta_min_ratio` specifies the lower bound relative to the initial value of each group.
     """
 
-    _in_epochs: ClassVar[tuple[str, ...]] = ("T_max",)
+    _step_arguments: ClassVar[tuple[str, ...]] = ("T_max",)
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CosineRestartParamScheduler(_CosineParamScheduler):
     The lower bound is specified as in `CosineAnnealingParamScheduler`.
     """
 
-    _in_epochs: ClassVar[tuple[str, ...]] = ("periods",)
+    _step_arguments: ClassVar[tuple[str, ...]] = ("periods",)
 
     def __init__(
         self,

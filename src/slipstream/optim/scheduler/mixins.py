@@ -56,13 +56,13 @@ def _show_arguments(cls: type, mixin: Any) -> None:
     """Add an `__init__` with the scheduler's signature to `cls`, for `help()` and the registry's checks."""
     if "__init__" in vars(cls) or mixin not in cls.__bases__ or not issubclass(cls, _ParamScheduler):
         return
-    shown = super(mixin, cls).__init__
+    init = super(mixin, cls).__init__
 
-    @functools.wraps(shown)
+    @functools.wraps(init)
     def __init__(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         mixin.__init__(self, optimizer, *args, **kwargs)
 
-    signature = inspect.signature(shown)
+    signature = inspect.signature(init)
     parameters = [p for p in signature.parameters.values() if p.name != "param_name"]
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[method-assign]

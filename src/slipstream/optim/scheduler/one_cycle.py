@@ -34,7 +34,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             to the start value.
     """
 
-    _in_epochs: ClassVar[tuple[str, ...]] = ("total_steps",)
+    _step_arguments: ClassVar[tuple[str, ...]] = ("total_steps",)
 
     def __init__(
         self,
@@ -59,8 +59,13 @@ class OneCycleParamScheduler(_ParamScheduler):
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
         self.total_steps = end - begin if total_steps is None else total_steps
-        most = 0.5 if three_phase else 1
-        require(is_number(pct_start) and 0 <= pct_start <= most, "pct_start", f"from 0 to {most}", pct_start)
+        max_pct_start = 0.5 if three_phase else 1
+        require(
+            is_number(pct_start) and 0 <= pct_start <= max_pct_start,
+            "pct_start",
+            f"from 0 to {max_pct_start}",
+            pct_start,
+        )
         require(anneal_strategy in ("cos", "linear"), "anneal_strategy", "'cos' or 'linear'", anneal_strategy)
         for name, divisor in (("div_factor", div_factor), ("final_div_factor", final_div_factor)):
             require(is_number(divisor) and divisor > 0, name, "a positive number", divisor)
@@ -69,8 +74,11 @@ class OneCycleParamScheduler(_ParamScheduler):
         # For each phase: its last step, and the ratios of its first and last values to the peak value.
         low, final = 1 / div_factor, 1 / (div_factor * final_div_factor)
         turn = pct_start * self.total_steps - 1
-        back = [(2 * turn, 1.0, low), (self.total_steps - 1.0, low, final)]
-        self._phases = [(turn, low, 1.0), *(back if three_phase else [(self.total_steps - 1.0, 1.0, final)])]
+        later_phases = [(2 * turn, 1.0, low), (self.total_steps - 1.0, low, final)]
+        self._phases = [
+            (turn, low, 1.0),
+            *(later_phases if three_phase else [(self.total_steps - 1.0, 1.0, final)]),
+        ]
         if last_step == -1:
             for group, peak in zip(optimizer.param_groups, self._peaks, strict=True):
                 group["initial_lr"] = peak * low
@@ -95,8 +103,8 @@ class OneCycleParamScheduler(_ParamScheduler):
                 break
             start = stop
         # A phase of length zero is already complete.
-        done = (self.last_step - start) / (stop - start) if stop > start else 1.0
+        progress = (self.last_step - start) / (stop - start) if stop > start else 1.0
         if self.anneal_strategy == "cos":
-            done = (1 - math.cos(math.pi * done)) / 2
-        factor = first + (last - first) * done
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        factor = first + (last - first) * progress
         return [peak * factor for peak in self._peaks]

@@ -131,7 +131,7 @@ class ExponentialParamScheduler(_ParamScheduler):
 class StepParamScheduler(_ParamScheduler):
     """Multiply by `gamma` every `step_size` steps."""
 
-    _in_epochs: ClassVar[tuple[str, ...]] = ("step_size",)
+    _step_arguments: ClassVar[tuple[str, ...]] = ("step_size",)
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class StepParamScheduler(_ParamScheduler):
 class MultiStepParamScheduler(_ParamScheduler):
     """Multiply by `gamma` at each milestone, counted from `begin`. A milestone listed twice is applied twice."""
 
-    _in_epochs: ClassVar[tuple[str, ...]] = ("milestones",)
+    _step_arguments: ClassVar[tuple[str, ...]] = ("milestones",)
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from slipstream.optim.scheduler.one_cycle import OneCycleParamScheduler
 
 __all__ = ["counts_epochs", "last_change"]
 
-_AFTER_BATCHES = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
-_AFTER_EPOCHS = (
+_STEP_PER_BATCH = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+_STEP_PER_EPOCH = (
     lr_scheduler.StepLR,
     lr_scheduler.MultiStepLR,
     lr_scheduler.ConstantLR,
@@ -60,9 +60,9 @@ def _units(scheduler: LRScheduler) -> set[bool | None]:
     """Return the set of `by_epoch` values of `scheduler`, or of the schedulers that it combines (None: unknown)."""
     if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
         return {unit for part in scheduler._schedulers for unit in _units(part)}
-    if isinstance(scheduler, _AFTER_BATCHES):
+    if isinstance(scheduler, _STEP_PER_BATCH):
         return {False}
-    return {True} if isinstance(scheduler, _AFTER_EPOCHS) else {None}
+    return {True} if isinstance(scheduler, _STEP_PER_EPOCH) else {None}
 
 
 def last_change(scheduler: Any) -> tuple[str, int] | None:

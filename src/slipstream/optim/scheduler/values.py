@@ -63,7 +63,7 @@ class ParamValues:
     def restore(self, values: Sequence[float]) -> None:
         """Cache each value for its tensor if the two are equal after rounding to the tensor's dtype.
 
-        Otherwise, a float32 learning rate would continue from its rounded value after a resume.
+        Without this, a float32 learning rate would continue from its rounded value after a resume.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
