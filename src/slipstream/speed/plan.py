@@ -338,7 +338,7 @@ IDLE = (
     ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.deterministic,
      "randomness.deterministic disables the benchmark"),
     ("expandable_segments", lambda plan, capabilities: plan.expandable_segments and capabilities.device != "cuda",
-     "this option only affects GPU memory"),
+     "this option affects only GPU memory"),
     ("prefetch", lambda plan, capabilities: bool(plan.prefetch) and capabilities.device == "cpu",
      "batches are already in CPU memory"),
     ("activation_checkpointing", lambda plan, capabilities: (
