@@ -65,7 +65,7 @@ Pipeline = Callable[[int, int], Any]
 
 
 def pil(root: Path) -> Pipeline:
-    """Return a pipeline that applies one transform after the other with Pillow."""
+    """Return a pipeline that applies one transform after another with Pillow."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORE_INDEX)
     table = label_table()
 

@@ -41,7 +41,7 @@ LOADERS = {"own data set": "custom dataset"}
 """Maps the labels of data loaders in older results to their current names."""
 TWO_PROCESSES = "Tiny networks in two gloo processes (the loop uses DDP)"
 DECODERS = {
-    "PIL": "Pillow, one transform after the other",
+    "PIL": "Pillow, one transform after another",
     "albumentations": "albumentations, OpenCV",
     "slipstream, Pillow": "Slipstream, Pillow's decoder",
     "slipstream, pywuffs": "Slipstream, `slipstream[png]`",
@@ -151,7 +151,7 @@ def readme() -> str:
 def overhead_note() -> str:
     """Return a note about overhead that is not included in the results of overhead.py."""
     return (
-        "The overhead was measured before reports were added; their timer adds about "
+        "These figures were measured before reports were added, whose timer adds about "
         f"{median(result('report_overhead')['timer_us']):.0f} µs per step ({machine('report_overhead')})."
     )
 
@@ -333,7 +333,7 @@ def background() -> str:
         "network",
         "step time during compilation, relative to eager training",
         "compilation, s",
-        "batch that switches to the graph, s",
+        "first step that uses the graph, s",
     ]
     return f"{table(header, rows)}\n\n{machine('background', threads=0)}; n = {len(ratios)} (minimum to maximum)."
 
@@ -357,9 +357,9 @@ def checkpoint() -> str:
     header = [
         "seconds to save a checkpoint",
         "synchronous",
-        "training waits",
+        "training paused",
         "writing in the background",
-        "waits / synchronous",
+        "paused / synchronous",
     ]
     load = result("checkpoint")["load"]
     load_ratio = ratio(load["verified"], load["torch.load"])

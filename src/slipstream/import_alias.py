@@ -39,7 +39,7 @@ class ReplacementFinder(MetaPathFinder, ABC):
         """
 
     @abstractmethod
-    def is_own(self, module: ModuleType) -> bool:
+    def is_replacement(self, module: ModuleType) -> bool:
         """Return whether a module named `name` is the replacement."""
 
 
@@ -52,14 +52,14 @@ def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) 
     Args:
         finder: finds the modules of the replacement.
         package: the package that calls this function, used in messages.
-        worker_folder: a folder that contains a package NAME for worker processes; this package imports `package`.
+        worker_folder: a folder with a package called NAME, which worker processes import and which imports `package`.
 
     Raises:
         ConfigError: if the original package is already imported.
     """
     name = finder.name
     loaded = sys.modules.get(name)
-    if loaded is not None and not finder.is_own(loaded):
+    if loaded is not None and not finder.is_replacement(loaded):
         raise ConfigError(
             f"{name} is already imported from {getattr(loaded, '__file__', 'an unknown file')}, and two versions "
             f"cannot be used in one process; import {package} before {name} and before any library that imports it"

@@ -274,7 +274,7 @@ def test_metric_that_synchronizes_with_the_device_is_rejected():
         def compute_metrics(self, results):
             return {}
 
-    with pytest.raises(ConfigError, match="Slow cannot count during training") as error:
+    with pytest.raises(ConfigError, match="Slow cannot be updated during training") as error:
         model(train_metrics=[IoU(5), Slow()])
     assert error.value.path == "train_metrics[1]"
 

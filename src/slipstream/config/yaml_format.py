@@ -1,4 +1,4 @@
-"""YAML loader and dumper for configurations: `1e-3` is a number, `12:30` and `2024-01-01` are strings."""
+"""YAML loader and dumper for configurations: `1e-3` is a number; `12:30` and `2024-01-01` are strings."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Placement:
     """Names of the launcher's variables from which RANK, WORLD_SIZE, ... were read."""
 
     def describe(self, name: str) -> str:
-        """Return a torch variable with its value and source, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
+        """Describe an environment variable that torch reads, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
         value = self.environ()[name]
         source = self.sources.get(name, name)
         return f"{name}={value}" if source == name else f"{name}={value} (from {source})"
@@ -160,10 +160,11 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
 def _mpi_master(world: int, local: int | None, local_size: str) -> str:
     if local == world:
         return "127.0.0.1"
+    count = f"{local_size} is not set" if local is None else f"{local_size}={local}"
     raise DistributedError(
-        f"launcher 'mpi' requires the environment variable MASTER_ADDR, which is not set; only {local_size}={local} of "
-        f"{world} processes are on this machine, so set it to the host of rank 0 with `mpirun -x MASTER_ADDR=host` "
-        "(Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
+        f"launcher 'mpi' requires the environment variable MASTER_ADDR, because the {world} processes do not all run "
+        f"on this machine ({count}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` (Open "
+        "MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
     )
 
 

@@ -147,7 +147,8 @@ class CheckpointHook(Hook):
             )
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
-                f"must contain only epochs of at least 1, not {min(self.save_epochs)}", "save_epochs"
+                f"must contain only epoch numbers that are at least 1, not {min(self.save_epochs)}",
+                "save_epochs",
             )
 
     # ---- regular checkpoints ----------------------------------------------------------------------
@@ -208,7 +209,7 @@ class CheckpointHook(Hook):
             )
 
     def _remove_surplus(self, runner: Runner) -> None:
-        """Remove the files that the resumed checkpoint replaced, if an earlier run was killed before removing them."""
+        """Remove old files that an earlier run had replaced, but could not remove before it was killed."""
         path = runner.checkpoints.resumed_from
         if path is None or not is_main_process():
             return
@@ -244,7 +245,7 @@ class CheckpointHook(Hook):
                 )
             if common := set(self.monitors) & set(other.monitors):
                 raise self.config_error(
-                    f"contains '{min(common)}' in two CheckpointHooks; remove it from one of them",
+                    f"two CheckpointHooks monitor '{min(common)}'; remove it from one of them",
                     "save_best",
                 )
 
@@ -359,14 +360,14 @@ class CheckpointHook(Hook):
         """
         key = runner.message_hub.get_info(self._auto_metric_key)  # also in a resumed run
         if not isinstance(key, str):
-            key = next((name for name, value in metrics.items() if _is_number(name, value)), None)
+            key = next((name for name, value in metrics.items() if _can_monitor(name, value)), None)
             hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook is not self]
             if key is None or any(key in hook.monitors for hook in hooks):
                 return None
             runner.message_hub.update_info(self._auto_metric_key, key)
         try:
             infer_rule(key, self.rule)
-            problem = None if _is_number(key, metrics.get(key)) else "does not have a numeric value"
+            problem = None if _can_monitor(key, metrics.get(key)) else "does not have a numeric value"
         except ConfigError:
             problem = "has a name that does not indicate whether higher values are better"
         if problem is not None and not self._warned:
@@ -425,7 +426,7 @@ class CheckpointHook(Hook):
         return re.fullmatch(rf"({'|'.join(stems)})({COPY_SEPARATOR}\d+)?", stem) is not None
 
 
-def _is_number(name: Any, value: Any) -> bool:
+def _can_monitor(name: Any, value: Any) -> bool:
     """Return whether a metric can be monitored: its value is one number, and its name can be part of a file name."""
     if not isinstance(name, str) or "\0" in name or len(name) > _MAX_NAME_LENGTH:
         return False

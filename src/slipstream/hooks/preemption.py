@@ -19,7 +19,7 @@ __all__ = ["PreemptionHook"]
 
 @HOOKS.register_module()
 class PreemptionHook(Hook):
-    """On SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, save a checkpoint after one of the next steps and stop.
+    """On SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, save a checkpoint within the next few steps and stop.
 
     All ranks stop after the same step. A run with `resume=True` continues from this checkpoint, `preempted.pth`. The
     hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which makes Python exit with status 75. A second

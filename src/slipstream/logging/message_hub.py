@@ -18,7 +18,7 @@ _hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", defa
 
 
 class MessageHub:
-    """The scalars (such as `train/loss`) and other values, called infos (such as `eta`), of one Runner.
+    """The scalars (such as `train/loss`) and other values (such as `eta`; `get_info`) of one Runner.
 
     Args:
         name: name of the run.

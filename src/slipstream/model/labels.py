@@ -46,5 +46,5 @@ def wrong_label(loss: nn.Module, scores: Tensor, description: str) -> DataError:
     return DataError(
         f"a target is not one of the network's classes: {description}; the classes are 0 to {scores.shape[1] - 1}"
         f"{ignores}. Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to "
-        "the value used for targets without a class, including padding (fill_mask)"
+        "the value used for targets without a class, including padded pixels (fill_mask of the padding transforms)"
     )

@@ -56,7 +56,7 @@ class _Finder(ReplacementFinder):
             fullname, _AliasLoader(name), is_package=spec.submodule_search_locations is not None
         )
 
-    def is_own(self, module: ModuleType) -> bool:
+    def is_replacement(self, module: ModuleType) -> bool:
         return module.__name__ == _TARGET
 
 

@@ -97,7 +97,7 @@ class Example:
 
 @dataclass
 class LoadingRate:
-    """The loading rate of the training loader without training, in one process."""
+    """The rate at which one process loads training data if no training runs."""
 
     num_workers: NonNegativeInt
     samples_per_second: NonNegative
@@ -157,7 +157,7 @@ class RunRecord:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that the recommendations depend on, such as the number of workers."""
     step: str = ""
-    """How the training step was computed at the end of the run."""
+    """How the training step was executed at the end of the run, such as eagerly or as one graph."""
     iteration: NonNegativeInt = 0
     max_iterations: NonNegativeInt = 0
     epoch: NonNegativeInt = 0
@@ -182,7 +182,7 @@ class RunRecord:
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     dropped_messages: NonNegativeInt = 0
-    """Number of warnings omitted from `messages`, because there are too many."""
+    """Number of warnings omitted from `messages` because there were too many."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration, as built-in values keyed by dotted path."""
 

@@ -67,7 +67,8 @@ class CompileOptions:
     compilation takes."""
     budget: float | str | None = None
     """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If the
-    limit is exceeded, a smaller scope is compiled, if possible. None means no limit, or two hours in the background."""
+    limit is exceeded, a smaller scope is compiled, if possible. None means no limit, except in the background, where
+    the limit is two hours."""
 
     def __post_init__(self) -> None:
         """Check the options and their combinations."""

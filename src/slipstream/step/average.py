@@ -59,9 +59,9 @@ class AveragePart(StepPart):
     Args:
         average: the average, a `BaseAveragedModel`.
         model: the averaged model, unwrapped.
-        done: returns the number of completed training batches.
+        batch_count: returns the number of completed training batches.
         ends_window: returns whether the batch with a given number (counted from 1) ends an accumulation window.
-        begun: returns whether averaging has begun by the batch with a given number (counted from 1).
+        has_begun: returns whether averaging has begun by the batch with a given number (counted from 1).
         on_host: whether to update the average outside a compiled step.
     """
 

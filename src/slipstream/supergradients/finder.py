@@ -58,7 +58,7 @@ class _Finder(ReplacementFinder):
             raise ImportError(missing_message(fullname), name=fullname)
         return ModuleSpec(fullname, _Loader(), is_package=True)
 
-    def is_own(self, module: ModuleType) -> bool:
+    def is_replacement(self, module: ModuleType) -> bool:
         return isinstance(module, _Module)
 
 

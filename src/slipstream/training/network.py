@@ -62,7 +62,8 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         watched_losses: names of losses to return with the predictions, for `ValidationLoss`.
 
     Raises:
-        ConfigError: if a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
+        ConfigError: if a training metric cannot accumulate its counts on the device, or `paramwise_cfg` does not
+            match the network.
         ModelError: in forward, if the number of output channels is not `num_classes`.
         DataError: in forward with a classification loss, if the targets do not match the output or are out of range.
     """
@@ -226,7 +227,7 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot count during training without a device synchronization; use IoU, "
+            f"{type(built).__name__} cannot be updated during training without a device synchronization; use IoU, "
             "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move this metric to valid_metrics_list",
             f"train_metrics[{index}]",
         )
@@ -237,7 +238,7 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
 class TrainMetricsHook(Hook):
     """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    The values are also stored as infos in the message hub. If training resumes within an epoch, only the
+    The values are also stored as other values in the message hub. If training resumes within an epoch, only the
     remaining batches are counted.
 
     Raises:

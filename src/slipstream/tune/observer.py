@@ -39,7 +39,8 @@ class Timer(Observer):
     """Report the losses of the first steps, then time steps whenever the parent process requests it.
 
     Args:
-        connection: connection to the parent process, which sends `(steps, untimed)`.
+        connection: connection to the parent process, which sends `(steps, untimed)`: the number of steps to time, and
+            the number of steps to run before them.
         warmup: number of steps before the first request. Their losses are reported.
     """
 
@@ -112,7 +113,7 @@ class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
     The sweep ends after `steps` steps, at a non-finite loss, or when it diverges. It diverges when the smoothed loss
-    `s` rises above `largest_loss(best)`, where `best` is the smallest `s` after the first ten steps.
+    `s` rises above `divergence_limit(best)`, where `best` is the smallest `s` after the first ten steps.
 
     Args:
         connection: connection to the parent process.

@@ -32,9 +32,9 @@ class Tolerance:
     """Maximum relative differences between the losses of a trial and those of the baseline."""
 
     first: float
-    """Maximum difference of the first loss, before any weight update."""
+    """Maximum difference in the first loss, before any weight update."""
     mean: float
-    """Maximum difference of the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
+    """Maximum difference in the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
 
 
 EXACT = Tolerance(first=1e-4, mean=2e-2)
@@ -63,9 +63,9 @@ OPTIONS = (
     "data_parallel",
     "accumulate",
 )
-"""The options in order of measurement. Compilation takes minutes, so it follows the options that change
-the compiled code. Data parallelism is never adopted. It divides the batches of the baseline, so it precedes
-accumulation."""
+"""The options in order of measurement. Compilation takes minutes, so it is measured after the options that are often
+adopted and would require another compilation. Data parallelism is never adopted. It is measured before accumulation,
+because it divides the baseline's batches, whose size changes if accumulation is adopted."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,10 @@ def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
 def _smaller_batches(batches: Batches) -> Candidate:
     """Return the candidate that accumulates two batches of half the size, which keeps the effective batch size."""
     size, problem = batches.size, ""
-    if size is None or size % 2:
-        problem = f"requires an even batch size that can be changed, not {size}"
+    if size is None:
+        problem = "requires batches that can be divided into smaller batches"
+    elif size % 2:
+        problem = f"requires an even batch size, not {size}"
     elif batches.counts_steps:
         problem = (
             "the run length or the learning rate schedule is specified in steps, "
@@ -190,7 +192,9 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
     size, problem = batches.size, ""
     if count < 2:
         problem = f"requires at least two {'cores' if on_cpu else 'devices'}"
-    elif size is None or size % count:
+    elif size is None:
+        problem = "requires batches that can be divided into smaller batches"
+    elif size % count:
         problem = f"requires a batch size that is divisible by {count}, not {size}"
     local_size = None if size is None else size // max(count, 1)
     # BatchNorm must use the statistics of the global batch.
