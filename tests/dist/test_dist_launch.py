@@ -55,6 +55,8 @@ def devices(monkeypatch):
         )
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
         monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+        supported = {"gloo": ["cpu", "cuda"], "nccl": ["cuda"], "xccl": ["xpu"], "hccl": ["npu"]}
+        monkeypatch.setattr(launch.dist.Backend, "backend_capability", supported)
         return chosen
 
     return appear
@@ -99,7 +101,6 @@ def test_cuda_build_without_a_gpu_uses_gloo_and_selects_no_device(joined, monkey
         ("cuda", None, "cpu:gloo,cuda:nccl"),
         ("npu", None, "cpu:gloo,npu:hccl"),
         ("xpu", None, "cpu:gloo,xpu:xccl"),
-        ("mps", None, "gloo"),
         ("cuda", "gloo", "gloo"),
         ("cuda", "nccl", "nccl"),
     ],
@@ -109,6 +110,12 @@ def test_each_accelerator_uses_its_backend_and_gloo(joined, devices, kind, reque
     init_dist("mpi", backend=requested)
     assert joined["backend"] == backend
     assert chosen == [0]
+
+
+def test_accelerator_without_a_backend_raises_an_error(joined, devices):
+    devices("mps", 1)
+    with pytest.raises(DistributedError, match="no known backend for mps; start one process"):
+        init_dist("mpi")
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ UNREADABLE = {
     "big float": (lambda run: reported(run, b'{"format": 1, "name": "a", "seconds": 1e999}'), "1e999 is too large"),
     "nested": (lambda run: reported(run, b"[" * 10**5), "nested too deeply"),
     "bytes": (lambda run: reported(run, b'{"format": 1, "name": "\xff"}'), "can't decode byte 0xff"),
-    "far": (lambda run: reported(run, curves=lists(x=[1e18, 2])), "numbers between 0 and"),
-    "negative": (lambda run: reported(run, curves=lists(count=[-1, 1])), "numbers between 0 and"),
+    "far": (lambda run: reported(run, curves=lists(x=[1e18, 2])), "integers between 0 and"),
+    "negative": (lambda run: reported(run, curves=lists(count=[-1, 1])), "integers between 0 and"),
 }  # fmt: skip
 
 
