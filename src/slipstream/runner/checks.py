@@ -95,10 +95,16 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
     """Warn if the order of the loader's sampler depends on state that a resume or a rollback cannot restore.
 
     Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
-    compares them.
+    compares them. The loader of an iterable dataset has no such sampler, but its persistent workers keep random state.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):
+        if epoch and loader.persistent_workers:
+            warn(
+                "The training loader's persistent workers keep their random state between epochs, which cannot be "
+                "restored, so their random numbers differ from those of an uninterrupted run; set "
+                "train_dataloader.persistent_workers=False"
+            )
         return
     if state := batches.changed_state() or batches.differing_state(epoch):
         warn(
