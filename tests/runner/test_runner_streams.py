@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from slipstream import Runner
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.hooks import Hook
 from tiny_runs import assert_same, samples, scalars, training, weights
 
@@ -137,9 +137,9 @@ class NoisyStream(IterableDataset):
             yield (x + torch.randn(4)).double(), y
 
 
-def augmented(work_dir, as_loader=False, epochs=2, persistent=False, **changes):
-    options = dict(batch_size=8, dataset=NoisyStream(), persistent_workers=persistent)
-    data = [dict(options, num_workers=workers) for workers in (2, 1)]
+def augmented(work_dir, as_loader=False, epochs=2, loader=None, **changes):
+    options = dict(batch_size=8, dataset=NoisyStream())
+    data = [{**options, "num_workers": workers, **(loader or {})} for workers in (2, 1)]
     train, val = [DataLoader(**options) if as_loader else options for options in data]
     changes |= dict(train_dataloader=train, val_dataloader=val, val_cfg=dict(), val_evaluator="loss")
     runner = Runner(**arguments(work_dir, train_cfg=dict(by_epoch=True, max_epochs=epochs), **changes))
@@ -166,9 +166,21 @@ def test_resumed_run_repeats_the_random_numbers_of_a_streams_workers(tmp_path, a
 
 
 def test_resume_with_persistent_workers_of_a_stream_warns(tmp_path, capfd):
-    augmented(tmp_path, epochs=1, persistent=True)
-    augmented(tmp_path, persistent=True, resume=True, log_level="WARNING")
+    persistent = dict(persistent_workers=True)
+    augmented(tmp_path, epochs=1, loader=persistent)
+    augmented(tmp_path, loader=persistent, resume=True, log_level="WARNING")
     assert "set train_dataloader.persistent_workers=False" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("loader", [dict(num_workers=1), dict(batch_size=4)], ids=str)
+def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, loader):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
+    augmented(tmp_path, epochs=1)
+    augmented(tmp_path / "between", loader=loader, resume=str(tmp_path / "epoch_1.pth"))
+    with pytest.raises(KeyboardInterrupt):
+        augmented(tmp_path, default_hooks=hooks, custom_hooks=[dict(type=Stop, priority="LOWEST")])
+    with pytest.raises(CheckpointError, match=r"iter_7\.pth .*num_workers=2 and 8 samples .* NoisyStream"):
+        augmented(tmp_path, loader=loader, resume=True)
 
 
 def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):

@@ -147,6 +147,7 @@ class Checkpoints:
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            resume_check.check_stream(checkpoint["meta"], runner.train_loop, source)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
@@ -252,6 +253,7 @@ class Checkpoints:
         states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
         return {
             **runner.train_loop.position(by_epoch),
+            "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
             "random_state": [random_state for random_state, _ in states],
             "sampler_generators": [generators for _, generators in states],
