@@ -1,12 +1,16 @@
 """Weights and checkpoints that are loaded before training by calling the Runner's methods."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Subset
 
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
-from tiny_runs import Accuracy, Losses, Net, assert_same, loader, run, training, validation, weights
+from tiny_runs import Accuracy, Losses, Net, Noisy, assert_same, loader, run, training, validation, weights
 
 
 class Drawn(Net):
@@ -134,3 +138,24 @@ def test_resume_of_a_runner_without_training_raises_an_error(tmp_path, checkpoin
     runner = Runner(model=dict(type=Net), work_dir=tmp_path, log_level="ERROR", **validation())
     with pytest.raises(ValueError, match="training requires train_dataloader, train_cfg and optim_wrapper"):
         runner.resume(checkpoint)
+
+
+class Jitter(Dataset):
+    def __init__(self):
+        self.transforms = [SimpleNamespace(rng=np.random.default_rng(0))]
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((4,), self.transforms[0].rng.normal()), index % 3
+
+
+def test_random_generators_that_checkpoints_do_not_contain_are_listed(tmp_path, capfd):
+    net = Net()
+    net.dropout.noise = torch.Generator()
+    data = Subset(Jitter(), range(8))
+    run(tmp_path / "a", model=net, train_dataloader=loader(data), log_level="WARNING")
+    assert "generators in Dropout.noise, Subset.dataset.transforms[0].rng. If" in capfd.readouterr().out
+    run(tmp_path / "b", train_dataloader=loader(Noisy()), log_level="WARNING")
+    assert capfd.readouterr().out == ""
