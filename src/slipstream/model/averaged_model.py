@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -119,10 +119,21 @@ class BaseAveragedModel(nn.Module):
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy the model's buffers that are not averaged. Call this method before using or saving the average."""
+        self.check_buffers(model)
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for average, current in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(average) not in averaged:
                 average.copy_(current)
+
+    def check_buffers(self, model: nn.Module) -> None:
+        """Raise a ModelError if a buffer of the model has a different shape than when the average was created."""
+        own, current = ({n: b.shape for n, b in part.named_buffers()} for part in (self.module, model))
+        for name in {**own, **current}:
+            if own.get(name) != current.get(name):
+                raise ModelError(
+                    f"the buffer '{name}' has changed from {_described(own, name)} to {_described(current, name)} "
+                    "since the weight average was created; create it with its final shape, or remove the average (ema)"
+                )
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -219,6 +230,10 @@ class _AveragedTensors:
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(_VALUES, dicts)))
+
+
+def _described(shapes: Mapping[str, torch.Size], name: str) -> str:
+    return f"shape {tuple(shapes[name])}" if name in shapes else "None"
 
 
 def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:

@@ -54,6 +54,7 @@ __all__ = [
     "STRIP_WRAPPER",
     "check_weights",
     "find_resume",
+    "group_sizes",
     "init_weights",
     "optimizer_state",
     "read_checkpoint",
@@ -216,6 +217,14 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     if hook_state := comm_hook_state(model):
         state["comm_hook"] = hook_state
     return state
+
+
+def group_sizes(optim: OptimWrapper) -> dict[str, list[int]]:
+    """Return the number of parameters in each group of each optimizer, by the optimizer's key in the checkpoint."""
+    return {
+        f"optimizer.{name}".removesuffix("."): [len(group["params"]) for group in wrapper.param_groups]
+        for name, wrapper in _wrappers(optim).items()
+    }
 
 
 def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:

@@ -22,7 +22,6 @@ from slipstream.redaction import Redactor, redact
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.checkpoints import Checkpoints
-from slipstream.runner.checks import warn_of_generators
 from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.interface import LossArgument, ModelInterface
@@ -325,9 +324,9 @@ class Runner:
         with self._context.training():
             self.folder_lock.lock(Path(self.work_dir), "work_dir")
             self._build_training()
-            warn_of_generators(unwrap_model(self.model), self.train_dataloader, self.logger.warning)
             self.call_hook("before_run")
             self.checkpoints.initialize()
+            self.checkpoints.check_state()
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
