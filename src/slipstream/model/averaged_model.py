@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.dist import all_reduce_params
 from slipstream.dist.sharding import local_shard, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.model.weight_init import check_initialized
 from slipstream.registry import MODELS
 from slipstream.step.average import copy_to
 from slipstream.typecheck import PositiveInt, check
@@ -68,6 +69,7 @@ class BaseAveragedModel(nn.Module):
     ) -> None:
         super().__init__()
         check(interval, PositiveInt, "interval")
+        check_initialized(model)
         self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
@@ -246,8 +248,16 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without DDP wrappers, which are required only for training."""
-    memo: dict[int, Any] = {}
+    """Return a copy of the model without DDP wrappers, which are required only for training.
+
+    Pruning and `weight_norm` store a weight that they compute from parameters, which `deepcopy` does not support.
+    """
+    computed = (value for module in model.modules() for value in vars(module).values())
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone()
+        for value in computed
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             memo[id(module)] = copy.deepcopy(module.module, memo)

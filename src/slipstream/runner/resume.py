@@ -39,6 +39,7 @@ from slipstream.dist.sharding import is_sharded, local_shard, mesh_of, shard_lik
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
+from slipstream.model.weight_init import check_initialized
 from slipstream.model.wrappers import (
     comm_hook_state,
     full_weights,
@@ -165,13 +166,18 @@ def init_weights(model: nn.Module, call_method: bool = True) -> None:
     Args:
         model: the unwrapped model.
         call_method: whether to call the model's `init_weights` method, if it has one.
+
+    Raises:
+        ModelError: the model contains a lazy module that has not been initialized.
     """
     call_method = call_method and hasattr(model, "init_weights")
     if not call_method and not needs_pretrained(model):
+        check_initialized(model)
         return
     with full_weights(model):
         if call_method:
             model.init_weights()  # type: ignore[operator]
+        check_initialized(model)
         load_pretrained(model)
         # Broadcast again, because the wrapper broadcast the weights before they were initialized.
         for tensor in chain(model.parameters(), model.buffers()):
