@@ -1,6 +1,7 @@
 """Invalid input raises an error with its path in the configuration."""
 
 import math
+import os
 import warnings
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+import slipstream
 from slipstream.config import Config
 from slipstream.errors import (
     CheckpointError,
@@ -372,3 +374,30 @@ def test_missing_launcher_logs_a_warning(tmp_path, monkeypatch, world, expected)
         Runner(Net(), tmp_path, log_level="ERROR")
     said = [str(w.message) for w in caught if "launcher is 'none'" in str(w.message)]
     assert len(said) == expected
+
+
+class Lazy(Net):
+    def __init__(self, inputs=None):
+        super().__init__()
+        self.last = nn.LazyLinear(3)
+        if inputs is not None:
+            self(inputs, None, "tensor")
+
+
+def test_lazy_module_must_be_initialized(tmp_path):
+    run(tmp_path, model=dict(type=Lazy, inputs=samples()[0]))
+    message = "'last.weight' of the model has no shape, .* call the model with a batch before training"
+    for hooks in ([], [dict(type="EMAHook")]):
+        with pytest.raises(ModelError, match=message):
+            run(tmp_path, model=dict(type=Lazy), custom_hooks=hooks)
+    with pytest.raises(ModelError, match=r"'0\.weight' of the model has no shape"):
+        run(tmp_path, model=nn.Sequential(nn.LazyLinear(3)), loss_fn=nn.CrossEntropyLoss())
+    with pytest.raises(ModelError, match=message):
+        slipstream.accelerate(model := Lazy(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_work_dir_with_bytes_that_are_not_utf8_is_rejected(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^work_dir: must be a path in UTF-8, .*caf\\udce9.*; rename the folder"
+    ):
+        Runner(**training(os.fsdecode(bytes(tmp_path) + b"/caf\xe9")))

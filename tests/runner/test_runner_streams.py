@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from slipstream import Runner
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.hooks import Hook
-from tiny_runs import samples, scalars, training
+from tiny_runs import assert_same, samples, scalars, training, weights
 
 
 class Stream(IterableDataset):
@@ -126,6 +126,61 @@ def test_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path, speed):
     resumed.train()
     assert resumed.iter == 12
     assert_close(resumed.model.state_dict(), by_hand(speed.get("accumulate", 1))[0])
+
+
+class NoisyStream(IterableDataset):
+    """A stream that its workers divide and augment with random numbers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        for x, y in list(zip(*samples(40), strict=True))[info.id :: info.num_workers]:
+            yield (x + torch.randn(4)).double(), y
+
+
+def augmented(work_dir, as_loader=False, epochs=2, loader=None, **changes):
+    options = dict(batch_size=8, dataset=NoisyStream())
+    data = [{**options, "num_workers": workers, **(loader or {})} for workers in (2, 1)]
+    train, val = [DataLoader(**options) if as_loader else options for options in data]
+    changes |= dict(train_dataloader=train, val_dataloader=val, val_cfg=dict(), val_evaluator="loss")
+    runner = Runner(**arguments(work_dir, train_cfg=dict(by_epoch=True, max_epochs=epochs), **changes))
+    runner.train()
+    return runner
+
+
+@pytest.mark.parametrize("as_loader", [False, True], ids=["dict", "DataLoader"])
+@pytest.mark.parametrize("inside", [False, True], ids=["after an epoch", "inside an epoch"])
+def test_resumed_run_repeats_the_random_numbers_of_a_streams_workers(tmp_path, as_loader, inside):
+    whole = augmented(tmp_path / "whole", as_loader)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=not inside, interval=7 if inside else 1))
+    last = dict(type=Stop, priority="LOWEST")
+    if inside:
+        with pytest.raises(KeyboardInterrupt):
+            augmented(tmp_path / "parts", as_loader, default_hooks=hooks, custom_hooks=[last])
+    else:
+        augmented(tmp_path / "parts", as_loader, epochs=1, default_hooks=hooks)
+    resumed = augmented(tmp_path / "parts", as_loader, resume=True)
+    assert resumed.iter == whole.iter == 12
+    assert_same(weights(whole), weights(resumed))
+    losses = [runner.message_hub.get_scalar("val/loss").current() for runner in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_resume_with_persistent_workers_of_a_stream_warns(tmp_path, capfd):
+    persistent = dict(persistent_workers=True)
+    augmented(tmp_path, epochs=1, loader=persistent)
+    augmented(tmp_path, loader=persistent, resume=True, log_level="WARNING")
+    assert "set train_dataloader.persistent_workers=False" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("loader", [dict(num_workers=1), dict(batch_size=4)], ids=str)
+def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, loader):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
+    augmented(tmp_path, epochs=1)
+    augmented(tmp_path / "between", loader=loader, resume=str(tmp_path / "epoch_1.pth"))
+    with pytest.raises(KeyboardInterrupt):
+        augmented(tmp_path, default_hooks=hooks, custom_hooks=[dict(type=Stop, priority="LOWEST")])
+    with pytest.raises(CheckpointError, match=r"iter_7\.pth .*num_workers=2 and 8 samples .* NoisyStream"):
+        augmented(tmp_path, loader=loader, resume=True)
 
 
 def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):

@@ -13,6 +13,7 @@ from slipstream.checkpoint.files import (
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, redacted_source
+from slipstream.checkpoint.restorable import check_restorable, structure, structure_changes
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -48,6 +49,7 @@ __all__ = [
     "check",
     "check_like",
     "check_optimizer",
+    "check_restorable",
     "check_tensors",
     "checkpoint_of",
     "compare_weights",
@@ -72,6 +74,8 @@ __all__ = [
     "set_random_state",
     "sharded_name",
     "stored_config",
+    "structure",
+    "structure_changes",
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",

@@ -244,6 +244,7 @@ _META = _entries(
         "iter": _count,
         "inner_samples": _count,
         "samples_per_step": _positive,
+        "num_workers": _count,
         "validated": _boolean,
         "seed": _optional(_seed),
         "random_state": _optional(_each(_random_state)),

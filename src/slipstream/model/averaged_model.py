@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.dist import all_reduce_params
 from slipstream.dist.sharding import local_shard, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.model.weight_init import check_initialized
 from slipstream.registry import MODELS
 from slipstream.step.average import copy_to
 from slipstream.typecheck import PositiveInt, check
@@ -68,6 +69,7 @@ class BaseAveragedModel(nn.Module):
     ) -> None:
         super().__init__()
         check(interval, PositiveInt, "interval")
+        check_initialized(model)
         self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
@@ -119,10 +121,21 @@ class BaseAveragedModel(nn.Module):
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy the model's buffers that are not averaged. Call this method before using or saving the average."""
+        self.check_buffers(model)
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for average, current in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(average) not in averaged:
                 average.copy_(current)
+
+    def check_buffers(self, model: nn.Module) -> None:
+        """Raise a ModelError if a buffer of the model has a different shape than when the average was created."""
+        own, current = ({n: b.shape for n, b in part.named_buffers()} for part in (self.module, model))
+        for name in {**own, **current}:
+            if own.get(name) != current.get(name):
+                raise ModelError(
+                    f"the buffer '{name}' has changed from {_described(own, name)} to {_described(current, name)} "
+                    "since the weight average was created; create it with its final shape, or remove the average (ema)"
+                )
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -221,6 +234,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(_VALUES, dicts)))
 
 
+def _described(shapes: Mapping[str, torch.Size], name: str) -> str:
+    return f"shape {tuple(shapes[name])}" if name in shapes else "None"
+
+
 def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
     shapes = [[tensor.shape for tensor in tensors] for tensors in (averages, currents)]
     if shapes[0] != shapes[1]:
@@ -231,8 +248,16 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without DDP wrappers, which are required only for training."""
-    memo: dict[int, Any] = {}
+    """Return a copy of the model without DDP wrappers, which are required only for training.
+
+    Pruning and `weight_norm` store a weight that they compute from parameters, which `deepcopy` does not support.
+    """
+    computed = (value for module in model.modules() for value in vars(module).values())
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone()
+        for value in computed
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             memo[id(module)] = copy.deepcopy(module.module, memo)

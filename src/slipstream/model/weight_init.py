@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.registry import WEIGHT_INITIALIZERS
 
 __all__ = [
@@ -21,8 +23,19 @@ __all__ = [
     "TruncNormalInit",
     "UniformInit",
     "XavierInit",
+    "check_initialized",
     "initialize",
 ]
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Raise a ModelError if a parameter or buffer has no shape yet, because it belongs to an unused lazy module."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ModelError(
+                f"'{name}' of the model has no shape, because its lazy module has not been called; call the model with "
+                "a batch before training, for example at the end of its constructor"
+            )
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

@@ -11,12 +11,15 @@ import torch
 
 from slipstream.checkpoint import (
     BackgroundWriter,
+    check_restorable,
     get_random_state,
     load_weights,
     loaded_names,
     mark_last_checkpoint,
     restoring,
     set_random_state,
+    structure,
+    structure_changes,
     weights_in,
     write_checkpoint,
 )
@@ -30,7 +33,7 @@ from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.redaction import Redactor
 from slipstream.runner import resume, resume_check
-from slipstream.runner.checks import warn_of_sampler_state
+from slipstream.runner.checks import warn_of_generators, warn_of_sampler_state
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class Checkpoints:
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
         self._loaded_names: set[str] = set()  # tensors that were loaded before initialization
+        self._structure: dict[str, Any] = {}
+        self._changed: set[str] = set()  # the changes of the structure that have been reported
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None
@@ -94,6 +99,33 @@ class Checkpoints:
         if loaded:
             core.load_state_dict(loaded, strict=False)
         self._initialized = True
+
+    def check_state(self) -> None:
+        """Check before training that the model's state can be restored, and warn about state that is not saved.
+
+        Raises:
+            ModelError: a part of the model's state cannot be saved or loaded.
+        """
+        runner = self._runner
+        core, optim = unwrap_model(runner.model), runner.optim_wrapper
+        assert optim is not None
+        check_restorable(state := core.state_dict())
+        self._structure = structure(state, resume.group_sizes(optim))
+        warn_of_generators(core, runner.train_dataloader, runner.logger.warning)
+
+    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
+        """Warn if the run cannot resume from its checkpoints, because the model has changed since `check_state`."""
+        if not self._structure or self._runner.optim_wrapper is None:
+            return
+        current = structure(state, resume.group_sizes(self._runner.optim_wrapper))
+        found = structure_changes(self._structure, current)
+        if lines := [line for name, line in found.items() if name not in self._changed]:
+            self._changed.update(found)
+            self._runner.logger.warning(
+                "The model or the optimizer has changed since training started, so a run cannot resume from this "
+                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
+                "shape and all parameter groups before training"
+            )
 
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect."""
@@ -147,6 +179,7 @@ class Checkpoints:
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            resume_check.check_stream(checkpoint["meta"], runner.train_loop, source)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
@@ -229,6 +262,7 @@ class Checkpoints:
             "state_dict": unwrap_model(runner.model).state_dict(),
             "message_hub": {**hub, "runtime_info": self._redactor.tree(hub["runtime_info"])},
         }
+        self._warn_of_changes(state["state_dict"])
         if save_optimizer and runner.optim_wrapper is not None:
             state |= resume.optimizer_state(runner.model, runner.optim_wrapper)
         if save_param_scheduler and runner.param_schedulers is not None:
@@ -252,6 +286,7 @@ class Checkpoints:
         states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
         return {
             **runner.train_loop.position(by_epoch),
+            "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
             "random_state": [random_state for random_state, _ in states],
             "sampler_generators": [generators for _, generators in states],

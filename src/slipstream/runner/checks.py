@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from slipstream.dataset.loading.generator_search import find_generators, generator_kind
 from slipstream.dataset.loading.loader import batch_size, last_batch_size
 from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.dist import get_rank, get_world_size
 from slipstream.errors import NonFiniteLossError, SlipstreamError
 from slipstream.hooks import CheckpointHook
@@ -19,7 +21,13 @@ from slipstream.model.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-__all__ = ["add_notes", "warn_of_sampler_state", "warn_of_single_sample", "warn_of_unknown_length"]
+__all__ = [
+    "add_notes",
+    "warn_of_generators",
+    "warn_of_sampler_state",
+    "warn_of_single_sample",
+    "warn_of_unknown_length",
+]
 
 _NOTES = {
     "find_unused_parameters": "(to enable it, pass cfg=dict(find_unused_parameters=True) to the Runner)",
@@ -95,16 +103,42 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
     """Warn if the order of the loader's sampler depends on state that a resume or a rollback cannot restore.
 
     Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
-    compares them.
+    compares them. The loader of an iterable dataset has no such sampler, but its persistent workers keep random state.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):
+        if epoch and loader.persistent_workers:
+            warn(
+                "The training loader's persistent workers keep their random state between epochs, which cannot be "
+                "restored, so their random numbers differ from those of an uninterrupted run; set "
+                "train_dataloader.persistent_workers=False"
+            )
         return
     if state := batches.changed_state() or batches.differing_state(epoch):
         warn(
             f"The training loader's sampler keeps state that cannot be restored ({', '.join(state)}), so the order of "
             "the following batches may differ from that in an uninterrupted run; compute the order from "
             "set_epoch(epoch)"
+        )
+
+
+def warn_of_generators(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
+    """Warn if the unwrapped model or the training dataset has random generators, which a resume cannot restore."""
+    dataset = loader.dataset.dataset if isinstance(loader.dataset, SeededDataset) else loader.dataset
+    names = [
+        *(
+            f"{type(module).__name__}.{key}"
+            for module in model.modules()
+            for key, value in vars(module).items()
+            if generator_kind(value) is not None
+        ),
+        *find_generators([dataset], included=(Dataset, nn.Module)),
+    ]
+    if names:
+        warn(
+            f"Checkpoints do not contain the state of the random generators in {', '.join(names)}. If training draws "
+            "from them, a resumed run differs from an uninterrupted one; draw from the global generators of torch, "
+            "NumPy or Python instead"
         )
 
 

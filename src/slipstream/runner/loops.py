@@ -85,11 +85,11 @@ class BaseLoop:
         """Run the whole loop."""
         raise NotImplementedError
 
-    def _load(self) -> Loading:
-        """Start a pass over the loader."""
+    def _load(self, epoch: int = 0) -> Loading:
+        """Start a pass over the loader. The random numbers of its workers depend only on (seed, epoch)."""
         if self._loading is not None:
             self._loading.close()
-        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall)
+        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall, (self._runner.seed, epoch))
         return self._loading
 
     def _warn_of_stall(self, text: str) -> None:
@@ -320,7 +320,7 @@ class _TrainLoop(BaseLoop):
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
         set_epoch(self.dataloader, self._epoch, start, used_samples)
-        batches: Iterator[Any] = iter(self._load())
+        batches: Iterator[Any] = iter(self._load(self._epoch))
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             # This sampler cannot seek, so load and discard the finished batches.
             next(islice(batches, start - 1, None), None)

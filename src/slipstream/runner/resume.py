@@ -39,6 +39,7 @@ from slipstream.dist.sharding import is_sharded, local_shard, mesh_of, shard_lik
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
+from slipstream.model.weight_init import check_initialized
 from slipstream.model.wrappers import (
     comm_hook_state,
     full_weights,
@@ -54,6 +55,7 @@ __all__ = [
     "STRIP_WRAPPER",
     "check_weights",
     "find_resume",
+    "group_sizes",
     "init_weights",
     "optimizer_state",
     "read_checkpoint",
@@ -164,13 +166,18 @@ def init_weights(model: nn.Module, call_method: bool = True) -> None:
     Args:
         model: the unwrapped model.
         call_method: whether to call the model's `init_weights` method, if it has one.
+
+    Raises:
+        ModelError: the model contains a lazy module that has not been initialized.
     """
     call_method = call_method and hasattr(model, "init_weights")
     if not call_method and not needs_pretrained(model):
+        check_initialized(model)
         return
     with full_weights(model):
         if call_method:
             model.init_weights()  # type: ignore[operator]
+        check_initialized(model)
         load_pretrained(model)
         # Broadcast again, because the wrapper broadcast the weights before they were initialized.
         for tensor in chain(model.parameters(), model.buffers()):
@@ -216,6 +223,14 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     if hook_state := comm_hook_state(model):
         state["comm_hook"] = hook_state
     return state
+
+
+def group_sizes(optim: OptimWrapper) -> dict[str, list[int]]:
+    """Return the number of parameters in each group of each optimizer, by the optimizer's key in the checkpoint."""
+    return {
+        f"optimizer.{name}".removesuffix("."): [len(group["params"]) for group in wrapper.param_groups]
+        for name, wrapper in _wrappers(optim).items()
+    }
 
 
 def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:

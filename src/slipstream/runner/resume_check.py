@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from slipstream.checkpoint import (
     PENDING,
@@ -23,7 +24,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 
-__all__ = ["check_content", "check_matches"]
+__all__ = ["check_content", "check_matches", "check_stream"]
 
 Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
@@ -102,6 +103,30 @@ def check_matches(
             )
     if schedulers:
         _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)
+
+
+def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
+    """Check that a training loop over an iterable dataset can continue in the middle of an epoch.
+
+    Several workers yield their batches in turn, so the samples in the finished batches depend on the number of workers
+    and on the batch size.
+
+    Raises:
+        CheckpointError: the order of the samples has changed.
+    """
+    loader = loop.dataloader
+    if not isinstance(loader.dataset, IterableDataset) or not meta.get("inner_samples"):
+        return
+    current = {"num_workers": loader.num_workers, "samples_per_step": loop.samples_per_step}
+    saved = {key: meta.get(key, value) for key, value in current.items()}
+    if saved != current and max(saved["num_workers"], current["num_workers"]) > 1:
+        raise CheckpointError(
+            f"{source} was written in the middle of an epoch with train_dataloader.num_workers={saved['num_workers']} "
+            f"and {saved['samples_per_step']} samples per step; this run has num_workers={current['num_workers']} and "
+            f"{current['samples_per_step']} samples per step. Both determine the order of the samples of "
+            f"{type(loader.dataset).__name__}, an iterable dataset, so samples would be repeated and omitted; use the "
+            "same values, or resume from a checkpoint that was written at the end of an epoch"
+        )
 
 
 def _check_optim(

@@ -326,6 +326,7 @@ class Runner:
             self._build_training()
             self.call_hook("before_run")
             self.checkpoints.initialize()
+            self.checkpoints.check_state()
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()

@@ -111,6 +111,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
         raise ConfigError(
             f"must be the path of a folder, not {short_repr(arguments['work_dir'])}", "work_dir"
         )
+    try:
+        str(path := Path(arguments["work_dir"]).absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"must be a path in UTF-8, because files in the folder contain it, not {short_repr(str(path))}; rename "
+            "the folder",
+            "work_dir",
+        ) from None
     for name, hook in (arguments["default_hooks"] or {}).items():
         if hook is not None and not isinstance(hook, Mapping | Hook):
             raise ConfigError(

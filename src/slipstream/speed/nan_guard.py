@@ -15,7 +15,7 @@ from torch.optim.optimizer import _get_capturable_supported_devices
 
 from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local_shard
-from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.errors import ConfigError, ModelError, NonFiniteLossError, did_you_mean
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, restore_unless
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
@@ -177,7 +177,21 @@ class StepGuard:
             self._step(optim, params, finite)
         finally:
             optim.finite = None
-        self.finish_step(finite)
+        try:
+            self.finish_step(finite)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        """Return a ModelError if a buffer cannot be restored, because its shape has changed; otherwise `error`."""
+        for name, buffer in self._model.named_buffers():
+            if name in self._saved_buffers and (before := self._saved_buffers[name].shape) != buffer.shape:
+                return ModelError(
+                    f"nan_guard cannot restore the buffer '{name}' when a step is skipped, because forward has changed "
+                    f"its shape from {tuple(before)} to {tuple(buffer.shape)}; create it with its final shape, or use "
+                    "nan_guard='stop'"
+                )
+        return error
 
     def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:

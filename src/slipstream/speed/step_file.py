@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.checkpoint import (
     ACCELERATED_FILE,
     check,
+    check_restorable,
     get_random_state,
     load_checkpoint,
     set_random_state,
@@ -31,8 +32,10 @@ def save_step(step: TrainStep, path: str | Path, values: Mapping[str, Any]) -> N
         raise CheckpointError(
             "an accumulation window is unfinished, and each process has its own gradients; save at the end of a window"
         )
+    state = unwrap_model(step.model).state_dict()
+    check_restorable(state)
     content = {
-        "state_dict": unwrap_model(step.model).state_dict(),
+        "state_dict": state,
         "step": step.state_dict(),
         "random_state": all_gather_object(get_random_state()),
         "values": dict(values),

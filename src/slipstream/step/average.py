@@ -31,6 +31,9 @@ class _Average(Protocol):
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and the corresponding model tensors, in the same order."""
 
+    def check_buffers(self, model: nn.Module) -> None:
+        """Raise an error if the shape of a buffer has changed."""
+
 
 def update_count(batches: int, skipped: int, window: int) -> int:
     """Return the number of EMA updates in a run of `batches` batches, excluding the first `skipped` batches.
@@ -111,7 +114,11 @@ class AveragePart(StepPart):
             averages, currents = self.average.pairs(self.model)
             if self._on_other_device:
                 currents = copy_to(averages[0].device, currents)
-            torch._foreach_lerp_(averages, currents, step_weight)
+            try:
+                torch._foreach_lerp_(averages, currents, step_weight)
+            except RuntimeError:
+                self.average.check_buffers(self.model)
+                raise
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the averages."""

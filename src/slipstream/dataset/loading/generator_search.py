@@ -81,11 +81,11 @@ def generator_kind(value: Any) -> GeneratorKind | None:
     return next((kind for base, kind in _kinds().items() if isinstance(value, base)), None)
 
 
-def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
+def find_generators(roots: Sequence[Any], included: tuple[type, ...] = ()) -> dict[str, Any]:
     """Return the generators in the attributes of `roots`, keyed by names such as `Wrapper.inner.rng`.
 
     The search includes attributes of instances and of their classes, nested objects and short containers. It does not
-    include datasets, slots or the local variables of functions.
+    include slots, the local variables of functions, or nested datasets and modules, unless `included` contains them.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -98,11 +98,11 @@ def find_generators(roots: Sequence[Any]) -> dict[str, Any]:
         if generator_kind(value) is not None:
             found[name] = value
         elif depth < _MAX_DEPTH:
-            queue.extend((name + suffix, child, depth + 1) for suffix, child in _children(value))
+            queue.extend((name + suffix, child, depth + 1) for suffix, child in _children(value, included))
     return found
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def _children(value: Any, included: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     """Return the attributes and items of a value that may contain generators, each with the suffix of its name."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
@@ -113,7 +113,9 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         children = ((f".{name}", item) for name, item in _attributes(value))
     if isinstance(value, list | tuple | deque | dict) and len(value) > _MAX_ITEMS:
         return iter(())
-    return ((suffix, child) for suffix, child in children if not _is_plain(child))
+    return (
+        (suffix, child) for suffix, child in children if isinstance(child, included) or not _is_plain(child)
+    )
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

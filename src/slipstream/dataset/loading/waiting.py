@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
+from slipstream.dataset.loading.generators import hash_numbers
 from slipstream.dataset.loading.worker_init import signals_blocked
 from slipstream.errors import DataLoaderError
 
@@ -45,13 +47,21 @@ class Loading:
         loader: the loader. Its worker processes start immediately.
         name: name of the loader's option in the configuration (such as `train_dataloader`).
         warn: function that logs a warning; called from the thread.
+        numbers: non-negative integers from which the workers' seed is computed, such as (seed, epoch). torch would draw
+            the seed from the loader's generator, whose state a resumed run cannot restore.
     """
 
-    def __init__(self, loader: DataLoader[Any], name: str, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        name: str,
+        warn: Callable[[str], None],
+        numbers: Sequence[int] = (0, 0),
+    ) -> None:
         self.loader, self.name, self.warn = loader, name, warn
         self.seconds: float = getattr(loader, "stall_warning", STALL_WARNING)
         try:
-            with signals_blocked(loader):
+            with signals_blocked(loader), _seeded(loader, numbers):
                 self._iterator: Any = iter(loader)
         except OSError as error:  # the workers' queues and locks are also in shared memory
             if error.errno != errno.ENOSPC:
@@ -128,6 +138,17 @@ class Loading:
             f"A worker process (pid {pids}) is slow or has hung; `py-spy dump --pid PID` prints its current stack"
             f"{_scarce_shared_memory()}. To end the run with an error instead, set {self.name}.timeout=SECONDS"
         )
+
+
+@contextmanager
+def _seeded(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[None]:
+    """Let the loader draw its workers' seed from a generator that depends only on `numbers`."""
+    generator = loader.generator
+    loader.generator = torch.Generator().manual_seed(hash_numbers(numbers))
+    try:
+        yield
+    finally:
+        loader.generator = generator
 
 
 def stop_workers(iterator: Any) -> None:
