@@ -335,6 +335,16 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
     assert before <= {path.name for path in folder.glob("*.pth")}
 
 
+def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
+    """After the move, another run writes files of the same names to the original folder."""
+    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
+    whole = run(tmp_path / "whole", **four)
+    run(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run(tmp_path / "run", optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)))
+    assert_same(weights(whole), weights(run(tmp_path / "moved", **four, resume=True)))
+
+
 def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
     run(tmp_path)
     for path in tmp_path.glob("*.pth"):

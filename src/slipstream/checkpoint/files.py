@@ -136,9 +136,11 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     try:
         latest = Path(pointer.read_text(encoding="utf-8").strip())
-        # The second candidate handles a work_dir that was moved. The third handles a run that was killed while it was
-        # replacing a folder.
-        for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):
+        # The folder's own checkpoint comes first, because the folder may have been moved or copied, and its old path may
+        # now contain a different run. The second candidate handles a run that was killed while it was replacing a
+        # sharded checkpoint. The last one is in another folder (`out_dir`).
+        own = Path(folder) / latest.name
+        for candidate in (own, replaced_name(own), latest):
             if candidate.exists():
                 return candidate
     except (OSError, ValueError) as error:
