@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.checkpoint import find_latest_checkpoint
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import CheckpointHook, Hook
 from slipstream.runner import Runner
@@ -65,6 +66,43 @@ def test_out_dir_has_one_folder_per_run_and_supports_resuming(tmp_path):
     assert files(tmp_path / "one") == set()
     again = run(tmp_path / "one", resume=True, train_cfg=dict(by_epoch=True, max_epochs=5))
     assert_same(weights(one), weights(again))
+
+
+def test_out_dir_of_another_run_is_refused(tmp_path):
+    """The work_dirs have the same name, so their checkpoints would be in the same subfolder of out_dir."""
+    out = str(tmp_path / "out")
+    trained(tmp_path / "x" / "run", interval=1, epochs=2, out_dir=out)
+    before = (tmp_path / "out" / "run" / "epoch_1.pth").read_bytes()
+    with pytest.raises(ConfigError, match=r"out_dir: .*out/run contains .* the run in .*x/run, but .*y/run"):
+        trained(tmp_path / "y" / "run", interval=1, out_dir=out)
+    with pytest.raises(
+        ConfigError, match="contains the checkpoints of the run in"
+    ):  # a work_dir as the out_dir
+        trained(tmp_path / "z" / "run", interval=1, out_dir=str(tmp_path / "x"))
+    assert (tmp_path / "out" / "run" / "epoch_1.pth").read_bytes() == before
+    moved = (tmp_path / "x").rename(tmp_path / "moved") / "run"
+    with pytest.raises(ConfigError, match=r"If that run was deleted or moved here, delete .*out/run/\.lock"):
+        trained(moved, interval=1, out_dir=out, resume=True)
+    (tmp_path / "out" / "run" / ".lock").unlink()
+    resumed = trained(moved, interval=1, out_dir=out, epochs=3, resume=True)
+    assert_same(weights(resumed), weights(trained(tmp_path / "whole", epochs=3)))
+
+
+def test_moved_work_dir_does_not_resume_from_another_run_in_its_out_dir(tmp_path):
+    options = dict(interval=1, out_dir=str(tmp_path / "out"), epochs=2)
+    trained(tmp_path / "run", **options)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    trained(tmp_path / "run", **options)  # overwrites out/run/epoch_2.pth
+    with pytest.raises(
+        CheckpointError, match=r"out/run/epoch_2\.pth, which belongs to the run in .*/run; pass"
+    ):
+        trained(tmp_path / "moved", **options, resume=True)
+
+
+def test_run_with_out_dir_does_not_resume_from_an_old_file_in_the_work_dir(tmp_path):
+    trained(tmp_path / "run", interval=1, epochs=2)
+    trained(tmp_path / "run", interval=1, epochs=2, out_dir=str(tmp_path / "out"))
+    assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "out" / "run" / "epoch_2.pth"
 
 
 def test_filename_tmpl_formats_the_number(tmp_path):

@@ -11,6 +11,7 @@ from slipstream.checkpoint.files import (
     save_checkpoint,
 )
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
+from slipstream.checkpoint.owner import LOCK_FILE, describe_owner, folder_owner
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, redacted_source
 from slipstream.checkpoint.schema import (
@@ -40,6 +41,7 @@ __all__ = [
     "ACCELERATED",
     "ACCELERATED_FILE",
     "DESCRIPTION",
+    "LOCK_FILE",
     "META",
     "OPTIMIZER",
     "PENDING",
@@ -52,8 +54,10 @@ __all__ = [
     "checkpoint_of",
     "compare_weights",
     "consolidate",
+    "describe_owner",
     "download_checkpoint",
     "find_latest_checkpoint",
+    "folder_owner",
     "get_random_state",
     "load_checkpoint",
     "load_weights",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.integrity import open_verified
 from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
+from slipstream.checkpoint.owner import folder_owner
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import atomic_write, check_space, write_text
@@ -129,26 +130,31 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if this file does not exist.
 
     Raises:
-        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist.
+        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist, or belongs to another run.
     """
     pointer = Path(folder) / LAST_FILE
     if not pointer.is_file():
         return None
     try:
         latest = Path(pointer.read_text(encoding="utf-8").strip())
-        # The folder's own checkpoint comes first, because the folder may have been moved or copied, and its old path may
-        # now contain a different run. The second candidate handles a run that was killed while it was replacing a
-        # sharded checkpoint. The last one is in another folder (`out_dir`).
-        own = Path(folder) / latest.name
-        for candidate in (own, replaced_name(own), latest):
+        owner = folder_owner(latest.parent)
+        if owner == Path(folder).resolve():
+            paths = [latest]
+        else:
+            # The folder was moved or copied, or `latest` is in a folder without a lock. If another run owns that
+            # folder, it may have overwritten `latest`.
+            paths = [Path(folder) / latest.name, *([latest] if owner is None or not owner.exists() else [])]
+        # A run may have been killed while it was replacing a sharded checkpoint.
+        for candidate in (found for path in paths for found in (path, replaced_name(path))):
             if candidate.exists():
                 return candidate
+        problem = "does not exist" if latest in paths else f"belongs to the run in {owner}"
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{pointer} is damaged ({error}); pass the path of a checkpoint instead"
         ) from error
     raise CheckpointError(
-        f"{pointer} refers to {latest}, which does not exist; pass the path of a checkpoint instead"
+        f"{pointer} refers to {latest}, which {problem}; pass the path of a checkpoint instead"
     )
 
 
