@@ -458,11 +458,27 @@ def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
     assert content["message_hub"]["runtime_info"][key] == ["epoch_1.pth"]
     content["message_hub"]["runtime_info"][key] = names
     torch.save(content, path)
-    os.utime(path, (1e9, 1e9))
-    shutil.copy(path, tmp_path / "epoch_7.pth")  # newer than the checkpoint, so another run wrote it
+    shutil.copy(path, tmp_path / "epoch_7.pth")  # not older than the checkpoint
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
     assert files(tmp_path) == {"epoch_2.pth", "epoch_3.pth", "notes.pth", "epoch_7.pth"}
     assert (tmp_path / "../outside.pth").exists()
+
+
+def test_file_that_replaced_a_checkpoint_of_the_run_is_not_removed(tmp_path):
+    """The user copies files of other runs, with their old times, to the names of checkpoints of this run."""
+    trained(tmp_path / "other", interval=1, epochs=2)
+    folder = tmp_path / "run"
+    trained(folder, interval=1, max_keep_ckpts=2, epochs=3, values=[0.3, 0.2, 0.1], save_best="acc")
+    others = {"epoch_1.pth": 1, "epoch_2.pth": 2, "best_acc_epoch_1.pth": 1}
+    for name, number in others.items():
+        shutil.copy2(tmp_path / "other" / f"epoch_{number}.pth", folder / name)
+    (folder / "best_acc_epoch_1.pth").write_text("no checkpoint")
+    before = {name: (folder / name).read_bytes() for name in others}
+    trained(
+        folder, interval=1, max_keep_ckpts=2, epochs=5, values=[0.1, 0.9, 0.1], save_best="acc", resume=True
+    )
+    assert {name: (folder / name).read_bytes() for name in others} == before
+    assert files(folder) == {*others, "epoch_4.pth", "epoch_5.pth", "best_acc_epoch_4.pth"}
 
 
 def test_files_of_another_run_are_not_removed(tmp_path):

@@ -64,6 +64,8 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """Read a checkpoint file without executing code from it.
 
+    With `map_location="meta"`, the data of the tensors is neither read nor verified.
+
     Raises:
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
     """
@@ -76,7 +78,11 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
             f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"
         )
     try:
-        with open_verified(path) as file, torch.serialization.safe_globals(safe_globals()):
+        with_data = str(map_location) != "meta"
+        with (
+            open_verified(path, all_entries=with_data) as file,
+            torch.serialization.safe_globals(safe_globals()),
+        ):
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
