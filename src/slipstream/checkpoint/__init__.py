@@ -1,15 +1,7 @@
 """Save and load checkpoints, weights and random state."""
 
 from slipstream.checkpoint.background import BackgroundWriter
-from slipstream.checkpoint.files import (
-    checkpoint_of,
-    find_latest_checkpoint,
-    mark_last_checkpoint,
-    newest_checkpoints,
-    plain,
-    remove_checkpoint,
-    save_checkpoint,
-)
+from slipstream.checkpoint.files import plain, remove_checkpoint, save_checkpoint
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.owner import LOCK_FILE, describe_owner, folder_owner
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
@@ -24,6 +16,12 @@ from slipstream.checkpoint.schema import (
     RESUMED,
     check,
     weights_in,
+)
+from slipstream.checkpoint.search import (
+    checkpoint_of,
+    find_latest_checkpoint,
+    mark_last_checkpoint,
+    newest_checkpoints,
 )
 from slipstream.checkpoint.sharded import (
     consolidate,

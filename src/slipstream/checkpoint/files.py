@@ -5,11 +5,10 @@ Files are written atomically, contain only tensors and built-in Python values, a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,12 @@ from torch import Tensor
 
 from slipstream.checkpoint.integrity import open_verified
 from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
-from slipstream.checkpoint.owner import folder_owner
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
-from slipstream.files import atomic_write, check_space, write_text
+from slipstream.files import atomic_write, check_space
 from slipstream.redaction import Reference
 
 __all__ = [
-    "checkpoint_of",
-    "find_latest_checkpoint",
-    "mark_last_checkpoint",
-    "newest_checkpoints",
     "plain",
     "preserve_ties",
     "read_file",
@@ -38,10 +32,8 @@ __all__ = [
     "save_checkpoint",
 ]
 
-LAST_FILE = "last_checkpoint"
 PLAIN_FILE = "plain.pth"
 """File in the folder of a sharded checkpoint."""
-_BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
@@ -108,11 +100,6 @@ def _is_torch_file(path: Path) -> bool:
         return file.read(1) in (b"P", b"\x80")
 
 
-def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
-    """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns."""
-    write_text(Path(folder) / LAST_FILE, str(path.absolute()))
-
-
 def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
@@ -132,94 +119,9 @@ def remove_checkpoint(folder: Path, name: str) -> None:
         path.unlink()
 
 
-def find_latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if this file does not exist.
-
-    Raises:
-        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist, or belongs to another run.
-    """
-    pointer = Path(folder) / LAST_FILE
-    if not pointer.is_file():
-        return None
-    try:
-        latest = Path(pointer.read_text(encoding="utf-8").strip())
-        owner = folder_owner(latest.parent)
-        if owner == Path(folder).resolve():
-            paths = [latest]
-        else:
-            # The folder was moved or copied, or `latest` is in a folder without a lock. If another run owns that
-            # folder, it may have overwritten `latest`.
-            paths = [Path(folder) / latest.name, *([latest] if owner is None or not owner.exists() else [])]
-        # A run may have been killed while it was replacing a sharded checkpoint.
-        for candidate in (found for path in paths for found in (path, replaced_name(path))):
-            if candidate.exists():
-                return candidate
-        problem = "does not exist" if latest in paths else f"belongs to the run in {owner}"
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{pointer} is damaged ({error}); pass the path of a checkpoint instead"
-        ) from error
-    raise CheckpointError(
-        f"{pointer} refers to {latest}, which {problem}; pass the path of a checkpoint instead"
-    )
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint from a run's folder; other paths, such as sharded checkpoints, are returned unchanged.
-
-    The result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
-
-    Raises:
-        CheckpointError: the folder contains no checkpoint.
-    """
-    if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN_FILE).is_file():
-        return path
-    best = _by_age([path], _BEST_PATTERNS)
-    found = best[0] if best else find_latest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(
-            f"the folder {path} contains no checkpoint; train first, or pass the path of a checkpoint"
-        )
-    return found
-
-
 def replaced_name(folder: Path) -> Path:
     """Return the path to which a sharded checkpoint is moved while a new one replaces it."""
     return folder.with_name(f".{folder.name}.old")
-
-
-def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
-    """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not refer to any of them.
-
-    The checkpoint that `last_checkpoint` refers to comes first. The others follow, from newest to oldest.
-
-    Raises:
-        CheckpointError: `last_checkpoint` refers to a missing checkpoint, and the folder contains no other checkpoint.
-    """
-    folder = Path(folder)
-    try:
-        latest = find_latest_checkpoint(folder)
-    except CheckpointError as error:
-        if not (found := _by_age([folder])):
-            raise
-        return found, str(error)
-    # CheckpointHook may write to another folder (`out_dir`).
-    found = _by_age(
-        {folder.resolve(): folder, latest.parent.resolve(): latest.parent}.values() if latest else [folder]
-    )
-    if latest is None:
-        return found, f"{folder / LAST_FILE} does not exist" if found else None
-    return [latest, *(path for path in found if path != latest)], None
-
-
-def _by_age(folders: Iterable[Path], patterns: Sequence[str] = ("*.pth", "*.sharded")) -> list[Path]:
-    """Return the checkpoints in the folders whose names match a pattern, from newest to oldest."""
-    ages: dict[Path, float] = {}
-    for path in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
-        with contextlib.suppress(OSError):  # a dangling symlink, or a file that was just removed
-            if not path.name.startswith("."):
-                ages[path] = path.stat().st_mtime
-    return sorted(ages, key=lambda path: ages[path], reverse=True)
 
 
 def plain(

@@ -283,7 +283,7 @@ class Checkpoints:
             if mark_last:
                 runner.rollback.add(checkpoint["meta"]["iter"], path)
             if mark_last and is_main_process():
-                mark_last_checkpoint(runner.work_dir, path)
+                mark_last_checkpoint(runner.work_dir, path, self.run_id, checkpoint["meta"]["iter"])
             if on_saved is not None and is_main_process():
                 on_saved()
 
