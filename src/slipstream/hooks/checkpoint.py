@@ -16,7 +16,7 @@ from slipstream.checkpoint import read_origin, remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
-from slipstream.files import check_name
+from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import COPY_SEPARATOR, ReplacedFiles
 from slipstream.hooks.schedule import infer_rule, metric_value
@@ -131,9 +131,11 @@ class CheckpointHook(Hook):
                 f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
         folder = "the checkpoint folder (set out_dir to use a different folder)"
-        check_name(name, "filename_tmpl", folder)
-        if self.best_filename is not None:
-            check_name(self.best_filename, "best_filename", folder)
+        names = [(name, "filename_tmpl"), (self.best_filename, "best_filename")]
+        names += [(f"best_{monitor}".replace("/", "_"), "save_best") for monitor in self.monitors]
+        for file, key in names:
+            if file is not None:
+                check_name(file, key, folder, CHECKPOINT_NAME_LENGTH)
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
