@@ -140,8 +140,10 @@ def plain(
             that are not sharded are moved to the CPU, so that they can be loaded on a machine without their device.
     """
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
-        # The subclass and the attributes of a tensor would be pickled as objects.
-        value = value.detach().as_subclass(Tensor)
+        # The subclass and the attributes of a tensor would be pickled as objects. `detach` returns a new tensor without
+        # attributes, and `as_subclass` does not support sparse tensors.
+        value = value.detach()
+        value = value if type(value) is Tensor else value.as_subclass(Tensor)
     copy = preserve_ties(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):
         return copy(where, value)
