@@ -12,6 +12,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
+from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.preemption import EXIT_STATUS, SIGNALS, Interrupted, Preempted, Preemption
 from slipstream.runner import Runner
@@ -57,6 +58,30 @@ def test_preempted_run_is_bitwise_identical_after_resuming(tmp_path, case):
     assert [
         h.data[0].tolist() for n, h in resumed.message_hub.log_scalars.items() if n.startswith("val/acc")
     ] == [h.data[0].tolist() for n, h in whole.message_hub.log_scalars.items() if n.startswith("val/acc")]
+
+
+class SparseNet(BaseModel):
+    """A model with a sparse gradient and a sparse buffer."""
+
+    def __init__(self, to_sparse):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 3, sparse=True)
+        self.register_buffer("mixing", getattr(torch.eye(3) + 1, to_sparse)())
+
+    def forward(self, inputs, targets, mode):
+        scores = (self.mixing @ self.table(inputs[:, 0].long() + 4).T).T
+        return {"loss": torch.nn.functional.cross_entropy(scores, targets)}
+
+
+@pytest.mark.parametrize("to_sparse", ["to_sparse", "to_sparse_csr"])
+def test_sparse_tensors_are_saved_within_an_accumulation_window(tmp_path, to_sparse):
+    optim = dict(optimizer=dict(type="SparseAdam", lr=0.1), accumulative_counts=3)
+    options = dict(model=dict(type=SparseNet, to_sparse=to_sparse), optim_wrapper=optim)
+    with pytest.raises(Preempted):
+        run(tmp_path / "a", custom_hooks=[Signal(4)], **options)
+    resumed, whole = run(tmp_path / "a", resume=True, **options), run(tmp_path / "b", **options)
+    dense = [{name: value.to_dense() for name, value in weights(r).items()} for r in (resumed, whole)]
+    assert_same(*dense)
 
 
 def test_ctrl_c_raises_a_keyboard_interrupt_after_saving(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from slipstream.errors import ConfigError
 
 __all__ = [
+    "CHECKPOINT_NAME_LENGTH",
     "atomic_write",
     "check_name",
     "check_space",
@@ -27,11 +28,14 @@ __all__ = [
 
 _DOWNLOAD_TIMEOUT = 60
 """Seconds without data after which a download fails."""
+CHECKPOINT_NAME_LENGTH = 215
+"""Maximum length of a checkpoint's configured name in bytes. Most file systems allow 255 bytes; the engine requires the
+rest for the number and for the suffixes of shards, temporary files and replaced files."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
-def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
+def check_name(name: str, key: str, folder: str = "the work_dir", max_length: int | None = None) -> str:
     """Return `name`, a path relative to a folder, if it refers to a file inside the folder.
 
     Symlinks are not resolved, because the user created them.
@@ -40,13 +44,17 @@ def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
         name: the relative path; it may contain subfolders.
         key: config path of the name, for the error message.
         folder: description of the folder, for the error message.
+        max_length: maximum length in bytes of the file's name and of each subfolder's name.
 
     Raises:
-        ConfigError: the path is empty, absolute, or outside the folder.
+        ConfigError: the path is empty, absolute, outside the folder, or too long.
     """
     is_outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
     if not name or "\0" in str(name) or is_outside:
         raise ConfigError(f"must be the name of a file inside {folder}, without '..', not {name!r}", key)
+    length = max(len(part.encode("utf-8", "surrogatepass")) for part in (*Path(name).parts, ""))
+    if max_length is not None and length > max_length:
+        raise ConfigError(f"must be at most {max_length} bytes long, not {length}; use a shorter name", key)
     return name
 
 

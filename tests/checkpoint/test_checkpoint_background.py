@@ -134,6 +134,19 @@ def test_tensor_subclasses_and_tensors_with_attributes_are_saved_as_plain_tensor
     assert type(saved["image"]) is type(saved["named"]) is torch.Tensor
 
 
+def test_sparse_tensors_are_copied(tmp_path, writer, held):
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    state = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "bsr": dense.to_sparse_bsr((1, 1))}
+    writer.write(state, tmp_path / "a.pth", pytest.fail, str)
+    for tensor in state.values():
+        tensor.values().zero_()
+    held.set()
+    writer.wait()
+    saved = load_checkpoint(tmp_path / "a.pth")
+    assert all(saved[name].layout is tensor.layout for name, tensor in state.items())
+    assert all(value.to_dense().equal(dense) for value in saved.values())
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tensors_that_are_copied_in_chunks_are_equal(tmp_path, writer, monkeypatch, threads):
     monkeypatch.setattr(copies, "_CHUNK", 40)

@@ -1,5 +1,6 @@
 import enum
 import pickle
+import shutil
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 
@@ -265,6 +266,14 @@ def test_latest_checkpoint_is_found_after_its_folder_was_moved(tmp_path):
         CheckpointError, match=r"last_checkpoint refers to .*epoch_1\.pth, which does not exist"
     ):
         find_latest_checkpoint(moved)
+
+
+def test_latest_checkpoint_of_a_copied_folder_is_its_own(tmp_path):
+    folder = tmp_path / "run"
+    save_checkpoint({}, folder / "epoch_1.pth", refuse)
+    mark_last_checkpoint(folder, folder / "epoch_1.pth")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert find_latest_checkpoint(copy) == copy / "epoch_1.pth"
 
 
 def test_latest_checkpoint_with_relative_path_is_found_from_another_directory(tmp_path, monkeypatch):

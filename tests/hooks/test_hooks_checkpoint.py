@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.checkpoint import find_latest_checkpoint
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import CheckpointHook, Hook
 from slipstream.runner import Runner
@@ -65,6 +66,43 @@ def test_out_dir_has_one_folder_per_run_and_supports_resuming(tmp_path):
     assert files(tmp_path / "one") == set()
     again = run(tmp_path / "one", resume=True, train_cfg=dict(by_epoch=True, max_epochs=5))
     assert_same(weights(one), weights(again))
+
+
+def test_out_dir_of_another_run_is_refused(tmp_path):
+    """The work_dirs have the same name, so their checkpoints would be in the same subfolder of out_dir."""
+    out = str(tmp_path / "out")
+    trained(tmp_path / "x" / "run", interval=1, epochs=2, out_dir=out)
+    before = (tmp_path / "out" / "run" / "epoch_1.pth").read_bytes()
+    with pytest.raises(ConfigError, match=r"out_dir: .*out/run contains .* the run in .*x/run, but .*y/run"):
+        trained(tmp_path / "y" / "run", interval=1, out_dir=out)
+    with pytest.raises(
+        ConfigError, match="contains the checkpoints of the run in"
+    ):  # a work_dir as the out_dir
+        trained(tmp_path / "z" / "run", interval=1, out_dir=str(tmp_path / "x"))
+    assert (tmp_path / "out" / "run" / "epoch_1.pth").read_bytes() == before
+    moved = (tmp_path / "x").rename(tmp_path / "moved") / "run"
+    with pytest.raises(ConfigError, match=r"If that run was deleted or moved here, delete .*out/run/\.lock"):
+        trained(moved, interval=1, out_dir=out, resume=True)
+    (tmp_path / "out" / "run" / ".lock").unlink()
+    resumed = trained(moved, interval=1, out_dir=out, epochs=3, resume=True)
+    assert_same(weights(resumed), weights(trained(tmp_path / "whole", epochs=3)))
+
+
+def test_moved_work_dir_does_not_resume_from_another_run_in_its_out_dir(tmp_path):
+    options = dict(interval=1, out_dir=str(tmp_path / "out"), epochs=2)
+    trained(tmp_path / "run", **options)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    trained(tmp_path / "run", **options)  # overwrites out/run/epoch_2.pth
+    with pytest.raises(
+        CheckpointError, match=r"out/run/epoch_2\.pth, which belongs to the run in .*/run; pass"
+    ):
+        trained(tmp_path / "moved", **options, resume=True)
+
+
+def test_run_with_out_dir_does_not_resume_from_an_old_file_in_the_work_dir(tmp_path):
+    trained(tmp_path / "run", interval=1, epochs=2)
+    trained(tmp_path / "run", interval=1, epochs=2, out_dir=str(tmp_path / "out"))
+    assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "out" / "run" / "epoch_2.pth"
 
 
 def test_filename_tmpl_formats_the_number(tmp_path):
@@ -420,11 +458,27 @@ def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
     assert content["message_hub"]["runtime_info"][key] == ["epoch_1.pth"]
     content["message_hub"]["runtime_info"][key] = names
     torch.save(content, path)
-    os.utime(path, (1e9, 1e9))
-    shutil.copy(path, tmp_path / "epoch_7.pth")  # newer than the checkpoint, so another run wrote it
+    shutil.copy(path, tmp_path / "epoch_7.pth")  # not older than the checkpoint
     trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
     assert files(tmp_path) == {"epoch_2.pth", "epoch_3.pth", "notes.pth", "epoch_7.pth"}
     assert (tmp_path / "../outside.pth").exists()
+
+
+def test_file_that_replaced_a_checkpoint_of_the_run_is_not_removed(tmp_path):
+    """The user copies files of other runs, with their old times, to the names of checkpoints of this run."""
+    trained(tmp_path / "other", interval=1, epochs=2)
+    folder = tmp_path / "run"
+    trained(folder, interval=1, max_keep_ckpts=2, epochs=3, values=[0.3, 0.2, 0.1], save_best="acc")
+    others = {"epoch_1.pth": 1, "epoch_2.pth": 2, "best_acc_epoch_1.pth": 1}
+    for name, number in others.items():
+        shutil.copy2(tmp_path / "other" / f"epoch_{number}.pth", folder / name)
+    (folder / "best_acc_epoch_1.pth").write_text("no checkpoint")
+    before = {name: (folder / name).read_bytes() for name in others}
+    trained(
+        folder, interval=1, max_keep_ckpts=2, epochs=5, values=[0.1, 0.9, 0.1], save_best="acc", resume=True
+    )
+    assert {name: (folder / name).read_bytes() for name in others} == before
+    assert files(folder) == {*others, "epoch_4.pth", "epoch_5.pth", "best_acc_epoch_4.pth"}
 
 
 def test_files_of_another_run_are_not_removed(tmp_path):

@@ -16,7 +16,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from slipstream.runner.folder_lock import FolderLock
-lock = FolderLock(print)
+lock = FolderLock(sys.argv[1], print)
 lock.lock(Path(sys.argv[1]), "work_dir")
 print("locked", flush=True)
 time.sleep(600)
@@ -45,7 +45,7 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path, holder):
 
 def test_lock_waits_for_the_remaining_processes_of_a_killed_run(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.runner.folder_lock._TIMEOUT", 0.3)
-    first, second = FolderLock(pytest.fail), FolderLock(pytest.fail)
+    first, second = FolderLock(tmp_path, pytest.fail), FolderLock(tmp_path, pytest.fail)
     first.lock(tmp_path, "work_dir")
     (tmp_path / ".lock").write_text(f"process {2**30} on {os.uname().nodename} (since 2026-01-01 00:00:00)")
     with pytest.raises(ConfigError, match=f"in use by process {2**30}"):
@@ -60,7 +60,7 @@ def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented"))
     )
-    FolderLock(warnings.append).lock(tmp_path, "work_dir")
+    FolderLock(tmp_path, warnings.append).lock(tmp_path, "work_dir")
     assert "cannot be locked" in warnings[0]
 
 
@@ -75,7 +75,7 @@ def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     (tmp_path / "epoch_2.sharded").mkdir()  # replaced the `.old` folder
     only_copy = tmp_path / ".epoch_3.sharded.old"
     only_copy.mkdir()
-    lock = FolderLock(pytest.fail)
+    lock = FolderLock(tmp_path, pytest.fail)
     lock.lock(tmp_path, "work_dir")
     lock.release()
     assert not any(path.exists() for path in left)
@@ -84,7 +84,7 @@ def test_run_removes_temporary_files_of_killed_runs(tmp_path):
 
 def test_different_paths_to_a_folder_share_a_lock(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "runs")
-    lock = FolderLock(pytest.fail)
+    lock = FolderLock(tmp_path / "runs", pytest.fail)
     lock.lock(tmp_path / "runs", "work_dir")
     lock.lock(tmp_path / "runs" / ".." / "runs", "out_dir")
     lock.lock(tmp_path / "link", "out_dir")
@@ -92,7 +92,7 @@ def test_different_paths_to_a_folder_share_a_lock(tmp_path):
 
 
 def test_lock_can_be_released_while_a_forked_child_is_alive(tmp_path):
-    lock = FolderLock(pytest.fail)
+    lock = FolderLock(tmp_path, pytest.fail)
     lock.lock(tmp_path, "work_dir")
     child = os.fork()
     if child == 0:

@@ -138,6 +138,37 @@ def test_calling_resume_before_training_equals_the_resume_argument(tmp_path, see
     assert_same(averages[0], averages[2])
 
 
+class Counting(Net):
+    """A model that saves its number of steps with a state_dict hook, and loads it with a pre-hook."""
+
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({f"{prefix}steps": torch.tensor(module.steps)})
+        )
+        self.register_load_state_dict_pre_hook(self.load)
+
+    @staticmethod
+    def load(module, state, prefix, *_):
+        module.steps = int(state.pop(f"{prefix}steps"))
+
+    def forward(self, inputs, targets, mode):
+        self.steps += self.training
+        return {"loss": super().forward(inputs, targets, mode)["loss"] * self.steps}
+
+
+@pytest.mark.parametrize("hooks", [[], [dict(type="EMAHook")]], ids=["weights", "average"])
+def test_state_that_hooks_of_the_model_save_and_load_is_restored(tmp_path, hooks):
+    options = dict(model=dict(type=Counting), custom_hooks=hooks)
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "run", **options, train_cfg=dict(by_epoch=True, max_epochs=1))
+    resumed = run(tmp_path / "run", **options, resume=True)
+    assert resumed.model.steps == 10
+    assert_same(weights(whole), weights(resumed))
+
+
 def test_resume_of_a_runner_without_training_raises_an_error(tmp_path, checkpoint):
     runner = Runner(model=dict(type=Net), work_dir=tmp_path, log_level="ERROR", **validation())
     with pytest.raises(ValueError, match="training requires train_dataloader, train_cfg and optim_wrapper"):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import warnings
 
 import pytest
@@ -340,6 +341,16 @@ def test_error_details_are_logged(tmp_path):
         run(tmp_path, model=Net().requires_grad_(False))
     (log,) = tmp_path.rglob("*.log")
     assert "no trainable parameter" in log.read_text()
+
+
+def test_resume_does_not_use_the_only_checkpoint_if_another_run_wrote_it(tmp_path):
+    run(tmp_path / "other")
+    run(tmp_path / "run")
+    for path in (tmp_path / "run").glob("*.pth"):
+        path.unlink()
+    shutil.copy(tmp_path / "other" / "epoch_2.pth", tmp_path / "run" / "pretrained.pth")
+    with pytest.raises(CheckpointError, match=r"refers to .*epoch_2\.pth, which does not exist"):
+        run(tmp_path / "run", resume=True)
 
 
 def test_invalid_last_checkpoint_raises_an_error(tmp_path):

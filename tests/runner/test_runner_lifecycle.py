@@ -245,7 +245,7 @@ def test_run_writes_the_documented_files(tmp_path):
     stamp = runner.timestamp
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {
-        ".lock", "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
+        ".lock", ".last_run", "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
         f"{stamp}/vis_data/config.py", f"{stamp}/vis_data/scalars.json", f"{stamp}/vis_data/{stamp}.json",
         f"{stamp}/report.json", f"{stamp}/report.html",
     }  # fmt: skip

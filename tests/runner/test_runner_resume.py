@@ -1,7 +1,9 @@
 """A resumed run ends with the same weights as an uninterrupted run."""
 
 import copy
+import os
 import random
+import shutil
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -333,6 +335,49 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
     )
     assert_same(weights(whole), weights(resumed))
     assert before <= {path.name for path in folder.glob("*.pth")}
+
+
+def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
+    """After the move, another run writes files of the same names to the original folder."""
+    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
+    whole = run(tmp_path / "whole", **four)
+    run(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run(tmp_path / "run", optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)))
+    assert_same(weights(whole), weights(run(tmp_path / "moved", **four, resume=True)))
+
+
+@pytest.mark.parametrize("problem", ["damaged", "deleted", "origin deleted"])
+def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(tmp_path, problem, capsys):
+    """The folder also contains later iterations of an earlier run and of another model."""
+    options = dict(
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), log_level="WARNING"
+    )
+    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
+    whole = run(tmp_path / "whole", **options, **four)
+    run(tmp_path / "other", **options, **four, model=dict(type=Net, norm=True))
+    folder = tmp_path / "run"
+    run(folder, **options, train_cfg=dict(by_epoch=True, max_epochs=5), randomness=dict(seed=4))
+    run(folder, **options, train_cfg=dict(by_epoch=True, max_epochs=3))
+    shutil.copy(tmp_path / "other" / "epoch_4.pth", folder / "pretrained.pth")
+    for time, name in enumerate(f"{stem}.pth" for stem in ("epoch_3", "epoch_2", "epoch_1", "pretrained")):
+        os.utime(folder / name, (1.7e9 + time, 1.7e9 + time))
+    if problem == "origin deleted":  # then only the file times distinguish the runs
+        (folder / ".last_run").unlink()
+        (folder / "pretrained.pth").unlink()
+        for number in (4, 5):
+            os.utime(folder / f"epoch_{number}.pth", (1.6e9 + number, 1.6e9 + number))
+    if problem == "damaged":
+        damage(folder / "epoch_3.pth")
+    else:
+        (folder / "epoch_3.pth").unlink()
+    capsys.readouterr()
+    resumed = run(folder, **options, **four, resume=True)
+    text = capsys.readouterr().out
+    assert f"Resuming from {folder}/epoch_2.pth; all steps after iteration 10 will be repeated" in text
+    names = "epoch_5.pth, epoch_4.pth" + ", pretrained.pth" * (problem != "origin deleted")
+    assert f"{names} in {folder} were not written by this run and are not used" in text
+    assert_same(weights(whole), weights(resumed))
 
 
 def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):

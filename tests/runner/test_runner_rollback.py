@@ -329,7 +329,12 @@ def test_run_stops_after_max_rollbacks(tmp_path):
 
 def test_checkpoint_is_read_once(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(files, "open_verified", lambda path: read.append(path) or open_verified(path))
+
+    def reading(path, **options):
+        read.append(path)
+        return open_verified(path, **options)
+
+    monkeypatch.setattr(files, "open_verified", reading)
     recovering(tmp_path)
     assert read == [tmp_path / "iter_6.pth"]
 

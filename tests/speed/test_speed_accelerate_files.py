@@ -61,6 +61,26 @@ def test_resumed_run_matches_an_uninterrupted_run(tmp_path, options):
     torch.testing.assert_close(dict(resumed.average.state_dict()), dict(step.average.state_dict()), **exact)
 
 
+def test_sparse_gradients_of_an_unfinished_window_are_restored(tmp_path):
+    def sparse():
+        torch.manual_seed(0)
+        model = nn.Embedding(9, 4, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+        return model, accelerate(model, optimizer, F.cross_entropy, dict(accumulate=3))
+
+    batches = [(torch.tensor([i % 9, 3]), torch.tensor([0, 2])) for i in range(9)]
+    model, step = sparse()
+    for number, batch in enumerate(batches):
+        step(batch)
+        if number == 3:
+            step.save(tmp_path / "a.pth")
+    other, resumed = sparse()
+    resumed.load(tmp_path / "a.pth")
+    for batch in batches[4:]:
+        resumed(batch)
+    assert torch.equal(other.weight, model.weight)
+
+
 def test_file_contains_the_weights_of_the_model(tmp_path):
     model, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)

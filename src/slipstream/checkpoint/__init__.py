@@ -1,16 +1,9 @@
 """Save and load checkpoints, weights and random state."""
 
 from slipstream.checkpoint.background import BackgroundWriter
-from slipstream.checkpoint.files import (
-    checkpoint_of,
-    find_latest_checkpoint,
-    mark_last_checkpoint,
-    newest_checkpoints,
-    plain,
-    remove_checkpoint,
-    save_checkpoint,
-)
+from slipstream.checkpoint.files import plain, remove_checkpoint, save_checkpoint
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
+from slipstream.checkpoint.owner import LOCK_FILE, describe_owner, folder_owner
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, redacted_source
 from slipstream.checkpoint.restorable import check_restorable, structure, structure_changes
@@ -25,10 +18,17 @@ from slipstream.checkpoint.schema import (
     check,
     weights_in,
 )
+from slipstream.checkpoint.search import (
+    checkpoint_of,
+    find_latest_checkpoint,
+    mark_last_checkpoint,
+    newest_checkpoints,
+)
 from slipstream.checkpoint.sharded import (
     consolidate,
     load_checkpoint,
     read_meta,
+    read_origin,
     remove_partial_checkpoints,
     sharded_name,
     verify_checkpoint,
@@ -41,6 +41,7 @@ __all__ = [
     "ACCELERATED",
     "ACCELERATED_FILE",
     "DESCRIPTION",
+    "LOCK_FILE",
     "META",
     "OPTIMIZER",
     "PENDING",
@@ -54,8 +55,10 @@ __all__ = [
     "checkpoint_of",
     "compare_weights",
     "consolidate",
+    "describe_owner",
     "download_checkpoint",
     "find_latest_checkpoint",
+    "folder_owner",
     "get_random_state",
     "load_checkpoint",
     "load_weights",
@@ -65,6 +68,7 @@ __all__ = [
     "newest_checkpoints",
     "plain",
     "read_meta",
+    "read_origin",
     "redacted_source",
     "remove_checkpoint",
     "remove_partial_checkpoints",

@@ -5,11 +5,10 @@ Files are written atomically, contain only tensors and built-in Python values, a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,10 @@ from slipstream.checkpoint.integrity import open_verified
 from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
-from slipstream.files import atomic_write, check_space, write_text
+from slipstream.files import atomic_write, check_space
 from slipstream.redaction import Reference
 
 __all__ = [
-    "checkpoint_of",
-    "find_latest_checkpoint",
-    "mark_last_checkpoint",
-    "newest_checkpoints",
     "plain",
     "preserve_ties",
     "read_file",
@@ -37,10 +32,8 @@ __all__ = [
     "save_checkpoint",
 ]
 
-LAST_FILE = "last_checkpoint"
 PLAIN_FILE = "plain.pth"
 """File in the folder of a sharded checkpoint."""
-_BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
@@ -63,6 +56,8 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """Read a checkpoint file without executing code from it.
 
+    With `map_location="meta"`, the data of the tensors is neither read nor verified.
+
     Raises:
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
     """
@@ -75,7 +70,11 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
             f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"
         )
     try:
-        with open_verified(path) as file, torch.serialization.safe_globals(safe_globals()):
+        with_data = str(map_location) != "meta"
+        with (
+            open_verified(path, all_entries=with_data) as file,
+            torch.serialization.safe_globals(safe_globals()),
+        ):
             checkpoint = torch.load(file, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
@@ -101,11 +100,6 @@ def _is_torch_file(path: Path) -> bool:
         return file.read(1) in (b"P", b"\x80")
 
 
-def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
-    """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns."""
-    write_text(Path(folder) / LAST_FILE, str(path.absolute()))
-
-
 def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
@@ -125,87 +119,9 @@ def remove_checkpoint(folder: Path, name: str) -> None:
         path.unlink()
 
 
-def find_latest_checkpoint(folder: str | Path) -> Path | None:
-    """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if this file does not exist.
-
-    Raises:
-        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist.
-    """
-    pointer = Path(folder) / LAST_FILE
-    if not pointer.is_file():
-        return None
-    try:
-        latest = Path(pointer.read_text(encoding="utf-8").strip())
-        # The second candidate handles a work_dir that was moved. The third handles a run that was killed while it was
-        # replacing a folder.
-        for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):
-            if candidate.exists():
-                return candidate
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{pointer} is damaged ({error}); pass the path of a checkpoint instead"
-        ) from error
-    raise CheckpointError(
-        f"{pointer} refers to {latest}, which does not exist; pass the path of a checkpoint instead"
-    )
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint from a run's folder; other paths, such as sharded checkpoints, are returned unchanged.
-
-    The result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
-
-    Raises:
-        CheckpointError: the folder contains no checkpoint.
-    """
-    if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN_FILE).is_file():
-        return path
-    best = _by_age([path], _BEST_PATTERNS)
-    found = best[0] if best else find_latest_checkpoint(path)
-    if found is None:
-        raise CheckpointError(
-            f"the folder {path} contains no checkpoint; train first, or pass the path of a checkpoint"
-        )
-    return found
-
-
 def replaced_name(folder: Path) -> Path:
     """Return the path to which a sharded checkpoint is moved while a new one replaces it."""
     return folder.with_name(f".{folder.name}.old")
-
-
-def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
-    """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not refer to any of them.
-
-    The checkpoint that `last_checkpoint` refers to comes first. The others follow, from newest to oldest.
-
-    Raises:
-        CheckpointError: `last_checkpoint` refers to a missing checkpoint, and the folder contains no other checkpoint.
-    """
-    folder = Path(folder)
-    try:
-        latest = find_latest_checkpoint(folder)
-    except CheckpointError as error:
-        if not (found := _by_age([folder])):
-            raise
-        return found, str(error)
-    # CheckpointHook may write to another folder (`out_dir`).
-    found = _by_age(
-        {folder.resolve(): folder, latest.parent.resolve(): latest.parent}.values() if latest else [folder]
-    )
-    if latest is None:
-        return found, f"{folder / LAST_FILE} does not exist" if found else None
-    return [latest, *(path for path in found if path != latest)], None
-
-
-def _by_age(folders: Iterable[Path], patterns: Sequence[str] = ("*.pth", "*.sharded")) -> list[Path]:
-    """Return the checkpoints in the folders whose names match a pattern, from newest to oldest."""
-    ages: dict[Path, float] = {}
-    for path in (path for folder in folders for pattern in patterns for path in folder.glob(pattern)):
-        with contextlib.suppress(OSError):  # a dangling symlink, or a file that was just removed
-            if not path.name.startswith("."):
-                ages[path] = path.stat().st_mtime
-    return sorted(ages, key=lambda path: ages[path], reverse=True)
 
 
 def plain(
@@ -224,8 +140,10 @@ def plain(
             that are not sharded are moved to the CPU, so that they can be loaded on a machine without their device.
     """
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
-        # The subclass and the attributes of a tensor would be pickled as objects.
-        value = value.detach().as_subclass(Tensor)
+        # The subclass and the attributes of a tensor would be pickled as objects. `detach` returns a new tensor without
+        # attributes, and `as_subclass` does not support sparse tensors.
+        value = value.detach()
+        value = value if type(value) is Tensor else value.as_subclass(Tensor)
     copy = preserve_ties(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):
         return copy(where, value)

@@ -33,12 +33,14 @@ _CHUNK = 2**22  # bytes per read: small enough to stay in the CPU cache until th
 
 
 @contextmanager
-def open_verified(path: Path, start: int = 0, length: int | None = None) -> Iterator[IO[bytes]]:
+def open_verified(
+    path: Path, start: int = 0, length: int | None = None, all_entries: bool = True
+) -> Iterator[IO[bytes]]:
     """Yield a part of `path` as a file for `torch.load`. The bytes read in the `with` block are verified.
 
-    At the end of the block, the other entries are verified as well. Two kinds of files have no checksums and are not
-    verified: files written by torch before 1.6, which are pickles, and files that `torch.save` writes after
-    `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
+    If `all_entries` is True, the other entries are verified at the end of the block. Two kinds of files have no
+    checksums and are not verified: files written by torch before 1.6, which are pickles, and files that `torch.save`
+    writes after `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
 
     Raises:
         CheckpointError: the file is damaged, its entries are compressed, or its entries overlap. This
@@ -54,7 +56,8 @@ def open_verified(path: Path, start: int = 0, length: int | None = None) -> Iter
         except Exception:  # a damaged file can raise any exception
             archive.verify_rest()
             raise
-        archive.verify_rest()
+        if all_entries:
+            archive.verify_rest()
 
 
 def verify(path: Path, start: int = 0, length: int | None = None) -> None:

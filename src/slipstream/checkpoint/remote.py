@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from slipstream.checkpoint.files import checkpoint_of
+from slipstream.checkpoint.search import checkpoint_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.files import atomic_write, download, user_cache
 from slipstream.logging import print_log

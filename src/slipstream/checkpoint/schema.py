@@ -247,6 +247,7 @@ _META = _entries(
         "num_workers": _count,
         "validated": _boolean,
         "seed": _optional(_seed),
+        "run_id": _text,
         "random_state": _optional(_each(_random_state)),
         "sampler_generators": _each(_by_name(_anything)),
         "cfg": _optional(_text),

@@ -40,6 +40,7 @@ __all__ = [
     "load_checkpoint",
     "load_sharded",
     "read_meta",
+    "read_origin",
     "remove_partial_checkpoints",
     "sharded_name",
     "verify_checkpoint",
@@ -156,6 +157,22 @@ def read_meta(path: Path) -> dict[str, Any]:
         content = read_file(path / PLAIN_FILE)["checkpoint"] if path.is_dir() else read_file(path)
         meta: dict[str, Any] = content.get("meta", {})
         return meta
+
+
+def read_origin(path: Path) -> tuple[str | None, int | None]:
+    """Return the ID of the run that wrote a checkpoint, and the iteration; None for an entry that cannot be read.
+
+    The data of the tensors is not read, so this function takes the same time for checkpoints of all sizes.
+    """
+    try:
+        with _reading(path):
+            is_sharded = path.is_dir()
+            content = read_file(path / PLAIN_FILE if is_sharded else path, "meta")
+            meta = (content["checkpoint"] if is_sharded else content).get("meta", {})
+            run_id, iteration = meta.get("run_id"), meta.get("iter")
+    except CheckpointError:
+        return None, None
+    return run_id if isinstance(run_id, str) else None, iteration if isinstance(iteration, int) else None
 
 
 def verify_checkpoint(path: Path, part: int = 0, num_parts: int = 1) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,19 +42,39 @@ def load_weights(
     Raises:
         CheckpointError: `strict` is True and names or shapes differ; most shapes differ; or no name matches.
     """
-    state = _renamed(model, state)
     lines, shapes = compare_weights(model, state, strict, source)
-    model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
+    with _without(model, shapes):
+        model.load_state_dict(state, strict=False)
     return lines
+
+
+@contextmanager
+def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """In this block, `model.load_state_dict` ignores the tensors `names`, also if they were renamed by a pre-hook."""
+
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in names:
+            state.pop(name, None)
+
+    owners = {name.rpartition(".")[0] for name in names}
+    modules = [module for path, module in model.named_modules(remove_duplicate=False) if path in owners]
+    handles = [module.register_load_state_dict_pre_hook(drop) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names of the tensors in the unwrapped model that `load_weights` loads from `state`."""
-    state = _renamed(model, state)
+    own, renamed = _after_pre_hooks(model, state)
+    consumed = state.keys() - renamed.keys()
     return {
         key
-        for key, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) == _shape(value)
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor)
+        and (key in consumed or (key in renamed and _shape(renamed[key]) == _shape(value)))
     }
 
 
@@ -65,8 +86,15 @@ def compare_weights(
     Raises:
         CheckpointError: see `load_weights`.
     """
-    own, state = model.state_dict(), _renamed(model, state)
-    missing = [key for key in own if key not in state]
+    original = state
+    own, state = _after_pre_hooks(model, original)
+    # A pre-hook can remove an entry that a state_dict hook added. The model's own tensors are always required.
+    tensors = {
+        name
+        for entries in (model.named_parameters, model.named_buffers)
+        for name, _ in entries(remove_duplicate=False)
+    }
+    missing = [key for key in own if key not in state and (key in tensors or key not in original)]
     unexpected = [key for key in state if key not in own]
     shapes = {
         key: f"{key} is {_shape(state[key])} in the checkpoint and {_shape(value)} in the model"
@@ -95,16 +123,27 @@ def compare_weights(
     return [*_differences(missing, unexpected), *skipped], list(shapes)
 
 
-def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply the modules' load_state_dict pre-hooks, which rename old keys, to a copy of `state` and return it.
+def _after_pre_hooks(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Call the load_state_dict pre-hooks, which rename and remove entries, on a copy of `state`.
 
-    torch calls these hooks again in `load_state_dict`, after the names are compared. The second call has no effect.
+    torch calls these hooks again in `load_state_dict`. Therefore, attributes to which they assign are reset.
+
+    Returns:
+        The model's state dict, for whose shapes a hook may have prepared the model, and the copy.
     """
     state = dict(state)
-    for name, module in model.named_modules():
-        for hook in module._load_state_dict_pre_hooks.values():
-            hook(state, f"{name}." if name else "", {}, False, [], [], [])
-    return state
+    modules = [(name, module) for name, module in model.named_modules() if module._load_state_dict_pre_hooks]
+    attributes = [dict(vars(module)) for _, module in modules]
+    try:
+        for name, module in modules:
+            for hook in module._load_state_dict_pre_hooks.values():
+                hook(state, f"{name}." if name else "", {}, False, [], [], [])
+        return model.state_dict(), state
+    finally:
+        for (_, module), before in zip(modules, attributes, strict=True):
+            for name in vars(module).keys() - before.keys():
+                del vars(module)[name]
+            vars(module).update(before)
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:

@@ -83,7 +83,7 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
         # With `resume=True`, a Runner resumes from `load_from`, if it is set, instead of this run's checkpoints.
-        if newest_checkpoints(cfg.work_dir)[0]:
+        if next(newest_checkpoints(cfg.work_dir), None):
             cfg.resume, cfg.load_from = True, None
         else:
             cfg.resume = not cfg.get("load_from")

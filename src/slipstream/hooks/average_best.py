@@ -21,7 +21,7 @@ from slipstream.config import config_text
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.dist.sharding import shard_like
 from slipstream.errors import CheckpointError
-from slipstream.files import check_name
+from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import ReplacedFiles
@@ -66,7 +66,7 @@ class AverageBestHook(Hook):
         filename: str = "average_model.pth",
     ) -> None:
         check(count, PositiveInt, "count")
-        check_name(filename, "filename")
+        check_name(filename, "filename", max_length=CHECKPOINT_NAME_LENGTH)
         self.metric, self.count, self.filename = metric, count, filename
         self.greater = infer_rule(metric, rule) == "greater"
         self._replaced = ReplacedFiles(

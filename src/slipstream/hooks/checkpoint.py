@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint import remove_checkpoint, sharded_name
+from slipstream.checkpoint import read_origin, remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
-from slipstream.files import check_name
+from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import COPY_SEPARATOR, ReplacedFiles
 from slipstream.hooks.schedule import infer_rule, metric_value
@@ -106,7 +106,9 @@ class CheckpointHook(Hook):
             "background": async_save,
         }
         self._warned = False
-        self._replaced = ReplacedFiles(f"replaced_ckpts/{','.join(self.monitors)}", self._is_best)
+        self._replaced = ReplacedFiles(
+            f"replaced_ckpts/{','.join(self.monitors)}", self._is_best, self._remove
+        )
         for monitor in self.monitors:
             if monitor != "auto":
                 infer_rule(monitor, rule)
@@ -129,9 +131,11 @@ class CheckpointHook(Hook):
                 f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
         folder = "the checkpoint folder (set out_dir to use a different folder)"
-        check_name(name, "filename_tmpl", folder)
-        if self.best_filename is not None:
-            check_name(self.best_filename, "best_filename", folder)
+        names = [(name, "filename_tmpl"), (self.best_filename, "best_filename")]
+        names += [(f"best_{monitor}".replace("/", "_"), "save_best") for monitor in self.monitors]
+        for file, key in names:
+            if file is not None:
+                check_name(file, key, folder, CHECKPOINT_NAME_LENGTH)
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
@@ -167,7 +171,7 @@ class CheckpointHook(Hook):
             runner.logger.warning(
                 f"CheckpointHook: save_epochs contains {unreachable}, but training ends after epoch {runner.max_epochs}"
             )
-        self._folder = self._folder_of(runner)
+        self._folder, self._run_id = self._folder_of(runner), runner.checkpoints.run_id
         runner.folder_lock.lock(self._folder, "out_dir")
         self._check_other_hooks(runner)
         self._saved_best: dict[str, str] = {}
@@ -213,17 +217,10 @@ class CheckpointHook(Hook):
         path = runner.checkpoints.resumed_from
         if path is None or not is_main_process():
             return
-        checkpoint_time = path.stat().st_mtime
         for name in self._names_in(runner, self._surplus_key):
-            old = self._folder / name
-            # A file that is newer than the checkpoint belongs to a different run.
-            if (
-                name not in self._kept
-                and old.exists()
-                and old.stat().st_mtime <= checkpoint_time
-                and name != path.name
-            ):
-                remove_checkpoint(self._folder, name)
+            _, iteration = read_origin(self._folder / name)
+            is_older = iteration is not None and iteration < runner.iter
+            if name not in self._kept and is_older and self._remove(self._folder, name):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
@@ -329,9 +326,16 @@ class CheckpointHook(Hook):
         def on_saved() -> None:
             runner.logger.info(message)
             for old in surplus:
-                remove_checkpoint(self._folder, old)
+                self._remove(self._folder, old)
 
         runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=on_saved)
+
+    def _remove(self, folder: Path, name: str) -> bool:
+        """Remove a checkpoint of this run, and return True; another file of this name is not removed."""
+        if read_origin(folder / name)[0] != self._run_id:
+            return False
+        remove_checkpoint(folder, name)
+        return True
 
     def _name(self, runner: Runner, name: str) -> str:
         sharded = mesh_of(runner.model) is not None and not self._content["consolidate"]

@@ -41,10 +41,16 @@ class ReplacedFiles:
         key: key of the list in the message hub.
         is_own: `is_own(name)` returns whether a file in the list may have this name. The names are read from a
             checkpoint, which may be untrusted.
+        remove: `remove(folder, name)` removes a file.
     """
 
-    def __init__(self, key: str, is_own: Callable[[str], bool]) -> None:
-        self._key, self._is_own = key, is_own
+    def __init__(
+        self,
+        key: str,
+        is_own: Callable[[str], bool],
+        remove: Callable[[Path, str], object] = remove_checkpoint,
+    ) -> None:
+        self._key, self._is_own, self._remove_file = key, is_own, remove
         self._files: list[_File] = []
         self._folder = Path()
 
@@ -132,7 +138,7 @@ class ReplacedFiles:
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             if is_main_process():
-                remove_checkpoint(self._folder, name)
+                self._remove_file(self._folder, name)
 
     def _store(self, runner: Runner) -> None:
         runner.message_hub.update_info(self._key, [list(file) for file in self._files])

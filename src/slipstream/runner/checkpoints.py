@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class Checkpoints:
         self._load_from = load_from
         self.resume_from = resume_from
         """The checkpoint from which `load_or_resume` will resume training, if any; None after the call."""
+        self.run_id = secrets.token_hex(8)
+        """Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues."""
         self._writer = BackgroundWriter()
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
@@ -191,6 +194,7 @@ class Checkpoints:
         finally:
             self.resuming = False
         self.resume_from = None
+        self.run_id = checkpoint["meta"].get("run_id", self.run_id)
         runner.rollback.load()
         runner.rollback.add(runner.iter, Path(source).absolute())
 
@@ -288,6 +292,7 @@ class Checkpoints:
             **runner.train_loop.position(by_epoch),
             "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
+            "run_id": self.run_id,
             "random_state": [random_state for random_state, _ in states],
             "sampler_generators": [generators for _, generators in states],
             "experiment_name": runner.experiment_name,
@@ -313,7 +318,7 @@ class Checkpoints:
             if mark_last:
                 runner.rollback.add(checkpoint["meta"]["iter"], path)
             if mark_last and is_main_process():
-                mark_last_checkpoint(runner.work_dir, path)
+                mark_last_checkpoint(runner.work_dir, path, self.run_id, checkpoint["meta"]["iter"])
             if on_saved is not None and is_main_process():
                 on_saved()
 

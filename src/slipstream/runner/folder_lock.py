@@ -1,4 +1,4 @@
-"""Lock an output folder, so that two runs never write to it at the same time."""
+"""Lock an output folder, so that two runs never write to it at the same time or overwrite each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from slipstream.checkpoint import remove_partial_checkpoints
+from slipstream.checkpoint import LOCK_FILE, describe_owner, folder_owner, remove_partial_checkpoints
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import remove_temporary_files
 
 __all__ = ["FolderLock"]
 
-_NAME = ".lock"
 _TIMEOUT = 20.0
 """Seconds to wait if the process that acquired the lock has exited, because its data loader workers share the lock and
 may still be running."""
@@ -27,13 +26,16 @@ class FolderLock:
     """Hold an exclusive lock on output folders from `lock` to `release`.
 
     The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
-    that do not support locks, `lock` has no effect.
+    that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, to which the folder
+    then belongs.
 
     Args:
+        work_dir: output folder of the run.
         warn: called with a message if the file system does not support locks.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, work_dir: str | Path, warn: Callable[[str], None]) -> None:
+        self._work_dir = Path(work_dir).resolve()
         self._files: dict[Path, IO[str]] = {}
         self._warn = warn
 
@@ -45,7 +47,8 @@ class FolderLock:
             key: configuration key that sets this folder, used in error messages.
 
         Raises:
-            ConfigError: another run uses the folder; raised on every rank.
+            ConfigError: another run uses the folder, or it belongs to a run with a different work_dir; raised on every
+                rank.
         """
         folder = folder.resolve()
         problem: list[str | None] = [None]
@@ -66,7 +69,7 @@ class FolderLock:
         if os.name != "posix":
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _NAME).open("a+")
+        file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="surrogateescape")
         deadline = time.monotonic() + _TIMEOUT
         while (failure := _try_lock(file)) is not None:
             if failure.errno not in (errno.EAGAIN, errno.EACCES):
@@ -76,13 +79,19 @@ class FolderLock:
                 )
                 return None
             file.seek(0)
-            holder = file.read() or "another process"
+            holder = file.readline().strip() or "another process"
             if time.monotonic() > deadline or _is_running(holder):
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
+        if (owner := folder_owner(folder)) not in (None, self._work_dir):
+            file.close()
+            return (
+                f"{folder} contains the checkpoints of the run in {owner}, but this run is in {self._work_dir}; choose "
+                f"another folder. If that run was deleted or moved here, delete {folder / LOCK_FILE}"
+            )
         file.truncate(0)
-        file.write(_describe_holder())
+        file.write(f"{_describe_holder()}\n{describe_owner(folder, self._work_dir)}")
         file.flush()
         remove_temporary_files(folder)
         remove_partial_checkpoints(folder)

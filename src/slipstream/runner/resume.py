@@ -70,7 +70,7 @@ __all__ = [
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None, list[str]]:
-    """Return the checkpoint to resume from, the seed of that run, and warnings; (None, None, []) for a new run.
+    """Return the checkpoint to resume from, the seed of that run, and warnings; (None, None, warnings) for a new run.
 
     With `resume=True` and without `load_from`, the newest undamaged checkpoint in the work_dir is used. Rank 0 searches
     for checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
@@ -79,18 +79,18 @@ def find_resume(
         CheckpointError: no checkpoint can be read, or a rank cannot access it.
     """
     use_latest = resume is True and not load_from
-    paths, warning = (
-        _find_latest(work_dir)
-        if use_latest
-        else ([Path(str(load_from if resume is True else resume))] if resume else [], None)
-    )
+    lines: list[str] = []
+    if use_latest:
+        paths = _newest(work_dir, lines)
+    else:
+        paths = iter([Path(str(load_from if resume is True else resume))] if resume else [])
     problems: list[CheckpointError] = []
     for path in paths:
         position, problem = _check_intact(path)
         if problem is not None:
             problems.append(problem)
         elif not use_latest or "iter" in position:
-            lines = [*([warning] if warning else []), *map(str, problems)]
+            lines += map(str, problems)
             if lines:
                 lines.append(
                     f"Resuming from {path}; all steps after iteration {position['iter']} will be repeated"
@@ -98,22 +98,26 @@ def find_resume(
             return path, position.get("seed"), lines
     if problems:
         raise problems[0]
-    return None, None, []
+    return None, None, lines
 
 
-def _find_latest(work_dir: str) -> tuple[list[Path], str | None]:
-    """Return the checkpoints that rank 0 finds in its work_dir; see `newest_checkpoints`."""
-    result: list[Any] = [None, None]
-    if is_main_process():
+def _newest(work_dir: str, lines: list[str]) -> Iterator[Path]:
+    """Yield the checkpoints that rank 0 finds in its work_dir, and add messages; see `newest_checkpoints`."""
+    found: list[str] = []
+    paths = newest_checkpoints(work_dir, found.append) if is_main_process() else iter(())
+    while True:
+        result: list[Any] = [None, None, found]
         try:
-            result[0] = newest_checkpoints(work_dir)
+            result[0] = next(paths, None)
         except CheckpointError as error:
             result[1] = error
-    broadcast_object_list(result)
-    if result[1] is not None:
-        raise result[1]
-    paths, warning = result[0]
-    return paths, warning
+        broadcast_object_list(result)
+        path, problem, lines[:] = result
+        if problem is not None:
+            raise problem
+        if path is None:
+            return
+        yield path
 
 
 def _check_intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:

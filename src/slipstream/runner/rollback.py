@@ -289,7 +289,7 @@ class Rollback:
                 (entry for entry in self._saved if entry not in newer), maxlen=_MAX_CHECKPOINTS
             )
             if is_main_process():  # if the run is killed now, it must not resume from a newer checkpoint
-                mark_last_checkpoint(runner.work_dir, path)
+                mark_last_checkpoint(runner.work_dir, path, runner.checkpoints.run_id, runner.iter)
 
     # ---- skipped batches ---------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class Runner:
             self.logger.info(f"No checkpoint found in {self.work_dir}; starting a new run")
         for line in problems:
             self.logger.warning(line)
-        self.folder_lock = FolderLock(self.logger.warning)
+        self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source, self._redactor)
         self.rollback = Rollback(self)
         self.device = default_device()

@@ -419,9 +419,8 @@ class TrainStep:
         saved_gradients = {
             str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None
         }
-        check_tensors(
-            {str(i): p for i, p in enumerate(params)}, saved_gradients, "gradients", source, warnings.warn
-        )
+        own = {str(index): param for index, param in enumerate(params)}
+        check_tensors(own, saved_gradients, "gradients", source, warnings.warn, layouts=False)
 
     def _check_other_tensors(self, saved: list[Tensor] | None, source: str) -> None:
         own = self._other_tensors()

@@ -190,5 +190,5 @@ def save_checkpoint(
 
 def find_latest_checkpoint(path: str) -> str | None:
     """Return the path of the newest checkpoint in a folder, or None."""
-    found = newest_checkpoints(path)[0]
-    return str(found[0]) if found else None
+    found = next(newest_checkpoints(path), None)
+    return str(found) if found else None
