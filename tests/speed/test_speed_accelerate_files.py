@@ -67,7 +67,9 @@ def test_save_and_load_within_averaged_use_the_training_weights(tmp_path):
     step.save(tmp_path / "outside.pth")
     with step.averaged():
         step.save(tmp_path / "inside.pth")
-    outside, inside = (torch.load(tmp_path / f"{name}.pth", weights_only=True) for name in ("outside", "inside"))
+    outside, inside = (
+        torch.load(tmp_path / f"{name}.pth", weights_only=True) for name in ("outside", "inside")
+    )
     for key in ("state_dict", "step"):
         torch.testing.assert_close(inside[key], outside[key], rtol=0, atol=0)
 
@@ -85,7 +87,9 @@ def test_state_dict_within_averaged_is_rejected():
     epochs(step, schedule, [0])
     state = step.state_dict()
     with step.averaged():
-        with pytest.raises(CheckpointError, match=r"^state_dict\(\) cannot be called within `with step.averaged"):
+        with pytest.raises(
+            CheckpointError, match=r"^state_dict\(\) cannot be called within `with step.averaged"
+        ):
             step.state_dict()
         with pytest.raises(CheckpointError, match=r"^load_state_dict\(\) cannot be called within"):
             step.load_state_dict(state)

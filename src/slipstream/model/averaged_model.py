@@ -151,7 +151,7 @@ class BaseAveragedModel(nn.Module):
         self.swapped = not self.swapped
 
     def swap_in(self, model: nn.Module, average: bool) -> None:
-        """Swap the averaged or the training weights into the model, unless they are there or there is no average yet."""
+        """Swap the averaged or the training weights into the model, if averaging has begun and they are not there."""
         if self.steps and average != self.swapped:
             self.swap(model)
 

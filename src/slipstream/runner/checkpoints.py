@@ -11,7 +11,6 @@ import torch
 
 from slipstream.checkpoint import (
     BackgroundWriter,
-    get_random_state,
     load_weights,
     loaded_names,
     mark_last_checkpoint,
@@ -249,9 +248,10 @@ class Checkpoints:
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         runner = self._runner
         loader = runner.train_dataloader if runner.is_training else None
-        states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
+        loop = runner.train_loop
+        states = all_gather_object((loop.random_state, resume.sampler_states(loader)))
         return {
-            **runner.train_loop.position(by_epoch),
+            **loop.position(by_epoch),
             "seed": runner.seed,
             "random_state": [random_state for random_state, _ in states],
             "sampler_generators": [generators for _, generators in states],
