@@ -222,7 +222,7 @@ class Checkpoints:
         self._check_weights(runner.iter + (by_epoch is False))
         if runner.is_training:
             average_batchnorm(runner.model)
-        hub = runner.message_hub.state_dict()
+        hub = runner.message_hub.state_dict(runner.logger.warning)
         state: dict[str, Any] = {
             "meta": self._meta(by_epoch),
             "state_dict": unwrap_model(runner.model).state_dict(),
