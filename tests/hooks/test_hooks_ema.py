@@ -281,3 +281,12 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
 def test_invalid_options_are_rejected_at_construction(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, custom_hooks=[dict(type="EMAHook", **options)]))
+
+
+def test_second_hook_is_rejected(tmp_path):
+    hooks = [dict(type="EMAHook", momentum=0.1), dict(type="EMAHook", momentum=0.2)]
+    with pytest.raises(
+        ConfigError, match=r"^custom_hooks\[1\]\.type: .*0\.1.* and .*0\.2.*; remove one of the hooks$"
+    ):
+        run(tmp_path, custom_hooks=hooks)
+    assert not list(tmp_path.glob("*.pth"))

@@ -72,7 +72,18 @@ class EMAHook(Hook):
         return average
 
     def before_run(self, runner: Runner) -> None:
-        """Create the average, or keep the existing average if it belongs to this model."""
+        """Create the average, or keep the existing average if it belongs to this model.
+
+        Raises:
+            ConfigError: the run has another `EMAHook`, because a checkpoint can contain only one average.
+        """
+        first = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
+        if first is not self:
+            raise self.config_error(
+                f"the run has two EMAHooks with the averages {first._cfg} and {self._cfg}, but a checkpoint contains "
+                "only one average; remove one of the hooks",
+                "type",
+            )
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = self._new_average(self.model)
