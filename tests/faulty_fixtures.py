@@ -49,10 +49,14 @@ class Line(BaseModel):
 
 @HOOKS.register_module()
 class FailOnRank1(Hook):
-    """A hook that fails or waits on rank 1 at the start of an epoch, except in a restarted job."""
+    """A hook that fails or waits on rank 1 at the start of an epoch or (-1) of training, except in a restarted job."""
 
     def __init__(self, how, epoch=1):
         self.how, self.epoch = how, epoch
+
+    def before_train(self, runner):
+        if self.epoch == -1 and runner.rank == 1:
+            getattr(self, self.how)()
 
     def before_train_epoch(self, runner):
         restarted = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))

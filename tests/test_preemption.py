@@ -1,5 +1,6 @@
 """A run saves its state after a signal, and the resumed run continues as if it had not been interrupted."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -84,6 +85,39 @@ def test_sparse_tensors_are_saved_within_an_accumulation_window(tmp_path, to_spa
     assert_same(*dense)
 
 
+class InterruptAt(Hook):
+    """Send SIGINT to this process at a stage of the run."""
+
+    priority = "LOWEST"
+    runs_last = True
+
+    def __init__(self, stage):
+        setattr(self, stage, lambda runner: signal.raise_signal(signal.SIGINT))
+
+
+@pytest.mark.parametrize("stage", ["before_run", "before_train"])
+def test_signal_before_the_first_step_stops_the_run_without_a_checkpoint(tmp_path, capfd, stage):
+    class Early(InterruptAt):
+        runs_last = False
+
+    with pytest.raises(Interrupted) as stopped:
+        run(tmp_path, custom_hooks=[Early(stage)], log_level="INFO")
+    assert stopped.value.code == EXIT_STATUS
+    assert "SIGINT received: no step has been run, so nothing had to be saved" in capfd.readouterr().out
+    assert not list(tmp_path.glob("*.pth"))
+    assert_same(weights(run(tmp_path, resume=True)), weights(run(tmp_path / "whole")))
+
+
+@pytest.mark.parametrize("stage", ["after_train", "after_run", "release"])
+def test_signal_after_the_last_step_does_not_interrupt_the_last_checkpoint(tmp_path, stage):
+    before = signal.getsignal(signal.SIGINT)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=-1))
+    finished = run(tmp_path, custom_hooks=[InterruptAt(stage)], default_hooks=hooks)
+    assert finished.iter == 10
+    assert (tmp_path / "epoch_2.pth").is_file()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_ctrl_c_raises_a_keyboard_interrupt_after_saving(tmp_path):
     with pytest.raises(KeyboardInterrupt) as stopped:
         run(tmp_path, custom_hooks=[Signal(3, signal.SIGINT)])
@@ -116,6 +150,18 @@ def test_user_handlers_and_ignored_signals_are_not_changed():
         signal.signal(signal.SIGUSR1, previous[0])
         signal.signal(signal.SIGHUP, previous[1])
     assert received == [1]
+
+
+def test_forked_processes_can_be_terminated():
+    with Preemption() as preemption:
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(20)
+        exitcode = process.exitcode
+        process.kill()
+    assert exitcode == -signal.SIGTERM
+    assert preemption.signal is None
 
 
 LOOP = """

@@ -109,7 +109,10 @@ class Preemption:
         return self._agreement.signal_seen and self._calls >= self._agreement.stop_call()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # this is a data loader worker that has just been forked
+        if os.getpid() != self._owner:  # a forked process inherits the handler, such as a data loader worker
+            if number == signal.SIGTERM:  # `Process.terminate` and `Pool.terminate` must end the process
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         now = time.monotonic()
         if self._received is None:

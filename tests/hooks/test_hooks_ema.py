@@ -4,7 +4,7 @@ import pytest
 import torch
 from ema_runs import SCHEDULED, History, assert_close, average, average_of, ema_run, scheduled
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, NonFiniteLossError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
 from tiny_runs import Net, assert_same, loader, run, training, validation, weights
@@ -91,6 +91,53 @@ def test_best_checkpoint_contains_the_average(tmp_path):
     saved = torch.load(tmp_path / name, weights_only=True)
     epoch = saved["meta"]["epoch"]
     assert_close(average(history.steps[: 2 * epoch], 0.2), saved["state_dict"])
+
+
+class Save(Hook):
+    """A hook that saves a checkpoint at a stage of each validation."""
+
+    priority = "HIGHEST"
+
+    def __init__(self, stage):
+        setattr(self, stage, self.save)
+
+    def save(self, runner, **_):
+        runner.save_checkpoint(runner.work_dir, f"val_{runner.epoch}.pth", by_epoch=None)
+
+
+@pytest.mark.parametrize("stage", ["after_val_iter", "after_val_epoch"])
+def test_checkpoint_saved_during_validation_equals_one_saved_before(tmp_path, stage):
+    runner, history = ema_run(tmp_path, Save(stage), model=dict(type=Net, norm=True))
+    for epoch in (1, 2):
+        before, during = (
+            torch.load(tmp_path / f"{name}_{epoch}.pth", weights_only=True) for name in ("epoch", "val")
+        )
+        assert_same(before["state_dict"], during["state_dict"])
+        assert_same(before["ema_state_dict"], during["ema_state_dict"])
+        assert_same(history.validated[epoch - 1], during["state_dict"])
+    assert_same(history.steps[-1], weights(runner))
+
+
+class FailsOnce(Hook):
+    """A hook that reports a NaN loss at a stage of the first validation."""
+
+    def __init__(self, stage):
+        setattr(self, stage, self.fail)
+
+    def fail(self, runner, **_):
+        if runner.epoch == 1 and not runner.rollback.skipped:
+            raise NonFiniteLossError("a loss is NaN", runner.iter)
+
+
+def test_run_can_roll_back_while_the_average_is_validated(tmp_path):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=2, by_epoch=False))
+    options = dict(default_hooks=hooks, speed=dict(nan_guard="rollback"))
+    runs = [
+        ema_run(tmp_path / stage, FailsOnce(stage), **options) for stage in ("before_val", "before_val_iter")
+    ]
+    for before, during in zip(*(history.validated for _, history in runs), strict=True):
+        assert_same(before, during)
+    assert_same(*(weights(runner) for runner, _ in runs))
 
 
 # ---- the averaged model -------------------------------------------------------------------------------
@@ -234,3 +281,12 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
 def test_invalid_options_are_rejected_at_construction(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, custom_hooks=[dict(type="EMAHook", **options)]))
+
+
+def test_second_hook_is_rejected(tmp_path):
+    hooks = [dict(type="EMAHook", momentum=0.1), dict(type="EMAHook", momentum=0.2)]
+    with pytest.raises(
+        ConfigError, match=r"^custom_hooks\[1\]\.type: .*0\.1.* and .*0\.2.*; remove one of the hooks$"
+    ):
+        run(tmp_path, custom_hooks=hooks)
+    assert not list(tmp_path.glob("*.pth"))

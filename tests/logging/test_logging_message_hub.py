@@ -1,5 +1,7 @@
 import io
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,24 +65,63 @@ def test_infos_are_set_read_and_removed():
         hub.runtime_info["eta"] = 1
 
 
-def test_state_contains_only_resumed_plain_values():
+def saved_and_loaded(hub, **options):
+    """Return a new hub with the state of `hub`, after writing it to a file."""
+    file = io.BytesIO()
+    torch.save(hub.state_dict(**options), file)
+    file.seek(0)
+    loaded = MessageHub("b")
+    loaded.update_info("mine", 1)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    return loaded
+
+
+def test_state_contains_only_resumed_values():
     hub = MessageHub("a")
     hub.update_scalar("train/loss", 0.5, count=4)
     hub.update_scalar("train/time", 0.1, resumed=False)
     hub.update_info_dict({"iter": 7, "nested": {"a": [1, (None, "x")]}})
     hub.update_info("eta", 3.0, resumed=False)
-    for key, value in {"tensor": torch.ones(1), "numpy": np.float64(1), "deep": [{"a": object()}]}.items():
-        hub.update_info(key, value)
-    file = io.BytesIO()
-    torch.save(hub.state_dict(), file)
-    file.seek(0)
-    loaded = MessageHub("b")
-    loaded.update_info("mine", 1)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded = saved_and_loaded(hub)
     assert dict(loaded.runtime_info) == {"mine": 1, "iter": 7, "nested": {"a": [1, (None, "x")]}}
     assert set(loaded.log_scalars) == {"train/loss"}
     assert [part.tolist() for part in loaded.get_scalar("train/loss").data] == [[0.5], [4]]
     assert loaded.state_dict()["log_scalars"] == hub.state_dict()["log_scalars"]
+
+
+def test_state_contains_infos_as_tensors_and_built_in_values():
+    hub = MessageHub("a")
+    values = {
+        "number": (np.float32(2), 2.0),
+        "nested": (
+            {"steps": 5, "best": np.float64(0.5), "list": [np.int64(1)]},
+            {"steps": 5, "best": 0.5, "list": [1]},
+        ),
+        "set": ({1}, [1]),
+        "bytes": (b"x", b"x"),
+        "complex": (1j, 1j),
+        "path": (Path("/x"), "/x"),
+        "ordered": (OrderedDict(a=1), {"a": 1}),
+        "counter": (Counter(a=1), {"a": 1}),
+    }
+    hub.update_info_dict({key: value for key, (value, _) in values.items()})
+    hub.update_info_dict({"tensor": torch.ones(2), "array": [np.ones(2)]})
+    loaded = saved_and_loaded(hub)
+    assert torch.equal(loaded.get_info("tensor"), torch.ones(2))
+    assert torch.equal(loaded.get_info("array")[0], torch.ones(2, dtype=torch.float64))
+    for key, (_, expected) in values.items():
+        assert loaded.get_info(key) == expected, key
+        assert type(loaded.get_info(key)) is type(expected), key
+
+
+def test_state_warns_once_about_each_info_that_cannot_be_saved():
+    hub, warnings = MessageHub("a"), []
+    hub.update_info_dict({"object": object(), "deep": {"a": object(), "b": 1}})
+    loaded = [saved_and_loaded(hub, warn=warnings.append) for _ in range(2)][-1]
+    assert dict(loaded.runtime_info) == {"mine": 1, "deep": {"b": 1}}
+    assert [text.partition(":")[0] for text in warnings] == [
+        f"message_hub.runtime_info.{name} is not saved" for name in ("object", "deep.a")
+    ]
 
 
 @pytest.mark.parametrize(

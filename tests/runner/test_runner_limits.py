@@ -1,5 +1,7 @@
 """Validation with the loss, lists of batches, and options for short runs, compared with hand-written float64 loops."""
 
+import signal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -226,6 +228,22 @@ def test_fast_dev_run_has_few_steps_one_validation_and_no_checkpoints(tmp_path, 
     assert runner.iter == steps
     assert len(calls) == steps
     assert not list(tmp_path.rglob("*.pth"))
+
+
+class Interrupt(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupted_fast_dev_run_leaves_the_checkpoints_of_the_folder_unchanged(tmp_path):
+    Runner(**training(tmp_path)).train()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(KeyboardInterrupt):
+        Runner(**training(tmp_path, fast_dev_run=3, custom_hooks=[Interrupt()])).train()
+    files = {path for path in tmp_path.iterdir() if path.is_file()}
+    assert {path: path.read_bytes() for path in files - {tmp_path / ".lock"}} == {
+        path: content for path, content in before.items() if path.name != ".lock"
+    }
 
 
 class OwnLoader(DataLoader):

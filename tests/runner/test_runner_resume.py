@@ -189,6 +189,46 @@ def test_run_stopped_before_validation_validates_on_resume(whole, tmp_path, stag
     assert_same(weights(runner), weights(resumed))
 
 
+class SaveAndStop(Hook):
+    """A hook that saves a checkpoint at a stage after an iteration, and stops."""
+
+    def __init__(self, iteration, stage):
+        self.iteration = iteration
+        setattr(self, stage, self.save)
+
+    def save(self, runner, **_):
+        if runner.iter == self.iteration:
+            runner.save_checkpoint(runner.work_dir, "saved.pth", by_epoch=None)
+            raise StoppedError
+
+
+@pytest.mark.parametrize("stage", ["before_val", "after_val_iter"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_resume_repeats_the_validation_in_which_the_checkpoint_was_saved(whole, tmp_path, loop, stage):
+    before, after = Losses(), Losses()
+    with pytest.raises(StoppedError):
+        full(tmp_path, loop, stop=SaveAndStop(10, stage), losses=before).train()
+    values = validation(Scripted([0.5, 0.4]))
+    resumed = full(tmp_path, loop, losses=after, resume=str(tmp_path / "saved.pth"), **values)
+    resumed.train()
+    check_equal(whole[loop], resumed, before, after)
+
+
+@pytest.mark.parametrize("iteration", [8, 10])
+def test_checkpoint_saved_before_the_first_step_of_a_resumed_run_equals_the_resumed_one(
+    whole, tmp_path, iteration
+):
+    before, after = Losses(), Losses()
+    with pytest.raises(StoppedError):
+        full(tmp_path, "iterations", stop=Stop(iteration), losses=before).train()
+    with pytest.raises(StoppedError):
+        full(tmp_path, "iterations", stop=SaveAndStop(iteration, "before_train"), resume=True).train()
+    values = validation(Scripted([0.5, 0.4]))
+    resumed = full(tmp_path, "iterations", losses=after, resume=str(tmp_path / "saved.pth"), **values)
+    resumed.train()
+    check_equal(whole["iterations"], resumed, before, after)
+
+
 def test_resuming_from_the_best_checkpoint_does_not_validate_again(tmp_path):
     with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(8)).train()

@@ -81,6 +81,40 @@ def test_sparse_gradients_of_an_unfinished_window_are_restored(tmp_path):
     assert torch.equal(other.weight, model.weight)
 
 
+def test_save_and_load_within_averaged_use_the_training_weights(tmp_path):
+    model, step, schedule = parts(dict(ema=dict(type="threshold")))
+    epochs(step, schedule, range(2))
+    step.save(tmp_path / "outside.pth")
+    with step.averaged():
+        step.save(tmp_path / "inside.pth")
+    outside, inside = (
+        torch.load(tmp_path / f"{name}.pth", weights_only=True) for name in ("outside", "inside")
+    )
+    for key in ("state_dict", "step"):
+        torch.testing.assert_close(inside[key], outside[key], rtol=0, atol=0)
+
+    expected, average = copy.deepcopy(model.state_dict()), copy.deepcopy(step.average.state_dict())
+    epochs(step, schedule, [2])
+    with step.averaged():
+        step.load(tmp_path / "inside.pth")
+        torch.testing.assert_close(model[0].weight, average["module.0.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(step.average.state_dict(), average, rtol=0, atol=0)
+
+
+def test_state_dict_within_averaged_is_rejected():
+    _, step, schedule = parts(dict(ema=dict(type="threshold")))
+    epochs(step, schedule, [0])
+    state = step.state_dict()
+    with step.averaged():
+        with pytest.raises(
+            CheckpointError, match=r"^state_dict\(\) cannot be called within `with step.averaged"
+        ):
+            step.state_dict()
+        with pytest.raises(CheckpointError, match=r"^load_state_dict\(\) cannot be called within"):
+            step.load_state_dict(state)
+
+
 def test_file_contains_the_weights_of_the_model(tmp_path):
     model, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from slipstream.cli.parser import parse
-from slipstream.cli.processes import announce, enter_process, first_failure, in_launch
+from slipstream.cli.processes import announce, announce_preemption, enter_process, first_failure, in_launch
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.redaction import redact_text
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except SlipstreamError as error:
         return _fail(error, 1)
-    except SystemExit:  # `Preempted`, which can also be a KeyboardInterrupt
+    except SystemExit as error:  # `Preempted`, which can also be a KeyboardInterrupt
+        announce_preemption(error)
         raise
     except KeyboardInterrupt:
         announce("interrupted")

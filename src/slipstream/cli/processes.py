@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "announce",
+    "announce_preemption",
     "enter_process",
     "first_failure",
     "in_launch",
@@ -34,6 +35,8 @@ __all__ = [
 _FOLDER = "SLIPSTREAM_LAUNCH"
 # File in that folder that contains the result of `_progress` at launch.
 _PROGRESS = "progress"
+# File in that folder that exists if a process has stopped after a signal without losing any state.
+_PREEMPTED = "preempted"
 
 
 def needs_launch(args: argparse.Namespace) -> bool:
@@ -77,7 +80,7 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
             marker = Path(folder) / f"failed-{args.max_restarts}"
             return _report(error.failures, printed=marker.is_file() and bool(marker.read_text()))
         except SignalException as stopped:
-            if _was_preempted(work_dir):
+            if (Path(folder) / _PREEMPTED).is_file():
                 return EXIT_STATUS  # rank 0 has logged how to resume
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -216,6 +219,15 @@ def announce(text: str) -> None:
         announce_failure(text)
 
 
+def announce_preemption(error: SystemExit) -> None:
+    """Report to the launcher, if any, that this process stopped after a signal without losing any state."""
+    if in_launch():
+        from slipstream.preemption import Preempted
+
+        if isinstance(error, Preempted):
+            (Path(os.environ[_FOLDER]) / _PREEMPTED).touch()
+
+
 @contextmanager
 def first_failure() -> Iterator[bool]:
     """Yield whether this process is the first process in its launch to fail. Only that process prints its error."""
@@ -245,17 +257,6 @@ def restarted_with_progress(work_dir: str) -> bool:
 
 def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _was_preempted(work_dir: str) -> bool:
-    """Return whether the launched processes saved their state after a signal."""
-    from slipstream.preemption import CHECKPOINT_NAME
-
-    pointer = Path(work_dir) / "last_checkpoint"
-    initial = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text()
-    return (
-        _progress(work_dir) != initial and Path(pointer.read_text(encoding="utf-8")).stem == CHECKPOINT_NAME
-    )
 
 
 def _progress(work_dir: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,7 +22,7 @@ from slipstream.step.graph import GraphStep
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EMAHook", "validation_weights"]
+__all__ = ["EMAHook", "training_weights", "validation_weights"]
 
 
 @HOOKS.register_module()
@@ -63,7 +63,6 @@ class EMAHook(Hook):
         self._new_average(nn.Identity())  # checks the arguments
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
-        self._swapped = False
         self._resumed: dict[str, Any] | None = None
         self._part: AveragePart | None = None
         self._in_step = False
@@ -73,7 +72,18 @@ class EMAHook(Hook):
         return average
 
     def before_run(self, runner: Runner) -> None:
-        """Create the average, or keep the existing average if it belongs to this model."""
+        """Create the average, or keep the existing average if it belongs to this model.
+
+        Raises:
+            ConfigError: the run has another `EMAHook`, because a checkpoint can contain only one average.
+        """
+        first = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
+        if first is not self:
+            raise self.config_error(
+                f"the run has two EMAHooks with the averages {first._cfg} and {self._cfg}, but a checkpoint contains "
+                "only one average; remove one of the hooks",
+                "type",
+            )
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = self._new_average(self.model)
@@ -211,6 +221,7 @@ class EMAHook(Hook):
         self._resumed = None
         if not runner.checkpoints.resuming:
             return
+        self._swap_in(average=False)  # a run can roll back during validation
         if "ema_state_dict" not in checkpoint:
             self._warn_if_missing(runner, checkpoint["meta"])
             return
@@ -253,22 +264,26 @@ class EMAHook(Hook):
 
     def _swap_in(self, average: bool) -> None:
         """Swap the average or the training weights into the model, unless they are already there."""
-        if self._average.steps and average != self._swapped:
-            self._average.swap(self.model)
-            self._swapped = average
+        self._average.swap_in(self.model, average)
+
+
+def validation_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
+    """Return a context with the unwrapped model and its validation weights, which an `EMAHook` averages."""
+    return _swapped_in(runner, average=True)
+
+
+def training_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
+    """Return a context with the unwrapped model and its training weights, even during validation."""
+    return _swapped_in(runner, average=False)
 
 
 @contextmanager
-def validation_weights(runner: Runner) -> Iterator[nn.Module]:
-    """Yield the unwrapped model with its validation weights, which are the EMA weights if there is an `EMAHook`."""
-    states = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
-    try:
-        for hook, _ in states:
-            hook._swap_in(average=True)
+def _swapped_in(runner: Runner, average: bool) -> Iterator[nn.Module]:
+    with ExitStack() as stack:
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):
+                stack.enter_context(hook._average.swapped_in(hook.model, average))
         yield unwrap_model(runner.model)
-    finally:
-        for hook, swapped in states:
-            hook._swap_in(average=swapped)
 
 
 def _accumulation(runner: Runner) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from slipstream.dist import barrier
@@ -22,8 +21,9 @@ class PreemptionHook(Hook):
     """On SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2, save a checkpoint within the next few steps and stop.
 
     All ranks stop after the same step. A run with `resume=True` continues from this checkpoint, `preempted.pth`. The
-    hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which makes Python exit with status 75. A second
-    signal terminates the process without saving.
+    hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which makes Python exit with status 75. Signals
+    are handled from the start of `Runner.train` until the last checkpoint is written. If no step has been run, there is
+    nothing to save; if no step follows, the run ends normally. A second signal terminates the process without saving.
     """
 
     priority = "LOWEST"
@@ -31,12 +31,16 @@ class PreemptionHook(Hook):
 
     def __init__(self) -> None:
         self._preemption = Preemption()
-        self._stack = ExitStack()
+
+    def handle_signals(self) -> Preemption:
+        """Return a context in which the hook handles signals; the Runner enters it for the whole run."""
+        self._preemption = Preemption()
+        return self._preemption
 
     def before_train(self, runner: Runner) -> None:
-        """Start handling signals."""
-        self.release(runner)
-        self._preemption = self._stack.enter_context(Preemption())
+        """Stop if a rank has already received a signal."""
+        if self._preemption.requested():
+            self._stop(runner, "no step has been run, so nothing had to be saved; run the same command again")
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -46,22 +50,15 @@ class PreemptionHook(Hook):
             return
         name = f"{CHECKPOINT_NAME}.pth"
         runner.save_checkpoint(runner.work_dir, name, by_epoch=False, mark_last=True)
+        state = f"the state after iteration {runner.iter + 1} is saved in {runner.work_dir}"
+        self._stop(runner, f"{state}; to continue, run the same command with resume=True")
+
+    def _stop(self, runner: Runner, text: str) -> None:
         barrier()  # launchers kill the other processes when the first one exits
         signal_name = self._preemption.signal
-        runner.logger.info(
-            f"{signal_name} received: the state after iteration {runner.iter + 1} is saved in {runner.work_dir}; to "
-            "continue, run the same command with resume=True"
-        )
+        runner.logger.info(f"{signal_name} received: {text}")
         raise Interrupted if signal_name == signal.Signals.SIGINT.name else Preempted
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Save and stop if a rank has received a signal."""
         self.after_train_iter(runner, batch_idx)
-
-    def after_train(self, runner: Runner) -> None:
-        """Restore the signal handlers."""
-        self.release(runner)
-
-    def release(self, runner: Runner) -> None:
-        """Restore the signal handlers."""
-        self._stack.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+from slipstream.checkpoint.files import plain
 from slipstream.errors import CheckpointError, DataError, UnknownNameError, did_you_mean
 from slipstream.logging.history import HistoryBuffer, Number
 
@@ -29,6 +30,7 @@ class MessageHub:
         self._scalars: dict[str, HistoryBuffer] = {}
         self._infos: dict[str, Any] = {}
         self._resumed: dict[str, bool] = {}
+        self._warned: set[str] = set()  # infos for which `state_dict` has warned
 
     def __repr__(self) -> str:
         return f"MessageHub({self.name!r}, scalars={sorted(self._scalars)}, infos={sorted(self._infos)})"
@@ -79,7 +81,12 @@ class MessageHub:
         self._scalars[key].averaged = False
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info of any type. Checkpoints include the info if `resumed` is True and it has only built-in types."""
+        """Set an info of any type.
+
+        If `resumed` is True, checkpoints include the info. They contain only tensors and built-in Python values: NumPy
+        scalars become numbers, arrays become tensors, sets become lists, paths become strings, and subclasses of
+        built-in types become these types. Values of other types are omitted with a warning.
+        """
         self._infos[key] = value
         self._resumed[key] = resumed
 
@@ -109,17 +116,32 @@ class MessageHub:
         """Return the value of the info `key`, or `default` if it is not set."""
         return self._infos.get(key, default)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, warn: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
         """Return the entries recorded with `resumed=True`, in a form that `torch.load(weights_only=True)` can read.
 
-        Infos that contain non-built-in types are omitted.
+        Args:
+            warn: called with a message for each value that must be omitted (see `update_info`), once per key.
         """
         return {
             "log_scalars": {key: h.state_dict() for key, h in self._scalars.items() if self._resumed[key]},
-            "runtime_info": {
-                key: value for key, value in self._infos.items() if self._resumed[key] and _is_plain(value)
-            },
+            "runtime_info": self._saved_infos(warn),
         }
+
+    def _saved_infos(self, warn: Callable[[str], None]) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        for key, value in self._infos.items():
+            if not self._resumed[key]:
+                continue
+            messages: list[str] = []
+            # The tensors are copied when the checkpoint is written.
+            saved |= plain(
+                {key: value}, messages.append, "message_hub.runtime_info", lambda _, tensor: tensor
+            )
+            if messages and key not in self._warned:
+                self._warned.add(key)
+                for message in messages:
+                    warn(message)
+        return saved
 
     def drop_saved(self) -> None:
         """Remove the entries that are saved in checkpoints, before loading those of an earlier checkpoint."""
@@ -208,12 +230,3 @@ def _number(key: str, value: Any) -> Number:
         )
         raise DataError(f"the scalar '{key}' must be a single number, not {description}") from error
     return _number(key, number)
-
-
-def _is_plain(value: Any) -> bool:
-    # Compare exact types, because instances of subclasses (such as NumPy's float64) would be pickled with their class.
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)

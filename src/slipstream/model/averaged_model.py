@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -77,6 +78,8 @@ class BaseAveragedModel(nn.Module):
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
+        self.swapped = False
+        """Whether the model contains the averaged weights, and `module` the training weights."""
         self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
         self._cached: tuple[nn.Module, _AveragedTensors, _AveragedTensors] | None = None
 
@@ -158,6 +161,22 @@ class BaseAveragedModel(nn.Module):
                 average.copy_(previous)
             else:
                 average.data, current.data = current.data, average.data
+        self.swapped = not self.swapped
+
+    def swap_in(self, model: nn.Module, average: bool) -> None:
+        """Swap the averaged or the training weights into the model, if averaging has begun and they are not there."""
+        if self.steps and average != self.swapped:
+            self.swap(model)
+
+    @contextmanager
+    def swapped_in(self, model: nn.Module, average: bool) -> Iterator[None]:
+        """Within the context, the model contains the averaged (`average=True`) or the training weights."""
+        before = self.swapped
+        self.swap_in(model, average)
+        try:
+            yield
+        finally:
+            self.swap_in(model, before)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""

@@ -13,7 +13,6 @@ import torch
 from slipstream.checkpoint import (
     BackgroundWriter,
     check_restorable,
-    get_random_state,
     load_weights,
     loaded_names,
     mark_last_checkpoint,
@@ -260,7 +259,7 @@ class Checkpoints:
         self._check_weights(runner.iter + (by_epoch is False))
         if runner.is_training:
             average_batchnorm(runner.model)
-        hub = runner.message_hub.state_dict()
+        hub = runner.message_hub.state_dict(runner.logger.warning)
         state: dict[str, Any] = {
             "meta": self._meta(by_epoch),
             "state_dict": unwrap_model(runner.model).state_dict(),
@@ -287,9 +286,10 @@ class Checkpoints:
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         runner = self._runner
         loader = runner.train_dataloader if runner.is_training else None
-        states = all_gather_object((get_random_state(), resume.sampler_states(loader)))
+        loop = runner.train_loop
+        states = all_gather_object((loop.random_state, resume.sampler_states(loader)))
         return {
-            **runner.train_loop.position(by_epoch),
+            **loop.position(by_epoch),
             "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
             "run_id": self.run_id,

@@ -69,7 +69,10 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
 
 
 def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments for a run of `count` steps, with one validation run and without checkpoints."""
+    """Return the arguments for a run of `count` steps, with one validation run and without checkpoints.
+
+    The run does not save its state after a signal either, because a later `resume=True` would continue from this state.
+    """
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):
         remaining = {
@@ -83,5 +86,5 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
         }
         if "max_iters" in cfg:
             changed["train_cfg"]["val_interval"] = count
-    changed["default_hooks"] = {**(arguments["default_hooks"] or {}), "checkpoint": None}
+    changed["default_hooks"] = {**(arguments["default_hooks"] or {}), "checkpoint": None, "preemption": None}
     return changed

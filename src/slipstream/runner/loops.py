@@ -10,14 +10,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loading.counting import BatchSizes, count_samples
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
-    build_dataloader,
     can_start_inside_batch,
     is_infinite,
     length,
@@ -32,9 +30,8 @@ from slipstream.dataset.loading.lockstep import (
 )
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.samples import skipped_samples
-from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
-from slipstream.dataset.loading.workers import end_workers
-from slipstream.dist import get_rank, get_world_size, report_progress
+from slipstream.dataset.loading.waiting import explain_worker_errors
+from slipstream.dist import get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.evaluator.loss import LossMetric
@@ -42,6 +39,7 @@ from slipstream.logging import Phase
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
+from slipstream.runner.base_loop import BaseLoop, Loadable
 from slipstream.runner.checks import add_notes, warn_of_single_sample, warn_of_unknown_length
 from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
@@ -50,60 +48,6 @@ if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
 __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
-
-Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
-
-
-class BaseLoop:
-    """A loop over a data loader.
-
-    Args:
-        runner: the Runner that owns the loop.
-        dataloader: a loader or its configuration.
-    """
-
-    mode = "train"
-    _loading: Loading | None = None
-    """The current pass over the loader."""
-
-    def __init__(self, runner: Runner, dataloader: Loadable) -> None:
-        self._runner = runner
-        loader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
-        self.dataloader = runner.limits.apply(loader, self.mode, self._name)
-
-    @property
-    def runner(self) -> Runner:
-        """The Runner that owns this loop."""
-        return self._runner
-
-    @property
-    def _name(self) -> str:
-        """Name of the Runner argument that specifies the loader."""
-        return f"{self.mode}_dataloader"
-
-    def run(self) -> Any:
-        """Run the whole loop."""
-        raise NotImplementedError
-
-    def _load(self, epoch: int = 0) -> Loading:
-        """Start a pass over the loader. The random numbers of its workers depend only on (seed, epoch)."""
-        if self._loading is not None:
-            self._loading.close()
-        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall, (self._runner.seed, epoch))
-        return self._loading
-
-    def _warn_of_stall(self, text: str) -> None:
-        if get_rank() == 0:
-            self._runner.logger.warning(text)
-        else:  # log an error, because ranks other than 0 print only errors
-            self._runner.logger.error(f"Rank {get_rank()}: {text}")
-
-    def end_loading(self) -> None:
-        """Stop all worker processes of the loader."""
-        if self._loading is not None:
-            self._loading.close()
-            self._loading = None
-        end_workers(self.dataloader)
 
 
 class _TrainLoop(BaseLoop):
@@ -140,6 +84,9 @@ class _TrainLoop(BaseLoop):
         self._epoch = self._iter = self._start = 0
         self._used_samples = 0  # this rank's samples in the next batch that were used before the resume
         self._validated = True
+        self._validation_start: dict[str, Any] | None = (
+            None  # random state at the start of an incomplete validation
+        )
         self._sizes = BatchSizes(self.dataloader)
         self.step_samples = 0
         """Number of samples in the latest step, summed over all processes."""
@@ -193,8 +140,13 @@ class _TrainLoop(BaseLoop):
             "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
             # The checkpoint at the end of an epoch or step is written before validation.
-            "validated": by_epoch is not self.counts_epochs,
+            "validated": by_epoch is not self.counts_epochs and self._validated,
         }
+
+    @property
+    def random_state(self) -> dict[str, Any]:
+        """The random state to save in a checkpoint; a resumed run repeats an incomplete validation from its start."""
+        return self._validation_start or self._runner.checkpoints.random_state or get_random_state()
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position. If the number of samples per step has changed, convert the position."""
@@ -239,7 +191,7 @@ class _TrainLoop(BaseLoop):
         If `validated` is False, the loop first runs validation if it is due.
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
-        self.inner_iter, self._validated = start, validated
+        self.inner_iter, self._validated, self._validation_start = start, validated, None
 
     def _recover(self, train: Callable[[], None]) -> None:
         """Call `train`. After a fault, call it again if the run can continue from an earlier checkpoint."""
@@ -303,12 +255,19 @@ class _TrainLoop(BaseLoop):
         progress = self._progress
         due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
-            self._validated = False
+            self._validated, self._validation_start = False, get_random_state()
             if self._runner.rollback.faults:
                 self._runner.read_logs()  # raises an error before hooks use the metrics of a faulty model
+            self._runner.val_loop.on_metrics = self._end_validation
             self._runner.val_loop.run()
             self._runner.model.train()
+            self._end_validation()
         self._validated = True
+
+    def _end_validation(self) -> None:
+        """Mark the validation as complete. Validation loops call this before hooks use the metrics."""
+        if self._validation_start is not None:  # otherwise, a hook has called `runner.val`
+            self._validated, self._validation_start = True, None
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
         """Iterate over pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
@@ -533,6 +492,8 @@ class _EvalLoop(BaseLoop):
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         self.batches = 0
         """Number of batches in this rank's last evaluation."""
+        self.on_metrics: Callable[[], None] = lambda: None
+        """Called when the metrics are known, before hooks use them."""
         self.phase: Phase = "test" if self.mode == "test" else "validation"
 
     def run(self) -> dict[str, float]:
@@ -551,6 +512,7 @@ class _EvalLoop(BaseLoop):
             self._run_batches(self._predict)
         dataset: Any = self.dataloader.dataset
         metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
+        self.on_metrics()
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics

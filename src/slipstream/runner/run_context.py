@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.errors import ConfigError
 from slipstream.hooks.ema import validation_weights
+from slipstream.hooks.preemption import PreemptionHook
 from slipstream.preemption import Preempted
 from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
@@ -63,7 +64,11 @@ class RunContext:
             raise ConfigError(
                 "train() cannot be called while this Runner is running, for example from a hook", "Runner"
             )
-        with self.running():
+        with ExitStack() as stack:
+            for hook in self._runner.hooks:
+                if isinstance(hook, PreemptionHook):
+                    stack.enter_context(hook.handle_signals())
+            stack.enter_context(self.running())
             if self._stop_reason:
                 raise ConfigError(
                     f"training {self._stop_reason}, so this Runner cannot continue exactly; create a new Runner with "

@@ -14,6 +14,7 @@ from slipstream.config import Config, options
 from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed
 from slipstream.hooks import Hook, HookList
+from slipstream.hooks.ema import training_weights
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
@@ -513,7 +514,7 @@ class Runner:
         Raises:
             CheckpointError: this checkpoint, or the previous background checkpoint, could not be written.
         """
-        with self.phases.during("checkpoint"):
+        with self.phases.during("checkpoint"), training_weights(self):
             self.read_logs()  # raises an error for a non-finite loss before earlier checkpoints are replaced
             checkpoint = self.checkpoints.state(by_epoch, save_optimizer, save_param_scheduler)
             checkpoint["meta"].update(meta or {})

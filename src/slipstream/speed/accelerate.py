@@ -6,7 +6,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -301,14 +301,16 @@ class TrainStep:
         per_epoch = -(-epoch // window)
         return max(1, (epochs - skipped_epochs) * per_epoch + -(-rest // window) - skipped_rest // window)
 
-    @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(self) -> AbstractContextManager[nn.Module]:
         """Swap the averaged weights into the unwrapped model within the context, if the plan sets `ema`."""
+        return self._swapped_in(average=True)
+
+    @contextmanager
+    def _swapped_in(self, average: bool) -> Iterator[nn.Module]:
         core = unwrap_model(self.model)
         with ExitStack() as stack:
-            if self.average is not None and self.average.steps:
-                self.average.swap(core)
-                stack.callback(self.average.swap, core)
+            if self.average is not None:
+                stack.enter_context(self.average.swapped_in(core, average))
             yield core
 
     def state_dict(self) -> dict[str, Any]:
@@ -317,7 +319,11 @@ class TrainStep:
         This includes the optimizer, its parameters that are not in the model, the parameters and buffers of `loss_fn`,
         the loss scale, the averaged weights, the number of steps, and the gradients of an unfinished accumulation
         window.
+
+        Raises:
+            CheckpointError: the method was called within `averaged`.
         """
+        self._check_not_averaged("state_dict")
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if others := self._other_tensors():
             state["other_tensors"] = [tensor.detach() for tensor in others]
@@ -333,9 +339,10 @@ class TrainStep:
         """Load a state returned by `state_dict`, including the gradients of an unfinished accumulation window.
 
         Raises:
-            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. No state is
-                changed.
+            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer, or the method
+                was called within `averaged`. No state is changed.
         """
+        self._check_not_averaged("load_state_dict")
         self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
         if "other_tensors" in state:
@@ -350,6 +357,13 @@ class TrainStep:
         # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
+
+    def _check_not_averaged(self, method: str) -> None:
+        if self.average is not None and self.average.swapped:
+            raise CheckpointError(
+                f"{method}() cannot be called within `with step.averaged()`, because the model contains the averaged "
+                "weights there; call it after this block, or use save() and load(), which work everywhere"
+            )
 
     def _other_tensors(self) -> list[Tensor]:
         """Return the tensors of the optimizer and `loss_fn` that training can change and that are not in the model."""
@@ -374,7 +388,8 @@ class TrainStep:
             CheckpointError: the file cannot be written, a value has an unsupported type, or an accumulation window is
                 unfinished and there are several processes.
         """
-        save_step(self, path, values)
+        with self._swapped_in(average=False):
+            save_step(self, path, values)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file written by `save`, and return its `values`. No code in the file is executed.
@@ -382,7 +397,8 @@ class TrainStep:
         Raises:
             CheckpointError: the file is damaged, or belongs to a different model or optimizer. No state is changed.
         """
-        return load_step(self, path)
+        with self._swapped_in(average=False):
+            return load_step(self, path)
 
     def check_state(self, state: Mapping[str, Any], source: str = "the state") -> None:
         """Check that `state` belongs to this step.
