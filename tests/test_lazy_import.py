@@ -1,6 +1,8 @@
-"""Public names are imported on first use, and the import does not change the garbage collector's state."""
+"""Public names are imported on first use. Imports change neither the garbage collector's nor the random state."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -26,3 +28,12 @@ def test_garbage_collection_is_as_before_after_an_import(monkeypatch, module, en
 def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'slipstream' has no attribute 'Runer'"):
         slipstream.Runer  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["slipstream.tune", "from slipstream.logging import MMLogger; MMLogger.get_instance('first')"],
+)
+def test_first_use_does_not_change_the_random_state(statement):
+    code = f"import random, slipstream; state = random.getstate(); {statement}; assert random.getstate() == state"
+    subprocess.run([sys.executable, "-c", code], check=True)

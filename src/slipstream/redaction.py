@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -116,7 +117,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(tree: Any) -> Any:
-    """Return a copy of nested dicts and lists without secrets.
+    """Return a copy of nested dicts, lists, sets and the arguments of partials without secrets.
 
     A `Reference` is replaced by its `reference` string. If a key's name indicates a secret, the value is replaced by
     `<redacted>`.
@@ -130,8 +131,11 @@ def _redact_value(value: Any, redactor: Redactor, secret: bool) -> Any:
             _redact_value(key, redactor, False): _redact_value(item, redactor, secret or is_secret_name(key))
             for key, item in value.items()
         }
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set, frozenset):
         return type(value)(_redact_value(item, redactor, secret) for item in value)
+    if type(value) is partial:
+        args, keywords = (_redact_value(part, redactor, secret) for part in (value.args, value.keywords))
+        return partial(value.func, *args, **keywords)
     if isinstance(value, Reference):
         return redactor(value.reference)
     if secret and _may_be_secret(value):
@@ -153,7 +157,9 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
 
 def _may_be_secret(value: Any) -> bool:
     # Small numbers (`pass: 2`) are options, not secrets.
-    return (isinstance(value, str) and value != "") or (isinstance(value, int) and len(str(value)) > 5)
+    return (isinstance(value, str | bytes) and len(value) > 0) or (
+        isinstance(value, int) and len(str(value)) > 5
+    )
 
 
 @contextmanager

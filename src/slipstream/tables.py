@@ -1,16 +1,32 @@
-"""Text tables."""
+"""Consoles and text tables. This module imports `rich` without changing the random state."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Sequence
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-__all__ = ["make_table", "table_text"]
+@contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    state = random.getstate()
+    yield
+    random.setstate(state)
+
+
+with _unchanged_random_state():  # rich draws a random number when it is imported
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["make_console", "make_table", "table_text"]
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Return a console for standard output or standard error that does not highlight numbers and strings."""
+    return Console(stderr=stderr, highlight=False)
 
 
 def make_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> Table:

@@ -113,6 +113,27 @@ def test_run_without_validation_reports_its_loss(tmp_path):
     assert set(results(tmp_path)[0]["metrics"]) == {"loss", "images/s"}
 
 
+def test_metrics_named_after_times_and_nan_are_in_the_results(tmp_path, capsys):
+    config = CONFIG.replace(
+        "validation()", "validation([dict(type=Scripted, values=[x], name=n) for n, x in M])"
+    )
+    names = {"inference_time": 1.5, "loss_ratio": float("nan")}
+    config = f"nan = float('nan')\nM = {list(names.items())}\n" + config.replace(
+        "loader,", "Scripted, loader,"
+    )
+    (tmp_path / "tiny.py").write_text(config)
+    command = ["train", "tiny.py", "--sweep", f"{LR}=0.1"]
+    for _ in range(2):  # the second time, the results are read from the file
+        assert main(command) == 0
+        text = (tmp_path / "work_dirs/tiny/sweep/sweep.json").read_text()
+        (row,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert set(row["metrics"]) == {*names, "images/s"}
+        assert (row["metrics"]["inference_time"], row["metrics"]["loss_ratio"]) == (1.5, "nan")
+        printed = capsys.readouterr().out
+        assert [name for name in (*names, "nan") if name not in printed] == []
+        command = [*command, "--resume"]
+
+
 def test_ctrl_c_keeps_the_table(tmp_path, monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import EarlyStoppingHook, Hook, Priority, get_priority
@@ -17,7 +17,7 @@ from slipstream.model import Segmentor
 from slipstream.optim import OptimWrapper
 from slipstream.runner import Runner
 from slipstream.visualization import contact_sheet
-from tiny_runs import LOCAL, Net, Scripted, loader, run, scalars, training, validation
+from tiny_runs import LOCAL, Net, Scripted, loader, run, samples, scalars, training, validation
 
 
 def stopped(folder, values, name="acc", **options):
@@ -260,6 +260,41 @@ def test_step_times_are_logged(tmp_path):
     times = runner.message_hub.get_scalar("train/time")
     assert len(times) == 10
     assert runner.message_hub.get_info("images_per_second") > 0
+
+
+def test_hooks_are_part_of_the_step_time_but_not_of_the_data_time(tmp_path, monkeypatch):
+    """On the simulated clock, a batch takes 1 s, and a hook before and a hook after the step take 4 s each."""
+    now = [0.0]
+    for module in ("logging.phases", "hooks.timing"):
+        monkeypatch.setattr(f"slipstream.{module}.perf_counter", lambda: now[0])
+
+    class Waits(TensorDataset):
+        def __getitem__(self, index):
+            now[0] += 1.0 / 8
+            return super().__getitem__(index)
+
+    class Before(Hook):
+        priority = "VERY_HIGH"
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            now[0] += 4.0
+
+    class After(Hook):
+        priority = "LOW"
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            now[0] += 4.0
+
+    runner = run(
+        tmp_path,
+        train_dataloader=loader(Waits(*samples())),
+        train_cfg=dict(by_epoch=False, max_iters=10),
+        custom_hooks=[Before(), After()],
+    )
+    hub = runner.message_hub
+    assert hub.get_scalar("train/data_time").data[0].tolist() == [1.0] * 10
+    assert hub.get_scalar("train/time").data[0].tolist() == [5.0] + [9.0] * 9
+    assert hub.get_info("recent_speed")["waiting_for_data"] == pytest.approx(10 / 86)
 
 
 @pytest.mark.parametrize("name", Priority.__members__)

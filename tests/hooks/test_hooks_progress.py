@@ -16,7 +16,8 @@ from tiny_runs import Net, Scripted, loader, samples, training, validation
 def clock(monkeypatch):
     """Return a clock that changes only when a test advances it."""
     now = [0.0]
-    monkeypatch.setattr("slipstream.hooks.timing.perf_counter", lambda: now[0])
+    for module in ("logging.phases", "hooks.timing"):
+        monkeypatch.setattr(f"slipstream.{module}.perf_counter", lambda: now[0])
     return now
 
 

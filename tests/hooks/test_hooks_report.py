@@ -202,7 +202,7 @@ def test_secrets_are_not_in_the_report(tmp_path):
 
 
 def test_hook_can_be_removed(tmp_path):
-    runner = run(tmp_path, default_hooks=dict(report=None))
+    runner = run(tmp_path, default_hooks=dict(report=None, timer=None))
     assert not list(Path(runner.log_dir).glob("report.*"))
     assert not runner.phases.seconds  # nothing reads the clock
 

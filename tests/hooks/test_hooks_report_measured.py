@@ -131,6 +131,13 @@ def test_options_do_not_change_the_operation_count_of_the_model(tmp_path, speed)
     assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR
 
 
+def test_gradients_of_parameters_outside_the_optimizer_are_not_counted(tmp_path):
+    model = Classifier(network())
+    head = torch.optim.SGD(model.network[-1].parameters(), lr=0.1)
+    record = made(classifying(tmp_path, dict(peak_tflops=1.0), model=model, optim_wrapper=head))
+    assert record.compute.flops_per_sample == CONVOLUTION + 2 * LINEAR
+
+
 def test_option_with_several_gradients_per_batch_has_no_operation_count(tmp_path):
     record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=dict(sam=dict(rho=0.05))))
     assert record.compute.problem == "an option computes the gradients of a batch more than once"

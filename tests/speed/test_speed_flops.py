@@ -78,6 +78,81 @@ def test_recomputed_blocks_are_counted_once():
     loss_of(net, batch()).backward()  # the model is unchanged and still works
 
 
+def test_gradients_that_the_step_does_not_compute_are_not_counted():
+    net = Net()
+    count = training_flops(net, without_data(batch()), loss_of, list(net.last.parameters()))
+    first, block, last = 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 4 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 5
+    assert count == first + block + 2 * last  # the head computes no gradient of its input
+    assert all(param.requires_grad for param in net.parameters())
+
+
+class Single(nn.Module):
+    """One layer, whose outputs are averaged to the loss."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        outputs = self.layer(*inputs)
+        return (outputs[0] if isinstance(outputs, tuple) else outputs).mean()
+
+
+def count_of(layer, *inputs):
+    return training_flops(Single(layer), without_data(list(inputs)), lambda net, inputs: net(*inputs))
+
+
+def test_fused_attention_on_the_cpu_is_counted():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(2, 3, 5, 8))
+
+        def forward(self, key):
+            return F.scaled_dot_product_attention(self.query, key, key)
+
+    product = 2 * 2 * 3 * 5 * 7 * 8
+    # Forward multiplies twice. Backward computes the scores again and then multiplies four times.
+    assert count_of(Attention(), torch.randn(2, 3, 7, 8)) == 7 * product
+
+
+def test_products_of_a_matrix_and_a_vector_are_counted():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7))
+
+        def forward(self, inputs):
+            return inputs @ self.weight
+
+    assert count_of(Scores(), torch.randn(5, 7)) == 2 * 2 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes", "operator"),
+    [
+        (nn.LSTM(4, 16, batch_first=True), [(2, 6, 4)], "mkldnn_rnn_layer"),
+        (nn.Bilinear(4, 4, 3), [(2, 4), (2, 4)], "_trilinear"),
+    ],
+)
+def test_operator_without_a_formula_makes_the_count_unknown(layer, shapes, operator):
+    with pytest.raises(ModelError, match=f"no operation count for .*aten.{operator}"):
+        count_of(layer, *map(torch.randn, shapes))
+
+
+def test_elementwise_operators_do_not_make_the_count_unknown():
+    class Elementwise(nn.Module):
+        def forward(self, images):
+            sizes = F.interpolate(images, scale_factor=2, mode="bilinear")
+            return self.act(torch.lgamma(sizes.abs() + 1).cummax(3).values).double()
+
+        def __init__(self):
+            super().__init__()
+            self.act = nn.PReLU()
+
+    assert count_of(Elementwise(), torch.randn(1, 3, 4, 4)) == 0
+
+
 def test_recorded_shapes_do_not_keep_the_tensors_of_the_batch_alive():
     shapes = without_data({"inputs": torch.randn(2, 3), "names": ["a", "b"]})
     assert not any(isinstance(value, torch.Tensor) for value in shapes.values())

@@ -9,8 +9,11 @@ import torch
 from PIL import Image
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 
+import tiny_runs
 from slipstream.errors import ConfigError
+from slipstream.tune.api import config_job
 from slipstream.tune.lr_range import LrRange, _slope, sweep_lr
 from slipstream.tune.observer import Finished, LrSweep
 
@@ -100,6 +103,31 @@ def test_divergence_ends_the_sweep():
         sweep.after_step(torch.tensor(1.0))
     with pytest.raises(Finished):
         sweep.after_step(torch.tensor(100.0))
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    """Four batches of 8 samples per update are equivalent to one batch of 32 samples."""
+
+    def sweep(size, counts):
+        data = TensorDataset(*tiny_runs.samples(32))
+        optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=counts)
+        cfg = tiny_runs.training(
+            tmp_path, train_dataloader=tiny_runs.loader(data, size, shuffle=False), optim_wrapper=optim
+        )
+        return sweep_lr(config_job(cfg), 1e-4, 1.0, 12, 60)
+
+    whole, accumulated = sweep(32, 1), sweep(8, 4)
+    assert accumulated.rates == whole.rates
+    assert accumulated.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_the_sweep_inside_an_accumulation_window():
+    sent = Sent()
+    sweep = LrSweep(sent, 1e-7, 1.0, 100)
+    sweep.after_step(torch.tensor(1.0), updated=False)
+    with pytest.raises(Finished):
+        sweep.after_step(torch.tensor(math.inf), updated=False)
+    assert sent[-1]["losses"] == [math.inf]
 
 
 @pytest.mark.parametrize("jump", [10.0, 1e3, 1e6])

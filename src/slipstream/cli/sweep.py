@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import sys
 import tempfile
@@ -170,7 +171,8 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
     completed = [row for row in earlier if isinstance(row, dict) and row.get("status") == 0]
     for run, row in itertools.product(runs, completed):
         if all(row.get(key) == getattr(run, key) for key in ("values", "folder", "overrides")):
-            run.status, run.seconds, run.metrics = 0, row["seconds"], row["metrics"]
+            metrics = {name: float(value) for name, value in row["metrics"].items()}
+            run.status, run.seconds, run.metrics = 0, row["seconds"], metrics
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
@@ -206,7 +208,7 @@ def write_result(path: str, runner: Runner) -> None:
     metrics = {
         name.removeprefix("val/"): value
         for name, value in scalars.items()
-        if name.startswith("val/") and not name.endswith("time")
+        if name.startswith("val/") and name not in ("val/time", "val/data_time")
     }
     if not metrics and "train/loss" in scalars:
         metrics["loss"] = scalars["train/loss"]
@@ -216,10 +218,16 @@ def write_result(path: str, runner: Runner) -> None:
 
 
 def _write(base: Path, runs: Sequence[Run]) -> None:
+    """Write `sweep.json`. NaN and infinity are converted to strings, because JSON cannot represent them."""
     from slipstream.files import write_text
 
     base.mkdir(parents=True, exist_ok=True)
-    write_text(base / "sweep.json", json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    rows = [asdict(run) for run in runs]
+    for row in rows:
+        row["metrics"] = {
+            name: value if math.isfinite(value) else str(value) for name, value in row["metrics"].items()
+        }
+    write_text(base / "sweep.json", json.dumps(rows, indent=1, allow_nan=False) + "\n")
 
 
 def _print(runs: Sequence[Run]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slipstream.dist import get_world_size
 from slipstream.errors import SlipstreamError
@@ -16,6 +15,7 @@ from slipstream.report.record import Compute
 from slipstream.speed.apply import overrides_train_step
 from slipstream.speed.flops import peak_flops, training_flops, without_data
 from slipstream.speed.precision import Precision
+from slipstream.step import EagerStep
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -89,12 +89,16 @@ class ComputeCount:
         elif self._inputs is None or not self._samples:
             compute.problem = self._problem
         else:
-            self._count(compute, core, runner.interface.total_loss)
+            self._count(compute, core, runner)
         return compute
 
-    def _count(self, compute: Compute, core: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+    def _count(self, compute: Compute, core: nn.Module, runner: Runner) -> None:
+        eager = getattr(runner.step, "eager", runner.step)
+        restricted = isinstance(eager, EagerStep) and eager.restricts_backward
+        trained = list(runner.optim_wrapper.parameters()) if restricted and runner.optim_wrapper else None
         try:
-            compute.flops_per_sample = training_flops(core, self._inputs, loss) / self._samples
+            flops = training_flops(core, self._inputs, runner.interface.total_loss, trained)
+            compute.flops_per_sample = flops / self._samples
         except Exception as error:  # for example, if the loss depends on tensor values
             first_line = (str(error).strip().splitlines() or [""])[0]
             kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "

@@ -23,11 +23,16 @@ _MAX_UNREAD = 1000
 class IterTimerHook(Hook):
     """Record the `time` and `data_time` of every batch and the `eta`, all in seconds.
 
-    On an accelerator, the time of a single step includes only kernel launches. Means over a log interval are accurate.
+    In training, `time` is the duration of the whole iteration, including hooks and checkpoints, and `data_time` is the
+    time in the phase `data` of `runner.phases`. On an accelerator, the time of a single step includes only kernel
+    launches. Means over a log interval are accurate.
     """
 
+    reads_phases = True
+
     def __init__(self) -> None:
-        self._last_time = self._ready_time = 0.0
+        self._last_time = self._data_time = 0.0
+        self._waited = 0.0  # seconds that the run has waited for data so far
         # For each step since the last read: data_time, time and number of samples.
         self._unread: list[tuple[float, float, int]] = []
         self._spent = 0.0
@@ -37,32 +42,36 @@ class IterTimerHook(Hook):
         """Reset the total time, and the number of steps and samples."""
         self._spent, self._steps, self._samples = 0.0, 0, 0
 
+    def _restart(self, runner: Runner) -> None:
+        """Exclude the time so far from the next step's times."""
+        self._last_time, self._waited = perf_counter(), runner.phases.total("data")
+
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
-        self._last_time = perf_counter()
+        self._restart(runner)
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Record when the batch arrived."""
-        self._ready_time = perf_counter()
+        """Store how long the run waited for the batch."""
+        waited = runner.phases.total("data")
+        self._data_time, self._waited = waited - self._waited, waited
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Store the step's times; `read_logs` writes them to the message hub."""
         now = perf_counter()
-        self._unread.append(
-            (self._ready_time - self._last_time, now - self._last_time, runner.train_loop.step_samples)
-        )
+        self._unread.append((self._data_time, now - self._last_time, runner.train_loop.step_samples))
         self._last_time = now
         if len(self._unread) == _MAX_UNREAD:
             self.read_logs(runner)
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Exclude the time of the batch from the next step's time."""
-        self._last_time = perf_counter()
+        """Exclude the time of the batch from the next step's times."""
+        self._restart(runner)
 
     def after_rollback(self, runner: Runner) -> None:
         """Discard the unread step times, and exclude the time of the rollback."""
-        self._unread, self._last_time = [], perf_counter()
+        self._unread = []
+        self._restart(runner)
 
     def read_logs(self, runner: Runner) -> None:
         """Write the step times since the last call, the training speed and the remaining time to the message hub."""
@@ -106,8 +115,8 @@ class IterTimerHook(Hook):
         hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * remaining, resumed=False)
 
     def after_val(self, runner: Runner) -> None:
-        """Exclude the validation time from the next step's time."""
-        self._last_time = perf_counter()
+        """Exclude the validation time from the next step's times."""
+        self._restart(runner)
 
     def after_train(self, runner: Runner) -> None:
         """Log the training speed."""

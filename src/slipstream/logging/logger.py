@@ -205,9 +205,9 @@ def _find_logger(name: str) -> MMLogger:
 
 
 def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
+    from slipstream.tables import make_console
 
-    return Console(stderr=stderr, highlight=False)
+    return make_console(stderr)
 
 
 def _console_logger(name: str, console: Console, level: int, rank: int = 0) -> MMLogger:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,7 @@ from typing import Any
 
 from slipstream.report.advice import NON_TRAINING_PHASES, mean_speed, training_seconds
 from slipstream.report.charts import MAX_CHARTS, figure
+from slipstream.report.config_values import has_unknown_value
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
 from slipstream.report.scalars import number
@@ -24,6 +26,7 @@ __all__ = ["MAX_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_p
 MAX_RUNS = STYLES
 """Maximum number of runs that can be compared, because each run has its own line style."""
 _UNKNOWN = "unknown"
+_NOT_SET = "not set"
 _RUN_SPECIFIC_SETTINGS = ("work_dir", "experiment_name", "resume", "load_from")
 
 
@@ -143,7 +146,8 @@ def _time_breakdown(runs: Sequence[ComparedRun]) -> str:
 def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
     """Return the settings and versions that differ between the runs whose settings are known.
 
-    A value is None if the run does not have the setting, and `unknown` if the settings of the run were not recorded.
+    A value is `not set` if the run does not have the setting, and `unknown` if the settings of the run were not
+    recorded.
     """
     records = [run.record for run in runs]
     keys = sorted({key for record in records for key in record.config} - set(_RUN_SPECIFIC_SETTINGS))
@@ -156,11 +160,12 @@ def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
 
 
 def _setting(values: Mapping[str, Any], key: str) -> Any:
-    return values.get(key) if values else _UNKNOWN
+    return values.get(key, _NOT_SET) if values else _UNKNOWN
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    return any((type(value), value) != (type(values[0]), values[0]) for value in values)
+    # In JSON, unlike in Python, 1, 1.0 and true differ, also inside lists.
+    return len({(value is _NOT_SET, json.dumps(value)) for value in values}) > 1
 
 
 def _settings(runs: Sequence[ComparedRun]) -> str:
@@ -169,10 +174,21 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
     if unknown:
         text = f"The configuration is unknown for runs without a report.json file: {', '.join(unknown)}."
         note = f'<p class="note">{escape(text)}</p>'
-    rows = [[key, *("not set" if v is None else str(v) for v in row)] for key, row in _differences(runs)]
+    if uncompared := _uncompared(runs):
+        text = f"The values of objects, local functions and secrets are not recorded and may differ: {uncompared}."
+        note += f'<p class="note">{escape(text)}</p>'
+    rows = [[key, *map(str, row)] for key, row in _differences(runs)]
     if not rows:
         return f'{note}<p class="note">The recorded settings are identical.</p>'
     return note + table(["setting", *(run.label for run in runs)], rows)
+
+
+def _uncompared(runs: Sequence[ComparedRun]) -> str:
+    """Return the names of the settings whose values are the same in the records, but may differ in the runs."""
+    values = (item for run in runs for item in run.record.config.items())
+    differing = {name for name, _ in _differences(runs)}
+    names = {name for name, value in values if has_unknown_value(value)} - differing
+    return ", ".join(sorted(names))
 
 
 def _charts(runs: Sequence[ComparedRun]) -> str:

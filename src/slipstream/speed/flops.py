@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slipstream.checkpoint import get_random_state, set_random_state
@@ -114,22 +116,33 @@ def without_data(inputs: Any) -> Any:
     return tree_map_only(Tensor, _Metadata.of, inputs)
 
 
-def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, Any], Tensor]) -> int:
+_MULTIPLIES = re.compile(r"rnn|lstm|gru|attention|attn|conv|linear|matmul|mm")
+_DOES_NOT_MULTIPLY = re.compile(r"[gh]amm|cumm|convert|upsample|_cell|flatten")
+
+
+def training_flops(
+    model: nn.Module,
+    inputs: Any,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    trained: Collection[nn.Parameter] | None = None,
+) -> int:
     """Return the number of floating-point operations for the forward and backward passes on a batch.
 
     Only matrix products and convolutions are counted.
 
     The model is copied, and neither the copy nor its inputs have data. No values are computed, and the model, its
-    gradients and the random state do not change. Blocks whose activations are recomputed are counted once.
+    gradients and the random state do not change. Blocks that the option `activation_checkpointing` recomputes are
+    counted once. Recomputation by the model's own `torch.utils.checkpoint` and by fused attention is included.
 
     Args:
         model: the model, unwrapped.
         inputs: the inputs of a batch from `without_data`.
         loss_of: `loss_of(model, inputs)` returns the loss to minimize; it is called with the copies.
+        trained: the parameters whose gradients the training step computes; None for all that require a gradient.
 
     Raises:
-        ModelError: the parameters are sharded, or the model or the loss is data-dependent (it reads tensor values, for
-            example to select pixels).
+        ModelError: the parameters are sharded, the model or the loss is data-dependent (it reads tensor values, for
+            example to select pixels), or torch cannot count the operations of one of its operators.
         Exception: the model cannot be copied, or cannot run without data, for another reason.
     """
     from torch._subclasses.fake_tensor import (
@@ -137,30 +150,69 @@ def training_flops(model: nn.Module, inputs: Any, loss_of: Callable[[nn.Module, 
         DynamicOutputShapeException,
         FakeTensorMode,
     )
-    from torch.utils.flop_counter import FlopCounterMode
 
     if any(is_sharded(param) for param in model.parameters()):
         raise ModelError("the parameters of the model are sharded")
     state, mode = get_random_state(), FakeTensorMode(allow_non_fake_inputs=True)
+    counter = _counter()
+    operators = _Operators(counter.flop_registry)
     try:
-        copied = _copy_without_data(model, mode)
+        copied = _copy_without_data(model, mode, model.parameters() if trained is None else trained)
         with mode:
             batch = tree_map_only(_Metadata, _Metadata.empty, inputs)
-        with mode, torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        # The operators are observed below the counter, which decomposes those that it has no formula for.
+        with mode, torch.enable_grad(), operators, counter:
             loss_of(copied, batch).backward()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(f"the model or the loss depends on tensor values ({error.func})") from error
     finally:
         set_random_state(state)
+    if operators.uncounted:
+        raise ModelError(f"torch has no operation count for {', '.join(sorted(operators.uncounted))}")
     return int(counter.get_total_flops())
 
 
-def _copy_without_data(model: nn.Module, mode: Any) -> nn.Module:
-    """Return a copy of a model in training mode whose parameters and buffers have no data."""
+def _counter() -> Any:
+    """Return torch's counter with formulas for attention on the CPU and products of a matrix and a vector."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    aten = torch.ops.aten
+    products = {
+        aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
+        aten.addmv: lambda bias, matrix, *_, **__: 2 * math.prod(matrix),
+    }
+    counter = FlopCounterMode(display=False, custom_mapping=products)
+    formulas = counter.flop_registry
+    for name in ("", "_backward"):
+        formulas[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")] = formulas[
+            getattr(aten, f"_scaled_dot_product_flash_attention{name}")
+        ]
+    return counter
+
+
+class _Operators(TorchDispatchMode):
+    """Collects the names of the operators that multiply matrices but are not in `counted`."""
+
+    def __init__(self, counted: Collection[Any]) -> None:
+        super().__init__()
+        self._counted = counted
+        self.uncounted: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "overloadpacket", func)
+        name = str(packet)
+        if packet not in self._counted and _MULTIPLIES.search(name) and not _DOES_NOT_MULTIPLY.search(name):
+            self.uncounted.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_without_data(model: nn.Module, mode: Any, trained: Iterable[nn.Parameter]) -> nn.Module:
+    """Return a copy of a model in training mode without data, in which only parameters in `trained` have a gradient."""
+    with_gradient = {id(param) for param in trained if param.requires_grad}
     with mode:
         memo: dict[int, Any] = {id(b): _Metadata.of(b).empty() for b in model.buffers()}
         for param in model.parameters():
-            memo[id(param)] = nn.Parameter(_Metadata.of(param).empty().detach(), param.requires_grad)
+            memo[id(param)] = nn.Parameter(_Metadata.of(param).empty().detach(), id(param) in with_gradient)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         if is_recomputed(module):

@@ -239,7 +239,12 @@ class _StepHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Call the observer after the step."""
-        self._observer.after_step(total_loss(outputs or {}))
+        self._observer.after_step(total_loss(outputs or {}), _has_updated(runner.optim_wrapper))
+
+
+def _has_updated(optim: Any) -> bool:
+    """Return whether the last step ended an accumulation window; each step does if the model selects the optimizer."""
+    return optim.accumulative_counts == 1 or bool(optim.begins_window())
 
 
 class _FirstBatches(EpochBatchSampler):
@@ -307,7 +312,7 @@ class ObjectsJob:
         for batch in _endless(loader):
             shapes.add(shapes_of(batch))
             observer.before_step(step.optim.param_groups)
-            observer.after_step(total_loss(step(batch)))
+            observer.after_step(total_loss(step(batch)), _has_updated(step.optim))
 
     def _unshare(self) -> None:
         """Copy tensors out of shared memory; otherwise, a forked process would train the caller's model."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,8 +33,8 @@ class Observer:
     def before_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Called with the parameter groups of the optimizer."""
 
-    def after_step(self, loss: Tensor) -> None:
-        """Called with the loss, a 0-dim tensor on the device."""
+    def after_step(self, loss: Tensor, updated: bool = True) -> None:
+        """Called with the loss, a 0-dim tensor on the device, and whether the step updated the weights."""
 
 
 class Timer(Observer):
@@ -53,7 +55,7 @@ class Timer(Observer):
         self._done = 0
         self._last = time.perf_counter()
 
-    def after_step(self, loss: Tensor) -> None:
+    def after_step(self, loss: Tensor, updated: bool = True) -> None:
         """Record the loss of a warm-up step, or report the mean time of the requested steps."""
         if len(self._losses) < self._warmup:
             self._warm_up(loss)
@@ -112,6 +114,8 @@ def divergence_limit(best: float) -> float:
 class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
+    With gradient accumulation, a step is an update of the weights, and its loss is the mean over its batches.
+
     The sweep ends after `steps` steps, at a non-finite loss, or when it diverges. It diverges when the smoothed loss
     `s` rises above `divergence_limit(best)`, where `best` is the smallest `s` after the first ten steps.
 
@@ -126,6 +130,7 @@ class LrSweep(Observer):
         self.connection = connection
         self._rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
         self._losses: list[float] = []
+        self._window: list[float] = []
         self._average, self._best = 0.0, float("inf")
         self._scales: list[float] = []
 
@@ -142,12 +147,16 @@ class LrSweep(Observer):
             else:
                 group["lr"] = rate * scale
 
-    def after_step(self, loss: Tensor) -> None:
+    def after_step(self, loss: Tensor, updated: bool = True) -> None:
         """Record the loss, and end the sweep if it is complete or diverges."""
-        value = float(loss)
-        self._losses.append(value)
+        self._window.append(float(loss))
         self.connection.send({"event": "step", "seconds": 0.0})
-        finite = -float("inf") < value < float("inf")
+        value = fmean(self._window)
+        finite = math.isfinite(value)
+        if finite and not updated:
+            return
+        self._losses.append(value)
+        self._window.clear()
         if not finite or self._diverges(value) or len(self._losses) == len(self._rates):
             rates = self._rates[: len(self._losses)]
             self.connection.send({"event": "sweep", "rates": rates, "losses": self._losses})

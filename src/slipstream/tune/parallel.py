@@ -34,7 +34,7 @@ class _LossAverager(Observer):
         """Forward the call."""
         self._inner.before_step(param_groups)
 
-    def after_step(self, loss: Tensor) -> None:
+    def after_step(self, loss: Tensor, updated: bool = True) -> None:
         """Forward the call with the mean loss or the local loss."""
         if self._remaining:
             self._remaining -= 1
@@ -42,7 +42,7 @@ class _LossAverager(Observer):
             all_reduce(loss, "mean")
             if self._remaining == 0:
                 self._inner.describe = self.describe
-        self._inner.after_step(loss)
+        self._inner.after_step(loss, updated)
 
 
 def launch(train: Train, observer: Observer, folder: Path, processes: int) -> None:

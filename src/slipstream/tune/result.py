@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.table import Table
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.files import write_text
@@ -18,6 +17,9 @@ from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.search import Outcome, Row
 from slipstream.tune.statistics import Estimate
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["TuneResult", "read_tuned"]
 

@@ -43,11 +43,15 @@ def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a collated batch, or None if it cannot be determined from the batch structure.
 
     If the batch or one of its fields is a tensor, the number of samples is the size of the tensor's first dimension.
-    Otherwise, it is the length of the first field that is a list or a tuple.
+    Otherwise, it is the length of the first field that is a list or a tuple. In a dict, the field `inputs` takes
+    precedence.
     """
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else None
-    fields = list(batch.values()) if isinstance(batch, Mapping) else batch
+    fields = batch
+    if isinstance(batch, Mapping):
+        inputs = batch.get("inputs")
+        fields = [inputs] if isinstance(inputs, Tensor | list | tuple) else list(batch.values())
     if not isinstance(fields, list | tuple):
         return None
     tensors = (len(field) for field in fields if isinstance(field, Tensor) and field.ndim)
