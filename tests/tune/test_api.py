@@ -314,6 +314,33 @@ def test_a_streamed_dataset_is_measured_without_a_batch_limit(tmp_path, dataset)
         assert process.time(3, 1, 60)["seconds"] > 0
 
 
+class BatchLength(tiny_runs.Net):
+    """A model whose loss is the number of samples in the batch."""
+
+    def forward(self, inputs, targets, mode):
+        return {"loss": 0 * super().forward(inputs, targets, mode)["loss"] + len(inputs)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, dict(drop_last=True), dict(num_batch_per_epoch=1)])
+def test_all_batches_of_the_batch_size_finder_have_the_tried_size(tmp_path, options, workers):
+    loader = tiny_runs.loader(tiny_runs.Noisy(), num_workers=workers, **options)  # 40 samples
+    cfg = tiny_runs.training(tmp_path, model=dict(type=BatchLength), train_dataloader=loader)
+    for size in (32, 100):
+        with Process(RunnerJob(cfg, Setting(batch_size=size)), partial(Timer, warmup=4)) as process:
+            assert process.wait_for("warm", 60)["losses"] == [size] * 4
+
+
+def test_all_streamed_batches_of_the_batch_size_finder_have_the_tried_size(tmp_path):
+    loader = dict(batch_size=8, dataset=Stream(), collate_fn=dict(type="default_collate"))
+    cfg = tiny_runs.training(tmp_path, model=dict(type=BatchLength), train_dataloader=loader)
+    with Process(RunnerJob(cfg, Setting(batch_size=32)), partial(Timer, warmup=4)) as process:
+        assert process.wait_for("warm", 60)["losses"] == [32] * 4
+    with Process(RunnerJob(cfg, Setting(batch_size=64))) as process, pytest.raises(TrialError) as caught:
+        process.wait_for("warm", 20)
+    assert "yields no batches" in caught.value.reason
+
+
 class Recorder(Hook):
     """Writes the inputs of all batches to a file, and counts the passes over the loader."""
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
-from slipstream.dataset.loading.loader import RunLoader, length
+from slipstream.dataset.loading.loader import RunLoader, copied_loader, length
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
@@ -68,6 +68,11 @@ class Setting:
     """The values that the baseline selected for training loader options that are set to `auto`."""
     compile_cache: str | None = None
     """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
+
+    @property
+    def exact_size(self) -> int | None:
+        """The number of samples in every batch; None if the batches are those of the baseline, possibly divided."""
+        return self.batch_size if self.split == self.processes == 1 else None
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -150,10 +155,8 @@ class RunnerJob:
                 # A trial must not measure the eager steps that run during compilation.
                 options = replace(options, wait=True, cache=self.setting.compile_cache or options.cache)
                 runner.speed = replace(runner.speed, compile=options)
-            loader = runner.train_dataloader
-            if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
-                count = _NUM_REPEATED_BATCHES * self.setting.split
-                runner.train_loop.dataloader = _repeat_first_batches(loader, loader.batch_sampler, count)
+            if not self.setting.constant_lr:
+                runner.train_loop.dataloader = _repeat_first_batches(runner.train_dataloader, self.setting)
             hook = _StepHook(observer)
             runner.register_hook(hook)
             observer.describe = lambda: self._describe(runner, warnings.messages, hook.shapes)
@@ -184,6 +187,8 @@ class RunnerJob:
         if isinstance(loader, DataLoader):
             loader = {"dataloader": loader}
         changes: dict[str, Any] = dict(self.setting.loader)
+        if self.setting.exact_size is not None:
+            changes["drop_last"] = False  # samples are repeated if the dataset is smaller than one batch
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
@@ -243,21 +248,35 @@ class _StepHook(Hook):
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first `count` batches of an epoch endlessly."""
+    """Repeats the first batches of an epoch endlessly, with the changes in `setting`."""
 
-    count = _NUM_REPEATED_BATCHES
+    setting = Setting()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return cycle(list(islice(super().__iter__(), self.count)))
+        batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * self.setting.split))
+        if self.setting.exact_size is not None:
+            return cycle(_full_batches(batches, self.setting.exact_size))
+        return cycle(batches)
 
 
-def _repeat_first_batches(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
-    """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously."""
+def _full_batches(batches: list[list[int]], size: int) -> list[list[int]]:
+    """Return the batches with `size` samples. If there are none, return one batch in which samples are repeated."""
+    return [batch for batch in batches if len(batch) == size] or [list(islice(cycle(chain(*batches)), size))]
+
+
+def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously.
+
+    Without a batch sampler, batches are not repeated. If `setting` requires a size, incomplete ones are dropped.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, EpochBatchSampler):
+        return loader if setting.exact_size is None else copied_loader(loader, drop_last=True)
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     sampler = _FirstBatches(
         batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
     )
-    sampler.count = count
+    sampler.setting = setting
     repeated = RunLoader(loader.dataset, batch_sampler=sampler, **options)
     repeated.stall_warning = getattr(loader, "stall_warning", repeated.stall_warning)
     return repeated
