@@ -212,7 +212,8 @@ class RunnerJob:
             "accumulate": runner.speed.accumulate,
             "shapes": len(shapes),
             "batch_size": None if "dataloader" in self._loader(self.cfg["train_dataloader"]) else size,
-            "counts_steps": _counts_steps(self.cfg),
+            "counts_steps": _counts_steps(self.cfg)
+            or getattr(loader.batch_sampler, "limit", None) is not None,
         }
 
 
@@ -253,10 +254,15 @@ class _FirstBatches(EpochBatchSampler):
     setting = Setting()
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * self.setting.split))
+        split = self.setting.split
+        batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * split))
         if self.setting.exact_size is not None:
             return cycle(_full_batches(batches, self.setting.exact_size))
-        return cycle(batches)
+        # Batches of the divided size form different pairs from the end of the epoch on.
+        whole = [list(chain(*batches[i : i + split])) for i in range(0, len(batches), split)]
+        if getattr(self.batch_sampler, "drop_last", False) and len(batches) % split:
+            whole.pop()
+        return chain.from_iterable(_divided(batch, split) for batch in cycle(whole))
 
 
 def _full_batches(batches: list[list[int]], size: int) -> list[list[int]]:
@@ -388,11 +394,16 @@ class _DividedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            size = math.ceil(len(batch) / self._parts)
-            yield from (batch[i : i + size] for i in range(0, len(batch), size))
+            yield from _divided(batch, self._parts)
 
     def __len__(self) -> int:
         return len(self._batches) * self._parts
+
+
+def _divided(batch: list[int], parts: int) -> list[list[int]]:
+    """Divide a batch into `parts` smaller batches. A part that would be empty contains the whole batch instead."""
+    size = math.ceil(len(batch) / parts)
+    return [batch[i * size : (i + 1) * size] or batch for i in range(parts)]
 
 
 def _divisible_size(loader: Any) -> int | None:
