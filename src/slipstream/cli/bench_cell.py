@@ -156,7 +156,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
     from slipstream.tune.measured_config import keep_training_only
 
     cfg = load_config(cell.recipe, cell.overrides, cell.config_dir, cell.trust).cfg
-    cfg.default_hooks, cfg.custom_hooks, cfg.load_from = {"preemption": None}, [], None
+    cfg.default_hooks, cfg.custom_hooks, cfg.load_from = {}, [], None
     keep_training_only(cfg, work_dir)
     cfg.launcher = "none" if cell.processes == 1 else "pytorch"
     cfg.log_level = "WARNING"

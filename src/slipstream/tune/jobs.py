@@ -166,7 +166,6 @@ class RunnerJob:
         """Return the configuration of the trial, which writes only to `folder`."""
         cfg = Config(copy.deepcopy(dict(self.cfg)))
         cfg.launcher = "none" if self.setting.processes == 1 else "pytorch"
-        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "preemption": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
         keep_training_only(cfg, folder / "run")
         randomness = cfg.get("randomness") or {}
