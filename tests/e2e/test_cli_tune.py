@@ -1,15 +1,18 @@
 """The command `slipstream tune`, and training with the file that it writes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from slipstream.cli import tune
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
@@ -100,6 +103,26 @@ def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     assert [row["label"] for row in rows] == ["fused", "prefetch=2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tuned.json", "tuned.yaml"]
     assert load_config(RECIPE, ["+speed=tuned.yaml"]).cfg.model
+
+
+def test_sigterm_keeps_the_partial_table_and_leaves_no_temporary_files(tmp_path, monkeypatch, capsys):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(tmp_path)
+    print_row = tune._print_row
+
+    def terminate(row):
+        print_row(row)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(tune, "_print_row", terminate)
+    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,accumulate", "--budget", "5m", "--no-cache"]
+    assert main(command) == 130
+    assert "The search is not complete: interrupted." in capsys.readouterr().out
+    outcome = json.loads(Path("tuned.json").read_text())["outcome"]
+    assert (outcome["stopped"], len(outcome["rows"])) == ("interrupted", 1)
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("what", ["lr", "batch_size"])

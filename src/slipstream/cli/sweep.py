@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.child import Child, exit_on_sigterm, run_child
+from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
 from slipstream.cli.tables import print_table
 from slipstream.errors import ConfigError
@@ -53,7 +53,7 @@ def sweep(args: argparse.Namespace) -> int:
     shows its error, and the remaining runs are still started.
 
     Returns:
-        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
+        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: a sweep or a configuration is invalid. In this case, no run is started.
@@ -72,7 +72,7 @@ def sweep(args: argparse.Namespace) -> int:
         _restore_completed(base, runs)
     status = 0
     try:
-        with exit_on_sigterm():
+        with interrupt_on_sigterm():
             for number, run in enumerate(runs, start=1):
                 is_complete = run.status == 0
                 note = " (already complete; skipped)" if is_complete else ""

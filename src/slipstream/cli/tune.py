@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import ConfigError
 from slipstream.recipes import find_recipe
@@ -21,7 +22,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the plan. Return 130 if the search was interrupted."""
+    """Measure, print a table, and write the plan. Return 130 if Ctrl-C or SIGTERM stopped the search."""
     start: float = args.start
     from slipstream.tune.api import parse_budget
 
@@ -32,9 +33,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     seconds = parse_budget(args.budget)
     cfg = configure(args)
-    if args.find is not None:
-        return _find(args, cfg, seconds, start)
-    return _tune(args, cfg, seconds, out, start)
+    with interrupt_on_sigterm():
+        if args.find is not None:
+            return _find(args, cfg, seconds, start)
+        return _tune(args, cfg, seconds, out, start)
 
 
 def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, start: float) -> int:

@@ -92,7 +92,7 @@ class Process:
             target=_main, args=(child_connection, work, self._folder, torch.get_num_threads(), fork)
         )
         try:
-            with _defer_interrupt():
+            with _defer_signals():
                 self._process.start()
         except BaseException:
             self.end()
@@ -179,19 +179,23 @@ class Process:
 
 
 @contextmanager
-def _defer_interrupt() -> Iterator[None]:
-    """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in an at-fork callback."""
+def _defer_signals() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, because Python ignores exceptions raised in an at-fork callback."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
     received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
+    previous = {
+        number: signal.signal(number, lambda signum, frame: received.append(signum))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
-    if received:
-        signal.raise_signal(signal.SIGINT)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    for signum in received:
+        signal.raise_signal(signum)
 
 
 def forks() -> bool:
