@@ -164,6 +164,14 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
+def test_error_for_a_budget_too_short_for_the_lr_sweep_names_the_minimum(own):
+    message = (
+        r"budget: 0.5 s is too short: the learning rate range test finished \d+ of 100000 steps .* it needs"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_lr(*own, start=1e-7, end=1e-6, steps=100_000, budget=0.5)
+
+
 @pytest.mark.parametrize(
     "measure",
     [

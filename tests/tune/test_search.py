@@ -451,5 +451,12 @@ def test_unknown_option_names_suggest_the_nearest():
         check_names(["chanels_last"])
 
 
+def test_at_least_one_name_is_required():
+    with pytest.raises(
+        ConfigError, match=r"options: contains no name; choose from num_workers, .*leave it out"
+    ):
+        check_names([])
+
+
 def test_names_are_measured_in_a_fixed_order():
     assert check_names(["compile", "fused"]) == ["fused", "compile"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,13 +59,11 @@ def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -
     from slipstream.tune.batch_size import search_batch_sizes
     from slipstream.tune.lr_range import sweep_lr
 
-    # Reading the configuration counts toward the time limit.
-    seconds = max(seconds - (time.monotonic() - start), 0.0)
     if args.find == "batch_size":
-        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
+        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size, start)
         print(sizes)
         return 130 if sizes.stopped == "interrupted" else 0
-    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds)
+    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds, start)
     print(lr_range)
     if is_installed("matplotlib"):
         print(f"Written: {lr_range.plot(Path(args.out).with_name('lr_range.png'))}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.cores import cores
-from slipstream.errors import UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.speed.plan import REFUSED, idle
 from slipstream.tune.jobs import Setting
@@ -102,9 +102,14 @@ def check_names(names: Iterable[str]) -> list[str]:
     """Return the names in the order of measurement.
 
     Raises:
+        ConfigError: there are no names.
         UnknownNameError: a name is not in `OPTIONS`.
     """
     names = list(names)
+    if not names:
+        raise ConfigError(
+            f"contains no name; choose from {', '.join(OPTIONS)}, or leave it out to measure all", "options"
+        )
     for name in names:
         if name not in OPTIONS:
             raise UnknownNameError(

@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
+__all__ = ["WARMUP", "Job", "Process", "TrialError", "budget_error", "forks", "format_seconds"]
 
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
@@ -67,6 +67,25 @@ class TrialError(Exception):
         self.status = status
         self.reason = reason
         self.warmup_seconds = warmup_seconds
+
+
+def budget_error(budget: float, name: str, finished: int, steps: int) -> ConfigError:
+    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds."""
+    needed = (
+        f"about {format_seconds(budget * steps / finished)}"
+        if finished
+        else f"at least {format_seconds(4 * budget)}"
+    )
+    return ConfigError(
+        f"{format_seconds(budget)} is too short: {name} finished {finished} of {steps} steps within this time; it "
+        f"needs {needed}",
+        "budget",
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with two significant digits, or in whole seconds from 10 s."""
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 class Process:
