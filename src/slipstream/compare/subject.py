@@ -84,9 +84,9 @@ def model_loss(net: Any, batch: Any) -> Tensor:
 def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
-    Speed options, hooks, gradient clipping, schedules and weight averaging are omitted, because the frameworks
-    implement them differently. The batches are loaded and preprocessed once. All have as many samples as the first one,
-    so that every step trains on the same number of samples; the last batch of a short epoch is left out.
+    Speed options, hooks, gradient accumulation and clipping, schedules and weight averaging are omitted, because the
+    frameworks implement them differently. The batches are loaded and preprocessed once. All have as many samples as
+    the first one, so that every step trains on the same number of samples; the last batch of a short epoch is left out.
 
     Raises:
         ConfigError: the configuration does not include training, or its optimizer wrapper has several optimizers.
