@@ -99,7 +99,7 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
     Commas inside brackets or quotes do not separate values.
 
     Raises:
-        ConfigError: an argument has no key or no values, or a key or a value appears twice.
+        ConfigError: an argument has no key or no values, a key or a value appears twice, or the key is `work_dir`.
     """
     sweeps: dict[str, list[str]] = {}
     for word in words:
@@ -107,6 +107,12 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
         values = _split(text)
         if not key or not equals or not all(values):
             raise ConfigError(f"must be key=value,value,..., such as lr=1e-4,3e-4, not '{word}'", "--sweep")
+        if key.lstrip("+") == "work_dir":
+            raise ConfigError(
+                "'work_dir' cannot be swept, because each run already has its own folder; set one work_dir for the "
+                "sweep as an override",
+                "--sweep",
+            )
         if key in sweeps or any(
             override.partition("=")[0].lstrip("+") == key.lstrip("+") for override in overrides
         ):
@@ -151,14 +157,16 @@ def _split(text: str) -> list[str]:
 
 
 def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iterator[Run]:
-    """Yield the runs, after checking the configuration of each."""
+    """Yield the runs, after checking the configuration of each. All folders are in the first run's work_dir."""
+    base = None
     for index, combination in enumerate(itertools.product(*values.values())):
         selected = dict(zip(values, combination, strict=True))
         overrides = [*args.overrides, *(f"{key}={value}" for key, value in selected.items())]
         cfg = read_config(argparse.Namespace(**{**vars(args), "overrides": overrides})).cfg
         label = "_".join(f"{key}={value}" for key, value in selected.items())
         name = _UNSAFE_CHARACTERS.sub("-", f"{index}_{label}")[:_MAX_NAME_LENGTH]
-        yield Run(selected, str(Path(cfg.work_dir) / "sweep" / name), list(args.overrides))
+        base = base or Path(cfg.work_dir) / "sweep"
+        yield Run(selected, str(base / name), list(args.overrides))
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
