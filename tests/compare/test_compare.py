@@ -102,6 +102,15 @@ def test_a_subject_has_the_weights_optimizer_and_first_batches_that_its_configur
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("batch_size", "expected"), [(16, [16, 16]), (64, [40])])
+def test_all_batches_have_the_reported_number_of_samples(tmp_path, batch_size, expected, workers):
+    loader = tiny_runs.loader(batch_size=batch_size, num_workers=workers)  # 40 samples
+    found = subject(tmp_path, train_dataloader=loader)
+    assert [len(inputs) for inputs, _ in found.batches] == expected
+    assert found.samples_per_step == expected[0]
+
+
 @pytest.mark.parametrize(("name", "dims"), [("resnet18_cifar", 1), ("regseg48", 3)])
 def test_a_network_is_trained_on_images_of_the_given_size(name, dims):
     found = network_subject(name, (64, 96), 2)

@@ -195,6 +195,14 @@ def test_synthetic_run_repeats_one_batch(tmp_path):
     assert not torch.equal(SEEN[0], SEEN[1])
 
 
+@pytest.mark.parametrize("batch_size", [30, 100])
+def test_synthetic_run_counts_the_samples_of_the_repeated_batch(tmp_path, batch_size):
+    status, result = measure(tmp_path, synthetic=True, batch_size=batch_size)
+    assert status == 0
+    assert {len(inputs) for inputs in SEEN} == {min(batch_size, 40)}
+    assert json.loads(result.read_text())["samples_per_step"] == min(batch_size, 40)
+
+
 def test_samples_of_a_smaller_last_batch_are_counted(tmp_path):
     status, result = measure(tmp_path, batch_size=7)
     assert status == 0

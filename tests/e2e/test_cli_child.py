@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import process_tree
-from slipstream.cli.child import exit_on_sigterm, run_child
+from slipstream.cli.child import interrupt_on_sigterm, run_child
 
 WITH_CHILD = """
 import subprocess, sys, time
@@ -76,7 +76,7 @@ def test_signal_ends_the_process_and_its_child_processes(tmp_path, number):
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt).start()
-    with pytest.raises((KeyboardInterrupt, SystemExit)), exit_on_sigterm():
+    with pytest.raises((KeyboardInterrupt, SystemExit)), interrupt_on_sigterm():
         run_child(["-c", WITH_CHILD.format(path=str(path))], grace=1.0, quiet=True)
     assert ends(int(path.read_text()))
 
@@ -126,6 +126,6 @@ except KeyboardInterrupt:
 
 def test_sigterm_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with exit_on_sigterm():
+    with interrupt_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +90,25 @@ custom_hooks = [dict(type="ProfilerHook"), Saver(), dict(type=Own), dict(type="R
     assert main(["profile", config]) == 2  # no step has run
     assert seen.count("Own") == 2
     assert not {"Saver", "CheckpointHook", "ProfilerHook", "ReportHook"} & {*seen}
+
+
+def test_sigterm_ends_the_command_without_a_checkpoint(config, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    hook = """
+import os, signal
+from slipstream.hooks import Hook
+
+class Terminate(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+custom_hooks = [dict(type=Terminate), dict(type="PreemptionHook")]
+"""
+    Path(config).write_text(CONFIG + hook)
+    assert main(["profile", config]) == 130
+    assert "saved" not in "".join(capfd.readouterr())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_training_that_ends_too_early_raises_an_error(config, capsys):

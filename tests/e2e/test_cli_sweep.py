@@ -95,6 +95,16 @@ def test_failed_run_has_a_row_and_the_other_runs_continue(tmp_path, capsys):
     assert "2 s" in printed
 
 
+def test_all_runs_are_in_one_folder_if_the_work_dir_depends_on_a_swept_value(
+    in_process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(module, "run_child", lambda argv: in_process.append(argv) or Child(0, "", 1.0))
+    assert main(["train", "cityscapes_ddrnet", "--sweep", "experiment_name=a,b"]) == 0
+    runs = json.loads((tmp_path / "work_dirs/a/sweep/sweep.json").read_text())
+    names = ["0_experiment_name=a", "1_experiment_name=b"]
+    assert [run["folder"] for run in runs] == [f"work_dirs/a/sweep/{name}" for name in names]
+
+
 def test_run_without_validation_reports_its_loss(tmp_path):
     assert (
         main(
@@ -176,6 +186,8 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
             ["--sweep", f"{LR}=0.1", "--launcher", "slurm"],
             "`--sweep` cannot be combined with `--launcher`. For several",
         ),
+        (["--sweep", "work_dir=a,b"], "--sweep: 'work_dir' cannot be swept"),
+        (["--multirun", "+work_dir=a,b"], "--sweep: 'work_dir' cannot be swept"),
         (["--multirun", f"{LR}=0.1"], "requires an override with several values"),
         (["--multirun", f"{LR}=0.1,0.1"], "contains a value twice"),
     ],

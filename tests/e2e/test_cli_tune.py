@@ -1,15 +1,18 @@
 """The command `slipstream tune`, and training with the file that it writes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from slipstream.cli import tune
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
@@ -70,6 +73,7 @@ def test_other_options_of_the_recipe_are_kept(tuned):
             ["--options", "fusd"],
             "options: 'fusd' is not an option that can be measured; did you mean 'fused'?",
         ),
+        (["--options", ","], "options: contains no name; choose from num_workers, "),
         (["--out", "tuned.txt"], "--out: must be the path of a .yaml file, not 'tuned.txt'"),
         (["--out", "no/such/folder/tuned.yaml"], "--out: the folder "),
         (["+speed=missing.yaml"], "speed: cannot read 'missing.yaml'"),
@@ -102,25 +106,51 @@ def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     assert load_config(RECIPE, ["+speed=tuned.yaml"]).cfg.model
 
 
+def test_sigterm_keeps_the_partial_table_and_leaves_no_temporary_files(tmp_path, monkeypatch, capsys):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(tmp_path)
+    print_row = tune._print_row
+
+    def terminate(row):
+        print_row(row)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(tune, "_print_row", terminate)
+    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,accumulate", "--budget", "5m", "--no-cache"]
+    assert main(command) == 130
+    assert "The search is not complete: interrupted." in capsys.readouterr().out
+    outcome = json.loads(Path("tuned.json").read_text())["outcome"]
+    assert (outcome["stopped"], len(outcome["rows"])) == ("interrupted", 1)
+    assert not list(temporary.iterdir())
+
+
 @pytest.mark.parametrize("what", ["lr", "batch_size"])
 def test_the_budget_of_a_search_for_one_value_includes_the_startup_time(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    left = []
+    seen = []
+    configure = tune.configure
+    monkeypatch.setattr(tune, "configure", lambda args: seen.append(time.monotonic()) or configure(args))
 
     def stop(*arguments):
-        left.append(next(value for value in reversed(arguments) if isinstance(value, float)))
+        seen.extend(arguments)
         raise ConfigError("stop", "test")
 
     monkeypatch.setattr(lr_range, "sweep_lr", stop)
     monkeypatch.setattr(batch_size, "search_batch_sizes", stop)
     assert main(["tune", RECIPE, *SMALL, "--find", what, "--budget", "5m"]) == 2
-    assert 0 < left[0] < 300
+    assert 300 in seen
+    assert seen[-1] < seen[0]  # the start of the command
 
 
-def test_the_error_for_a_short_budget_names_the_minimum(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [[], ["--find", "lr"], ["--find", "batch_size"]])
+def test_the_error_for_a_short_budget_names_the_minimum(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["tune", RECIPE, *SMALL, "--budget", "0.5s", "--no-cache"]) == 2
-    assert "budget: 0.5 s is too short" in capsys.readouterr().err
+    assert main(["tune", RECIPE, *SMALL, "--budget", "0.1s", "--no-cache", *words]) == 2
+    err = capsys.readouterr().err
+    assert "budget: 0.1 s is too short" in err
+    assert "needs" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,7 +159,7 @@ def test_a_learning_rate_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sweep = lr_range.sweep_lr
     monkeypatch.setattr(
-        lr_range, "sweep_lr", lambda job, start, end, steps, budget: sweep(job, start, end, 12, budget)
+        lr_range, "sweep_lr", lambda job, start, end, steps, *rest: sweep(job, start, end, 12, *rest)
     )
     assert main(["tune", RECIPE, *SMALL, "--find", "lr"]) == 0
     printed = capsys.readouterr().out

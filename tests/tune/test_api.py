@@ -164,6 +164,14 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
 
 
+def test_error_for_a_budget_too_short_for_the_lr_sweep_names_the_minimum(own):
+    message = (
+        r"budget: 0.5 s is too short: the learning rate range test finished \d+ of 100000 steps .* it needs"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_lr(*own, start=1e-7, end=1e-6, steps=100_000, budget=0.5)
+
+
 @pytest.mark.parametrize(
     "measure",
     [
@@ -314,6 +322,33 @@ def test_a_streamed_dataset_is_measured_without_a_batch_limit(tmp_path, dataset)
         assert process.time(3, 1, 60)["seconds"] > 0
 
 
+class BatchLength(tiny_runs.Net):
+    """A model whose loss is the number of samples in the batch."""
+
+    def forward(self, inputs, targets, mode):
+        return {"loss": 0 * super().forward(inputs, targets, mode)["loss"] + len(inputs)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("options", [{}, dict(drop_last=True), dict(num_batch_per_epoch=1)])
+def test_all_batches_of_the_batch_size_finder_have_the_tried_size(tmp_path, options, workers):
+    loader = tiny_runs.loader(tiny_runs.Noisy(), num_workers=workers, **options)  # 40 samples
+    cfg = tiny_runs.training(tmp_path, model=dict(type=BatchLength), train_dataloader=loader)
+    for size in (32, 100):
+        with Process(RunnerJob(cfg, Setting(batch_size=size)), partial(Timer, warmup=4)) as process:
+            assert process.wait_for("warm", 60)["losses"] == [size] * 4
+
+
+def test_all_streamed_batches_of_the_batch_size_finder_have_the_tried_size(tmp_path):
+    loader = dict(batch_size=8, dataset=Stream(), collate_fn=dict(type="default_collate"))
+    cfg = tiny_runs.training(tmp_path, model=dict(type=BatchLength), train_dataloader=loader)
+    with Process(RunnerJob(cfg, Setting(batch_size=32)), partial(Timer, warmup=4)) as process:
+        assert process.wait_for("warm", 60)["losses"] == [32] * 4
+    with Process(RunnerJob(cfg, Setting(batch_size=64))) as process, pytest.raises(TrialError) as caught:
+        process.wait_for("warm", 20)
+    assert "yields no batches" in caught.value.reason
+
+
 class Recorder(Hook):
     """Writes the inputs of all batches to a file, and counts the passes over the loader."""
 
@@ -379,14 +414,27 @@ def test_half_batches_of_a_runner_have_the_same_samples_and_losses_as_whole_batc
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
 
 
-def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole_batches(own):
-    _, loader, _, loss = own
+@pytest.mark.parametrize("options", [{}, dict(drop_last=True)])
+@pytest.mark.parametrize("samples", [20, 25])
+def test_half_batches_of_a_short_epoch_have_the_same_losses_as_whole_batches(tmp_path, samples, options):
+    data = tiny_runs.loader(tiny_runs.Noisy(samples), **options)
+    cfg = tiny_runs.training(tmp_path, train_dataloader=data)
+    with Process(RunnerJob(cfg)) as process:
+        losses = process.wait_for("warm", 60)["losses"]
+    with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
+        assert halves(process) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("samples", [20, 17])
+def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole_batches(own, samples):
+    loss = own[3]
+    loader = DataLoader(TensorDataset(*tiny_runs.samples(samples)), batch_size=8)
     plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # BatchNorm and dropout depend on the batch
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     job = ObjectsJob(plain, loader, optimizer, loss, None, get_random_state())
     with Process(job) as process:
         warm = process.wait_for("warm", 60)
-    assert (warm["batch_size"], warm["shapes"]) == (8, 1)
+    assert warm["batch_size"] == 8
     with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
 
@@ -430,6 +478,7 @@ class FailsOnRankOne(tiny_runs.Net):
         (dict(param_scheduler=[dict(type="LinearLR", by_epoch=False)]), True),
         (dict(param_scheduler=dict(type="StepLR", step_size=3)), False),
         (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
+        (dict(train_dataloader=tiny_runs.loader(num_batch_per_epoch=3)), True),
     ],
 )
 def test_a_trial_reports_whether_the_run_counts_steps(tmp_path, changes, counts_steps):

@@ -83,6 +83,21 @@ def test_rows_measured_before_an_interrupt_are_kept(fake_process):
     assert (found.stopped, found.largest) == ("interrupted", 2)
 
 
+def test_an_interrupt_before_the_first_result_is_raised(fake_process):
+    with pytest.raises(KeyboardInterrupt):
+        search_batch_sizes(lambda setting: Script(fail_when_timed=KeyboardInterrupt()), 64, 60, print)
+
+
+@pytest.mark.parametrize(
+    ("finished", "needed"),
+    [(0, "finished 0 of 7 steps within this time; it needs at least 8 s"), (3, "3 of 7 .* about 4.7 s")],
+)
+def test_error_for_a_budget_too_short_for_one_size_names_the_minimum(fake_process, finished, needed):
+    late = TrialError("timed out", "too late", (0.1,) * finished)
+    with pytest.raises(ConfigError, match=f"budget: 2 s is too short: training with batch size 1.*{needed}"):
+        search_batch_sizes(lambda setting: Script(error=late), 64, 2, print)
+
+
 def test_sizes_below_one_are_rejected():
     with pytest.raises(ConfigError, match="max_size: must be at least 1, not 0"):
         find(max_size=0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes import alive
 
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.process_tree import descendants
 from slipstream.tune import process as module
 from slipstream.tune.process import WARMUP, Process, TrialError
@@ -120,7 +121,8 @@ def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
     assert not any(map(alive, [process.pid, *children]))
 
 
-def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch, number):
     pids = []
     start = module.multiprocessing.get_context("fork").Process.start
 
@@ -128,11 +130,11 @@ def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch):
         start(process)
         pids.append(process.pid)
         with suppress(KeyboardInterrupt):  # Python also ignores exceptions in functions that run at fork
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.05)
 
     monkeypatch.setattr(module.multiprocessing.get_context("fork").Process, "start", interrupted_start)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupt_on_sigterm(), pytest.raises(KeyboardInterrupt):
         Process(Job())
     assert pids
     assert not alive(pids[0])

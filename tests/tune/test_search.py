@@ -427,7 +427,10 @@ def test_data_parallelism_is_skipped_if_it_is_not_possible(fake_process, monkeyp
     [
         (Script(batch_size=5), "requires an even batch size, not 5"),
         (Script(batch_size=None), "requires batches that can be divided into smaller batches"),
-        (Script(counts_steps=True), "the run length or the learning rate schedule is specified in steps"),
+        (
+            Script(counts_steps=True),
+            "the length of the run or of an epoch, or the learning rate schedule is specified in steps",
+        ),
         (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
     ],
 )
@@ -446,6 +449,13 @@ def test_unknown_option_names_suggest_the_nearest():
         ConfigError, match=r"'chanels_last' is not an option .*; did you mean 'channels_last'\?"
     ):
         check_names(["chanels_last"])
+
+
+def test_at_least_one_name_is_required():
+    with pytest.raises(
+        ConfigError, match=r"options: contains no name; choose from num_workers, .*leave it out"
+    ):
+        check_names([])
 
 
 def test_names_are_measured_in_a_fixed_order():

@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.cli.bench_cell import Cell
 from slipstream.cli.bench_report import Measurement, write_report
-from slipstream.cli.child import exit_on_sigterm, run_child
+from slipstream.cli.child import interrupt_on_sigterm, run_child
 from slipstream.cli.configure import load_config
 from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Execute each run in a separate process, and write the table after each run.
 
     Returns:
-        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
+        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: an option is invalid, a recipe does not exist, or the output folder is not writable.
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     results: list[Measurement] = []
     status = 0
     try:
-        with exit_on_sigterm():
+        with interrupt_on_sigterm():
             cells = list(_cells(args))
             for number, cell in enumerate(cells, start=1):
                 print(f"{number}/{len(cells)}  {cell.recipe}: {cell.options}", end="  ", flush=True)

@@ -116,9 +116,10 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     timer = StepTimer(cell.warmup, cell.steps, device)
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        samples_per_step = runner.samples_per_step  # the repeated-batch loader has no batch size
+        repeated_samples = None
         if cell.synthetic:
-            runner.train_loop.dataloader = _repeat_first_batch(runner.train_loop.dataloader)
+            loop = runner.train_loop
+            loop.dataloader, repeated_samples = _repeat_first_batch(loop.dataloader)
         runner.register_hook(timer)
         try:
             runner.train()
@@ -138,8 +139,11 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
             "the loss of a timed step is not finite; run `slipstream train` with the recipe, and check its log"
         )
     if rank == 0:
-        samples = samples_per_step if cell.synthetic else timer.samples / cell.steps
-        measurement = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
+        measurement = {
+            "seconds": timer.seconds,
+            "samples_per_step": repeated_samples or timer.samples / cell.steps,
+            "memory": timer.memory(),
+        }
         Path(result).write_text(
             json.dumps({**measurement, "cell": asdict(cell), "threads": torch.get_num_threads()})
         )
@@ -152,7 +156,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
     from slipstream.tune.measured_config import keep_training_only
 
     cfg = load_config(cell.recipe, cell.overrides, cell.config_dir, cell.trust).cfg
-    cfg.default_hooks, cfg.custom_hooks, cfg.load_from = {"preemption": None}, [], None
+    cfg.default_hooks, cfg.custom_hooks, cfg.load_from = {}, [], None
     keep_training_only(cfg, work_dir)
     cfg.launcher = "none" if cell.processes == 1 else "pytorch"
     cfg.log_level = "WARNING"
@@ -207,13 +211,20 @@ def _speed(cell: Cell) -> dict[str, Any]:
     return speed
 
 
-def _repeat_first_batch(loader: Any) -> Any:
-    """Return a loader that yields the first batch of `loader` as many times as `loader` yields batches."""
+def _repeat_first_batch(loader: Any) -> tuple[Any, int]:
+    """Return a loader that repeats the first batch of `loader`, and the batch's samples, summed over all processes.
+
+    The loader yields as many batches as `loader`.
+    """
     from torch.utils.data import DataLoader
 
     from slipstream.compare.subject import Batches
+    from slipstream.dataset.loading.counting import BatchSizes
+    from slipstream.dist import get_world_size
 
-    return DataLoader(Batches([next(iter(loader))], len(loader)), batch_size=None)
+    batch = next(iter(loader))
+    samples = BatchSizes(loader).get(0, batch) * get_world_size()
+    return DataLoader(Batches([batch], len(loader)), batch_size=None), samples
 
 
 if __name__ == "__main__":

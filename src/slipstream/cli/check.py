@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import NonFiniteLossError
 from slipstream.hooks import Hook
@@ -71,7 +72,11 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
 
     validation = {name: cfg.get(name) for name in _VALIDATION}
     hook = _OneStep()
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
+    with (
+        interrupt_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        at_user_paths(cfg),
+    ):
         keep_training_only(cfg, folder)
         cfg.update(validation)
         cfg.launcher, cfg.log_level = "none", "WARNING"

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from types import FrameType
 from typing import IO
 
 from slipstream.process_tree import descendants, kill_group
 
-__all__ = ["Child", "exit_on_sigterm", "run_child"]
+__all__ = ["Child", "interrupt_on_sigterm", "run_child"]
 
 _GRACE = 20.0
 """Seconds between asking a process to exit and killing it. Training saves its state during this time."""
@@ -123,16 +122,15 @@ def _reason(returncode: int, lines: Sequence[str]) -> str:
 
 
 @contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit in the `with` block on SIGTERM, so that processes started in the block are terminated."""
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the `with` block on SIGTERM, as on Ctrl-C.
+
+    Processes started in the block are then terminated, and partial results are kept.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        sys.exit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.child import exit_on_sigterm
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import load_config
 from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print a table, and write the files.
 
     Returns:
-        0 if all installed contenders were measured with equal losses, 1 otherwise, and 130 after Ctrl-C.
+        0 if all installed contenders were measured with equal losses, 1 otherwise, and 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: a name is unknown, or the output folder is not writable.
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     names += [name for name in ("loop", "slipstream") if name not in names]
     out, subject = prepare_output_folder(Path(args.out)), _subject(args)
     environment = _environment(args)
-    with exit_on_sigterm():
+    with interrupt_on_sigterm():
         comparison = compare(subject, names, args.steps, args.rounds, args.timeout, _print_line)
     print_table(HEADER, rows(comparison), width=140)
     print(f"Results: {', '.join(map(str, write(comparison, environment, out)))}")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import ConfigError
 
@@ -74,7 +75,11 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
     from slipstream.training.config_paths import at_user_paths
     from slipstream.tune.measured_config import keep_training_only
 
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
+    with (
+        interrupt_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        at_user_paths(cfg),
+    ):
         keep_training_only(cfg, folder)  # only the profile is kept
         runner = Runner.from_cfg(cfg)
         runner.register_hook(hook)

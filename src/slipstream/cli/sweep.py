@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.child import Child, exit_on_sigterm, run_child
+from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
 from slipstream.cli.tables import print_table
 from slipstream.errors import ConfigError
@@ -54,7 +54,7 @@ def sweep(args: argparse.Namespace) -> int:
     shows its error, and the remaining runs are still started.
 
     Returns:
-        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
+        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: a sweep or a configuration is invalid. In this case, no run is started.
@@ -73,7 +73,7 @@ def sweep(args: argparse.Namespace) -> int:
         _restore_completed(base, runs)
     status = 0
     try:
-        with exit_on_sigterm():
+        with interrupt_on_sigterm():
             for number, run in enumerate(runs, start=1):
                 is_complete = run.status == 0
                 note = " (already complete; skipped)" if is_complete else ""
@@ -100,7 +100,7 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
     Commas inside brackets or quotes do not separate values.
 
     Raises:
-        ConfigError: an argument has no key or no values, or a key or a value appears twice.
+        ConfigError: an argument has no key or no values, a key or a value appears twice, or the key is `work_dir`.
     """
     sweeps: dict[str, list[str]] = {}
     for word in words:
@@ -108,6 +108,12 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
         values = _split(text)
         if not key or not equals or not all(values):
             raise ConfigError(f"must be key=value,value,..., such as lr=1e-4,3e-4, not '{word}'", "--sweep")
+        if key.lstrip("+") == "work_dir":
+            raise ConfigError(
+                "'work_dir' cannot be swept, because each run already has its own folder; set one work_dir for the "
+                "sweep as an override",
+                "--sweep",
+            )
         if key in sweeps or any(
             override.partition("=")[0].lstrip("+") == key.lstrip("+") for override in overrides
         ):
@@ -152,14 +158,16 @@ def _split(text: str) -> list[str]:
 
 
 def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iterator[Run]:
-    """Yield the runs, after checking the configuration of each."""
+    """Yield the runs, after checking the configuration of each. All folders are in the first run's work_dir."""
+    base = None
     for index, combination in enumerate(itertools.product(*values.values())):
         selected = dict(zip(values, combination, strict=True))
         overrides = [*args.overrides, *(f"{key}={value}" for key, value in selected.items())]
         cfg = read_config(argparse.Namespace(**{**vars(args), "overrides": overrides})).cfg
         label = "_".join(f"{key}={value}" for key, value in selected.items())
         name = _UNSAFE_CHARACTERS.sub("-", f"{index}_{label}")[:_MAX_NAME_LENGTH]
-        yield Run(selected, str(Path(cfg.work_dir) / "sweep" / name), list(args.overrides))
+        base = base or Path(cfg.work_dir) / "sweep"
+        yield Run(selected, str(base / name), list(args.overrides))
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:

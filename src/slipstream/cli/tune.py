@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import ConfigError
 from slipstream.recipes import find_recipe
@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the plan. Return 130 if the search was interrupted."""
+    """Measure, print a table, and write the plan. Return 130 if Ctrl-C or SIGTERM stopped the search."""
     start: float = args.start
     from slipstream.tune.api import parse_budget
 
@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     seconds = parse_budget(args.budget)
     cfg = configure(args)
-    if args.find is not None:
-        return _find(args, cfg, seconds, start)
-    return _tune(args, cfg, seconds, out, start)
+    with interrupt_on_sigterm():
+        if args.find is not None:
+            return _find(args, cfg, seconds, start)
+        return _tune(args, cfg, seconds, out, start)
 
 
 def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, start: float) -> int:
@@ -58,13 +59,11 @@ def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -
     from slipstream.tune.batch_size import search_batch_sizes
     from slipstream.tune.lr_range import sweep_lr
 
-    # Reading the configuration counts toward the time limit.
-    seconds = max(seconds - (time.monotonic() - start), 0.0)
     if args.find == "batch_size":
-        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size)
+        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size, start)
         print(sizes)
         return 130 if sizes.stopped == "interrupted" else 0
-    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds)
+    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds, start)
     print(lr_range)
     if is_installed("matplotlib"):
         print(f"Written: {lr_range.plot(Path(args.out).with_name('lr_range.png'))}")

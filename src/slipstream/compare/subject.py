@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from slipstream.config import Config
+from slipstream.dataset.loading.counting import BatchSizes
 from slipstream.devices import default_device
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.registry import MODELS
@@ -26,7 +27,7 @@ from slipstream.tune.jobs import RunnerJob, Setting
 __all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
 
 _NUM_BATCHES = 6
-"""Number of different batches. Training repeats these batches."""
+"""Maximum number of different batches. Training repeats these batches."""
 _NUM_CLASSES = 19
 _NUM_STEPS = 10**9
 _TRAINING_PARAMS = (
@@ -52,6 +53,7 @@ class Subject:
     """Preprocessed batches, which are passed to the model as arguments."""
     optimizer: Optimizer
     samples_per_step: int
+    """Number of samples in each batch."""
 
     @property
     def device(self) -> torch.device:
@@ -82,11 +84,13 @@ def model_loss(net: Any, batch: Any) -> Tensor:
 def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
-    Speed options, hooks, gradient clipping, schedules and weight averaging are omitted, because the frameworks
-    implement them differently. The batches are loaded and preprocessed once.
+    Speed options, hooks, gradient accumulation and clipping, schedules and weight averaging are omitted, because the
+    frameworks implement them differently. The batches are loaded and preprocessed once. All have as many samples as
+    the first one, so that every step trains on the same number of samples; the last batch of a short epoch is left out.
 
     Raises:
         ConfigError: the configuration does not include training, or its optimizer wrapper has several optimizers.
+        DataError: the training loader yields no batches.
     """
     from slipstream.runner import Runner
     from slipstream.runner.builders import build_optim
@@ -108,9 +112,13 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
                     "must have a single optimizer, because the loops for the other frameworks use only one",
                     "optim_wrapper",
                 )
-            loaded = islice(iter(runner.train_dataloader), _NUM_BATCHES)
-            batches = [model.data_preprocessor(batch, True) for batch in loaded]
-            samples = runner.samples_per_step
+            loader = runner.train_dataloader
+            sizes = BatchSizes(loader)
+            loaded = [(sizes.get(i, batch), batch) for i, batch in enumerate(islice(loader, _NUM_BATCHES))]
+            if not loaded:
+                raise DataError("train_dataloader yields no batches; check the dataset")
+            samples = loaded[0][0]
+            batches = [model.data_preprocessor(batch, True) for size, batch in loaded if size == samples]
             runner.visualizer.close()
     return Subject(name, model, batches, optimizer, samples)
 

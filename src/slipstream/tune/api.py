@@ -191,7 +191,7 @@ def find_batch_size(
         report: called with each row as soon as it is measured.
 
     Raises:
-        ConfigError: an argument is invalid.
+        ConfigError: an argument is invalid, or the budget is too short for the first batch size.
         SlipstreamError: no batch size fits.
     """
     _check_one_process()
@@ -223,8 +223,8 @@ def find_lr(
         budget: time limit in seconds, or a string such as `5m`.
 
     Raises:
-        ConfigError: an argument is invalid.
-        SlipstreamError: the run fails, or does not finish within the budget.
+        ConfigError: an argument is invalid, or the test does not finish within the budget.
+        SlipstreamError: the run fails.
     """
     _check_one_process()
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)

@@ -14,11 +14,13 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
-from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.process import Job, Process, TrialError, budget_error
 
 __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
 
 _WARMUP, _TIMED = 3, 3
+_STEPS = _WARMUP + 1 + _TIMED
+"""Minimum number of steps in a trial, including one untimed step after the warm-up."""
 _MAX_MEMORY_FRACTION = 0.9
 """Maximum fraction of the available CPU memory that a trial may use."""
 
@@ -68,35 +70,57 @@ class BatchSizes:
 
 
 def search_batch_sizes(
-    make_job: Callable[[Setting], Job], max_size: int, budget: float, report: Callable[[BatchSizeRow], None]
+    make_job: Callable[[Setting], Job],
+    max_size: int,
+    budget: float,
+    report: Callable[[BatchSizeRow], None],
+    start_time: float | None = None,
 ) -> BatchSizes:
     """Try 1, 2, 4, ... up to `max_size`, then sizes between the largest that fits and the smallest that does not fit.
 
     Each size runs in its own process. On a CPU, a size is not tried if it is expected to require more than
     90% of the available memory.
 
+    Args:
+        make_job: returns the run for a setting.
+        max_size: largest batch size to try.
+        budget: time limit in seconds.
+        report: called with each new row.
+        start_time: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
+
     Raises:
+        ConfigError: the budget is too short for the first batch size.
         SlipstreamError: training failed with every batch size.
     """
-    search = _Search(make_job, max_size, time.monotonic() + budget, report)
+    start_time = time.monotonic() if start_time is None else start_time
+    search = _Search(make_job, max_size, start_time + budget, report)
     stopped = ""
     try:
         search.run()
-    except _OutOfTimeError:
+    except _OutOfTimeError as error:
+        if not search.fits:
+            name = f"training with batch size {error.size}"
+            raise budget_error(budget, name, error.finished, _STEPS) from None
         stopped = "the time budget ran out"
     except KeyboardInterrupt:
+        if not search.fits:
+            raise
         stopped = "interrupted"
-    if not any(row.status == "fits" for row in search.rows):
-        last = search.rows[-1] if search.rows else None
-        reason = f"batch size {last.batch_size}: {last.status}: {last.reason}" if last else stopped
+    if not search.fits:
+        last = search.rows[-1]
         raise SlipstreamError(
-            f"training failed with every batch size that was tried ({reason}); fix the cause"
+            "training failed with every batch size that was tried "
+            f"(batch size {last.batch_size}: {last.status}: {last.reason}); fix the cause"
         )
     return BatchSizes(search.rows, stopped)
 
 
 class _OutOfTimeError(Exception):
-    """The time budget ran out."""
+    """The time budget ran out during the trial of batch size `size`, after `finished` steps."""
+
+    def __init__(self, size: int, finished: int = 0) -> None:
+        super().__init__(size, finished)
+        self.size, self.finished = size, finished
 
 
 class _Search:
@@ -112,6 +136,11 @@ class _Search:
         self._make_job, self._max, self._end, self._report = make_job, max_size, end, report
         self._available = available_mib()
         self.rows: list[BatchSizeRow] = []
+
+    @property
+    def fits(self) -> bool:
+        """Whether a tried size fits."""
+        return any(row.status == "fits" for row in self.rows)
 
     def run(self) -> None:
         fits, fails, size = 0, 0, 1
@@ -162,7 +191,7 @@ class _Search:
         job = self._make_job(Setting(batch_size=size))
         remaining = self._end - time.monotonic()
         if remaining <= 0:
-            raise _OutOfTimeError
+            raise _OutOfTimeError(size)
         try:
             with Process(job, partial(Timer, warmup=_WARMUP)) as process:
                 warm = process.wait_for("warm", remaining)
@@ -170,7 +199,7 @@ class _Search:
                 timed = process.time(steps, 1 + warm["buffered"], max(self._end - time.monotonic(), 0.1))
         except TrialError as failure:
             if failure.status == "timed out":
-                raise _OutOfTimeError from None
+                raise _OutOfTimeError(size, len(failure.warmup_seconds)) from None
             return BatchSizeRow(size, failure.status, reason=failure.reason)
         return BatchSizeRow(size, "fits", size / timed["seconds"], timed["peak_mib"])
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
-from slipstream.dataset.loading.loader import RunLoader, length
+from slipstream.dataset.loading.loader import RunLoader, copied_loader, length
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
@@ -68,6 +68,11 @@ class Setting:
     """The values that the baseline selected for training loader options that are set to `auto`."""
     compile_cache: str | None = None
     """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
+
+    @property
+    def exact_size(self) -> int | None:
+        """The number of samples in every batch; None if the batches are those of the baseline, possibly divided."""
+        return self.batch_size if self.split == self.processes == 1 else None
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -150,10 +155,8 @@ class RunnerJob:
                 # A trial must not measure the eager steps that run during compilation.
                 options = replace(options, wait=True, cache=self.setting.compile_cache or options.cache)
                 runner.speed = replace(runner.speed, compile=options)
-            loader = runner.train_dataloader
-            if not self.setting.constant_lr and isinstance(loader.batch_sampler, EpochBatchSampler):
-                count = _NUM_REPEATED_BATCHES * self.setting.split
-                runner.train_loop.dataloader = _repeat_first_batches(loader, loader.batch_sampler, count)
+            if not self.setting.constant_lr:
+                runner.train_loop.dataloader = _repeat_first_batches(runner.train_dataloader, self.setting)
             hook = _StepHook(observer)
             runner.register_hook(hook)
             observer.describe = lambda: self._describe(runner, warnings.messages, hook.shapes)
@@ -163,7 +166,6 @@ class RunnerJob:
         """Return the configuration of the trial, which writes only to `folder`."""
         cfg = Config(copy.deepcopy(dict(self.cfg)))
         cfg.launcher = "none" if self.setting.processes == 1 else "pytorch"
-        cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "preemption": None}
         cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if _acts_on_steps(hook)]
         keep_training_only(cfg, folder / "run")
         randomness = cfg.get("randomness") or {}
@@ -184,6 +186,8 @@ class RunnerJob:
         if isinstance(loader, DataLoader):
             loader = {"dataloader": loader}
         changes: dict[str, Any] = dict(self.setting.loader)
+        if self.setting.exact_size is not None:
+            changes["drop_last"] = False  # samples are repeated if the dataset is smaller than one batch
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
@@ -207,7 +211,8 @@ class RunnerJob:
             "accumulate": runner.speed.accumulate,
             "shapes": len(shapes),
             "batch_size": None if "dataloader" in self._loader(self.cfg["train_dataloader"]) else size,
-            "counts_steps": _counts_steps(self.cfg),
+            "counts_steps": _counts_steps(self.cfg)
+            or getattr(loader.batch_sampler, "limit", None) is not None,
         }
 
 
@@ -248,21 +253,40 @@ def _has_updated(optim: Any) -> bool:
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first `count` batches of an epoch endlessly."""
+    """Repeats the first batches of an epoch endlessly, with the changes in `setting`."""
 
-    count = _NUM_REPEATED_BATCHES
+    setting = Setting()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return cycle(list(islice(super().__iter__(), self.count)))
+        split = self.setting.split
+        batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * split))
+        if self.setting.exact_size is not None:
+            return cycle(_full_batches(batches, self.setting.exact_size))
+        # Batches of the divided size form different pairs from the end of the epoch on.
+        whole = [list(chain(*batches[i : i + split])) for i in range(0, len(batches), split)]
+        if getattr(self.batch_sampler, "drop_last", False) and len(batches) % split:
+            whole.pop()
+        return chain.from_iterable(_divided(batch, split) for batch in cycle(whole))
 
 
-def _repeat_first_batches(loader: DataLoader[Any], batches: EpochBatchSampler, count: int) -> DataLoader[Any]:
-    """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously."""
+def _full_batches(batches: list[list[int]], size: int) -> list[list[int]]:
+    """Return the batches with `size` samples. If there are none, return one batch in which samples are repeated."""
+    return [batch for batch in batches if len(batch) == size] or [list(islice(cycle(chain(*batches)), size))]
+
+
+def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously.
+
+    Without a batch sampler, batches are not repeated. If `setting` requires a size, incomplete ones are dropped.
+    """
+    batches = loader.batch_sampler
+    if not isinstance(batches, EpochBatchSampler):
+        return loader if setting.exact_size is None else copied_loader(loader, drop_last=True)
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     sampler = _FirstBatches(
         batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
     )
-    sampler.count = count
+    sampler.setting = setting
     repeated = RunLoader(loader.dataset, batch_sampler=sampler, **options)
     repeated.stall_warning = getattr(loader, "stall_warning", repeated.stall_warning)
     return repeated
@@ -374,11 +398,16 @@ class _DividedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            size = math.ceil(len(batch) / self._parts)
-            yield from (batch[i : i + size] for i in range(0, len(batch), size))
+            yield from _divided(batch, self._parts)
 
     def __len__(self) -> int:
         return len(self._batches) * self._parts
+
+
+def _divided(batch: list[int], parts: int) -> list[list[int]]:
+    """Divide a batch into `parts` smaller batches. A part that would be empty contains the whole batch instead."""
+    size = math.ceil(len(batch) / parts)
+    return [batch[i * size : (i + 1) * size] or batch for i in range(parts)]
 
 
 def _divisible_size(loader: Any) -> int | None:

@@ -6,6 +6,7 @@ Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017 (arXiv:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from slipstream.extras import extra
 from slipstream.files import atomic_write
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep, divergence_limit
-from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.process import Job, Process, TrialError, budget_error
 
 __all__ = ["LrRange", "sweep_lr"]
 
@@ -133,14 +134,26 @@ def _slope(values: Sequence[float]) -> float:
 
 
 def sweep_lr(
-    make_job: Callable[[Setting], Job], start: float, end: float, steps: int, budget: float
+    make_job: Callable[[Setting], Job],
+    start: float,
+    end: float,
+    steps: int,
+    budget: float,
+    start_time: float | None = None,
 ) -> LrRange:
     """Run the range test in a separate process, so that the model, the optimizer and all random states are unchanged.
 
+    Args:
+        make_job: returns the run for a setting.
+        start, end, steps: see `find_lr`.
+        budget: time limit in seconds.
+        start_time: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
+
     Raises:
-        ConfigError: an argument is out of range.
-        SlipstreamError: the run fails or does not finish within `budget` seconds.
+        ConfigError: an argument is out of range, or the test does not finish within the budget.
+        SlipstreamError: the run fails.
     """
+    deadline = (time.monotonic() if start_time is None else start_time) + budget
     if not 0 < start < end < math.inf:
         raise ConfigError(f"requires 0 < start < end, not start={start!r} and end={end!r}", "find_lr")
     if steps < _MIN_STEPS:
@@ -148,8 +161,11 @@ def sweep_lr(
     make_observer = partial(LrSweep, start=start, end=end, steps=steps)
     try:
         with Process(make_job(Setting(constant_lr=True)), make_observer) as process:
-            sweep = process.wait_for("sweep", budget)
+            sweep = process.wait_for("sweep", max(deadline - time.monotonic(), 0.0))
     except TrialError as failure:
+        if failure.status == "timed out":
+            finished = len(failure.warmup_seconds)
+            raise budget_error(budget, "the learning rate range test", finished, steps) from None
         raise SlipstreamError(
             f"the learning rate range test did not finish ({failure.status}): {failure.reason}"
         ) from None

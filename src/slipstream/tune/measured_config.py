@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import Config
-from slipstream.hooks import CheckpointHook, ProfilerHook, ReportHook
+from slipstream.hooks import CheckpointHook, PreemptionHook, ProfilerHook, ReportHook
 from slipstream.registry import HOOKS
 
 __all__ = ["hook_class", "keep_training_only"]
@@ -16,6 +16,8 @@ __all__ = ["hook_class", "keep_training_only"]
 def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
     """Remove validation, tests, checkpoints, profiles, reports, trackers and resuming from a configuration, in place.
 
+    Without the preemption hook, which would save a checkpoint, signals have their default effect.
+
     Args:
         cfg: the configuration of a Runner.
         work_dir: the folder for files that the run still writes.
@@ -23,7 +25,7 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
     for mode in ("val", "test"):
         for part in ("dataloader", "cfg", "evaluator"):
             cfg[f"{mode}_{part}"] = None
-    hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None}
+    hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None, "preemption": None}
     cfg.default_hooks = {name: None if _writes_files(hook) else hook for name, hook in hooks.items()}
     cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if not _writes_files(hook)]
     cfg.visualizer, cfg.resume, cfg.work_dir = None, False, str(work_dir)
@@ -40,4 +42,6 @@ def hook_class(hook: Any) -> Any:
 def _writes_files(hook: Any) -> bool:
     """Return whether a hook saves checkpoints, profiles or reports, possibly outside the work_dir."""
     kind = hook_class(hook)
-    return isinstance(kind, type) and issubclass(kind, CheckpointHook | ProfilerHook | ReportHook)
+    return isinstance(kind, type) and issubclass(
+        kind, CheckpointHook | PreemptionHook | ProfilerHook | ReportHook
+    )

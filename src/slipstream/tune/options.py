@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.cores import cores
-from slipstream.errors import UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.speed.plan import REFUSED, idle
 from slipstream.tune.jobs import Setting
@@ -95,16 +95,21 @@ class Batches:
     shapes: int = 1
     """Number of distinct shapes among the first batches."""
     counts_steps: bool = False
-    """Whether the length of the run or its learning rate schedule is specified in steps."""
+    """Whether the length of the run or of an epoch, or the learning rate schedule is specified in steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:
     """Return the names in the order of measurement.
 
     Raises:
+        ConfigError: there are no names.
         UnknownNameError: a name is not in `OPTIONS`.
     """
     names = list(names)
+    if not names:
+        raise ConfigError(
+            f"contains no name; choose from {', '.join(OPTIONS)}, or leave it out to measure all", "options"
+        )
     for name in names:
         if name not in OPTIONS:
             raise UnknownNameError(
@@ -178,7 +183,7 @@ def _smaller_batches(batches: Batches) -> Candidate:
         problem = f"requires an even batch size, not {size}"
     elif batches.counts_steps:
         problem = (
-            "the run length or the learning rate schedule is specified in steps, "
+            "the length of the run or of an epoch, or the learning rate schedule is specified in steps, "
             "and the number of steps would double"
         )
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)

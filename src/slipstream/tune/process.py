@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "forks"]
+__all__ = ["WARMUP", "Job", "Process", "TrialError", "budget_error", "forks", "format_seconds"]
 
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
@@ -69,6 +69,25 @@ class TrialError(Exception):
         self.warmup_seconds = warmup_seconds
 
 
+def budget_error(budget: float, name: str, finished: int, steps: int) -> ConfigError:
+    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds."""
+    needed = (
+        f"about {format_seconds(budget * steps / finished)}"
+        if finished
+        else f"at least {format_seconds(4 * budget)}"
+    )
+    return ConfigError(
+        f"{format_seconds(budget)} is too short: {name} finished {finished} of {steps} steps within this time; it "
+        f"needs {needed}",
+        "budget",
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with two significant digits, or in whole seconds from 10 s."""
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 class Process:
     """A process that runs a job. At the end of a `with` block, the process and all its descendants are killed.
 
@@ -92,7 +111,7 @@ class Process:
             target=_main, args=(child_connection, work, self._folder, torch.get_num_threads(), fork)
         )
         try:
-            with _defer_interrupt():
+            with _defer_signals():
                 self._process.start()
         except BaseException:
             self.end()
@@ -179,19 +198,23 @@ class Process:
 
 
 @contextmanager
-def _defer_interrupt() -> Iterator[None]:
-    """Handle SIGINT after the block, because Python ignores a KeyboardInterrupt raised in an at-fork callback."""
+def _defer_signals() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block, because Python ignores exceptions raised in an at-fork callback."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
     received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
+    previous = {
+        number: signal.signal(number, lambda signum, frame: received.append(signum))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
-    if received:
-        signal.raise_signal(signal.SIGINT)
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    for signum in received:
+        signal.raise_signal(signum)
 
 
 def forks() -> bool:

@@ -17,7 +17,7 @@ from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.observer import Timer
 from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported_reason
-from slipstream.tune.process import WARMUP, Job, Process, TrialError
+from slipstream.tune.process import WARMUP, Job, Process, TrialError, format_seconds
 from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
@@ -245,27 +245,25 @@ class Search:
         """Return the error for a baseline that did not warm up within the budget."""
         if not seconds:
             progress = "the baseline did not finish a single step within this time"
-            needed = f"at least {_format_seconds(4 * self._budget)}"
+            needed = f"at least {format_seconds(4 * self._budget)}"
         else:
             step = median(seconds)
             steps = f"{len(seconds)} step{'' if len(seconds) == 1 else 's'}"
             progress = (
-                f"the baseline finished {steps} within this time, and a step takes {_format_seconds(step)}"
+                f"the baseline finished {steps} within this time, and a step takes {format_seconds(step)}"
             )
-            needed = (
-                f"about {_format_seconds(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
-            )
+            needed = f"about {format_seconds(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
         return ConfigError(
-            f"{_format_seconds(self._budget)} is too short: {progress}; one trial needs {needed}", "budget"
+            f"{format_seconds(self._budget)} is too short: {progress}; one trial needs {needed}", "budget"
         )
 
     def _check_budget(self) -> None:
         needed = 2 * self._baseline.startup + self._rounds_seconds
         if needed > self._budget:
             raise ConfigError(
-                f"{_format_seconds(self._budget)} is too short for one trial; the estimated minimum is "
-                f"{_format_seconds(needed)}: two process startups of {_format_seconds(self._baseline.startup)} each, "
-                f"and {_MIN_ROUNDS} rounds at {_format_seconds(self._baseline.step_seconds)} per step",
+                f"{format_seconds(self._budget)} is too short for one trial; the estimated minimum is "
+                f"{format_seconds(needed)}: two process startups of {format_seconds(self._baseline.startup)} each, "
+                f"and {_MIN_ROUNDS} rounds at {format_seconds(self._baseline.step_seconds)} per step",
                 "budget",
             )
 
@@ -300,8 +298,8 @@ class Search:
             return replace(
                 row,
                 status="not measured",
-                reason=f"{_format_seconds(max(self._remaining, 0))} of the budget is left, but this trial needs about "
-                f"{_format_seconds(expected)}",
+                reason=f"{format_seconds(max(self._remaining, 0))} of the budget is left, but this trial needs about "
+                f"{format_seconds(expected)}",
             )
         with ExitStack() as stack:
             try:
@@ -506,7 +504,3 @@ def _with_status(row: Row, measured: Estimate | None) -> Row:
             reason=f"probably faster: after {measured.rounds} rounds, the confidence interval still includes 1",
         )
     return replace(row, status="no gain" if measured.width < 0.05 else "inconclusive")
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
