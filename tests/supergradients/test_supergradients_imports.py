@@ -17,6 +17,8 @@ from slipstream.supergradients.names import MODULES, missing_message
 from slipstream.supergradients.object_names import Models, StrictLoad
 from slipstream.supergradients.registry import register_loss, register_model
 from slipstream.supergradients.trainer import Trainer
+from slipstream.training.optimizers import optim_wrapper
+from slipstream.training.params import TrainingParams
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -309,6 +311,15 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
     assert hyperparams.get("cityscapes_regseg48")["initial_lr"] == 0.02
     with pytest.raises(UnknownNameError, match="did you mean"):
         hyperparams.get("cifar10_resnett")
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_decay"), [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)]
+)
+def test_training_hyperparams_in_exponent_notation_are_numbers(name, weight_decay):
+    params = hyperparams.get(name)
+    assert params["optimizer_params"] == {"momentum": 0.9, "weight_decay": weight_decay}
+    optim_wrapper(TrainingParams.read(params))
 
 
 def test_device_arguments_are_checked_but_select_no_device(monkeypatch):
