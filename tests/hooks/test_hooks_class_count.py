@@ -21,7 +21,10 @@ class Scenes(Dataset):
 
     def __getitem__(self, index):
         label = len(self.metainfo["classes"]) - 1
-        return {"inputs": torch.zeros(3, 4, 4), "targets": torch.full((4, 4), min(label, 2), dtype=torch.uint8)}
+        return {
+            "inputs": torch.zeros(3, 4, 4),
+            "targets": torch.full((4, 4), min(label, 2), dtype=torch.uint8),
+        }
 
 
 def runner(folder, model=None, **sets):

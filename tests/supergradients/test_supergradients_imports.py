@@ -314,7 +314,8 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
 
 
 @pytest.mark.parametrize(
-    ("name", "weight_decay"), [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)]
+    ("name", "weight_decay"),
+    [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)],
 )
 def test_training_hyperparams_in_exponent_notation_are_numbers(name, weight_decay):
     params = hyperparams.get(name)

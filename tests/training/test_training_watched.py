@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, ModelError, UnknownNameError
-from slipstream.training import EarlyStop, KDTrainer, Trainer
+from slipstream.hooks import Hook
+from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
 from slipstream.training.watched import Watched, loss_value, watched_value
 
@@ -93,6 +94,51 @@ def test_a_schedule_and_early_stop_can_monitor_a_loss(tmp_path):
     assert len(history) < 9
     assert {"CrossEntropyLoss", "epoch"} == history[0].keys()
     assert runner.runner.optim_wrapper.get_lr()["lr"][0] < 0.5
+
+
+class Records(Hook):
+    """Records the learning rate and the training accuracy of each epoch."""
+
+    def __init__(self):
+        self.rates, self.values = [], []
+
+    def before_train_epoch(self, runner):
+        self.rates.append(runner.optim_wrapper.get_lr()["lr"][0])
+
+    def after_train_epoch(self, runner):
+        self.values.append(runner.message_hub.get_info("train/Accuracy"))
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_plateau_schedule_at_the_end_of_a_training_epoch_monitors_a_training_metric(tmp_path, warmup):
+    records, own = Records(), {"mode": "max", "patience": 0}
+    mode = {"ReduceLROnPlateau": {**own, "phase": Phase.TRAIN_EPOCH_END, "metric_name": "accuracy"}}
+    train(
+        tmp_path, "CrossEntropyLoss", None, max_epochs=8, lr_mode=mode, phase_callbacks=[records],
+        train_metrics_list=["Accuracy"], lr_warmup_epochs=warmup, warmup_initial_lr=0.5,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule, wanted = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **own), []
+    for epoch, value in enumerate(records.values):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        if epoch >= warmup:
+            schedule.step(value)
+    assert records.rates == wanted
+    assert len(set(wanted)) > 2
+
+
+def test_a_plateau_schedule_at_the_end_of_a_training_epoch_cannot_monitor_other_values(tmp_path):
+    for phase, name, message in (
+        (
+            "TRAIN_EPOCH_END",
+            "CrossEntropyLoss",
+            "no metric in train_metrics_list.*use the phase VALIDATION_EPOCH_END",
+        ),
+        ("TEST_END", "Accuracy", "must be VALIDATION_EPOCH_END, or TRAIN_EPOCH_END"),
+    ):
+        mode = {"ReduceLROnPlateau": {"phase": phase, "metric_name": name}}
+        with pytest.raises(ConfigError, match=message):
+            train(tmp_path, "CrossEntropyLoss", None, lr_mode=mode, valid_metrics_list=["Accuracy"])
 
 
 def test_the_distillation_loss_includes_the_teacher(tmp_path):
