@@ -67,7 +67,7 @@ _CALLBACKS = {
     )
 } | {"LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase"}
 _TRANSFORMS = {
-    name: f"slipstream.dataset:{name}"
+    name: f"{_OWN}.transforms:{name}"
     for name in (
         "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
         "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale", "SegRandomRotate",

@@ -6,7 +6,6 @@ Each name selects a dataset and its defaults in `recipes/dataset_params`. Argume
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
-from slipstream.logging import print_log
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
-from slipstream.training.factories import configuration, read_factory
+from slipstream.training.factories import configuration, default_fill_mask, read_factory
 from slipstream.training.params import plain
 
 __all__ = ["config", "get"]
@@ -210,13 +208,7 @@ def _with_current_names(transform: Any) -> Any:
     kind = transform.get("type")
     kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
-        print_log(
-            "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class "
-            "0 is not the background, set fill_mask to the loss's ignore_index",
-            "current",
-            logging.WARNING,
-        )
-        return {**transform, "type": kind, "fill_mask": 0}
+        return {**transform, "type": kind, "fill_mask": default_fill_mask()}
     return {**transform, "type": kind}
 
 
