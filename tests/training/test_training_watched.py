@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, ModelError, UnknownNameError
 from slipstream.hooks import Hook
+from slipstream.supergradients.registry import register_metric
 from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
 from slipstream.training.watched import Watched, loss_value, watched_value
@@ -177,6 +178,36 @@ def test_components_of_losses_that_return_dicts_can_be_watched():
     assert loss_value(loss, result, "Identity/loss_aux0").item() == 3
     with pytest.raises(ModelError, match=r"no component 'loss_aux1'.*available: loss_main, loss_aux0"):
         loss_value(loss, result, "Identity/loss_aux1")
+
+
+def test_a_registered_torchmetrics_class_is_watched_under_its_registered_name(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class MyAccuracy(torchmetrics.Metric):
+        def __init__(self, items=False):
+            super().__init__()
+            self.items = items
+            self.add_state("correct", torch.tensor(0.0), "sum")
+
+        def update(self, preds, target):
+            self.correct += (preds.argmax(1) == target).sum()
+
+        def compute(self):
+            return {"sum": self.correct} if self.items else self.correct
+
+    register_metric("my_accuracy")(MyAccuracy)
+    for entry, watched, name in (
+        ("my_accuracy", "my_accuracy", "MyAccuracy"),
+        (MyAccuracy(), "my_accuracy", "MyAccuracy"),
+        (MyAccuracy(items=True), "MyAccuracy/sum", "MyAccuracy/sum"),
+    ):
+        _, _, history = train(
+            tmp_path / name, "CrossEntropyLoss", watched, valid_metrics_list=[entry], max_epochs=1
+        )
+        assert history[0].keys() == {"epoch", name}
+        assert (tmp_path / name / "run/ckpt_best.pth").is_file()
+    with pytest.raises(UnknownNameError, match="available: MyAccuracy, CrossEntropyLoss"):
+        watched_value("accuracy", params(valid_metrics_list=["my_accuracy"]), "key")
 
 
 def test_unknown_names_raise_an_error_before_the_first_epoch(tmp_path):

@@ -14,7 +14,7 @@ from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did
 from slipstream.evaluator.loss import LossMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.losses import loss_config
-from slipstream.training.metrics import known_names
+from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams
 
 __all__ = ["LOSSES_KEY", "ValidationLoss", "Watched", "loss_value", "train_metric", "watched_value"]
@@ -62,6 +62,9 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", requested):
         # The components are known only after the first validation run.
         return Watched(requested, is_loss=True)
+    owner, slash, _ = requested.partition("/")
+    if slash and owner in {*names} - NAMES.keys():
+        return Watched(requested)  # an item of a torchmetrics value, known only after the first validation run
     if not all(metric_names):
         return Watched(requested)  # some metric objects choose their names in the first validation run
     raise UnknownNameError(
