@@ -365,6 +365,10 @@ def test_error_for_a_misplaced_name_contains_its_module():
         ("training.utils.media.image.load_image", "predict"),
         ("common.environment.checkpoints_dir_utils.get_checkpoints_dir_path", "checkpoints_dir_path"),
         ("modules.skip_connections.Residual", "torch.nn"),
+        ("common.factories", "register_loss and the other decorators are in super_gradients.common.registry"),
+        ("training.utils.registry", "are in super_gradients.common.registry"),
+        ("common.registry.register_dataloader", "dataloaders.get(dataset=...)"),
+        ("training.params.TrainingParams", "pass training_params to Trainer.train as a dict"),
         ("training.models.gett", "did you mean 'get'?"),
     ],
 )
