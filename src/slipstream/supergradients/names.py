@@ -206,7 +206,10 @@ _TOPICS = (
         "pass transforms and other components as names or {Name: {arguments}}, as in recipes; register_loss and the "
         "other decorators are in super_gradients.common.registry",
     ),
-    (r"register_dataloader", "pass your dataset to dataloaders.get(dataset=...), or its loader to Trainer.train"),
+    (
+        r"register_dataloader",
+        "pass your dataset to dataloaders.get(dataset=...), or its loader to Trainer.train",
+    ),
     (
         r"training\.utils\.registry",
         "register_loss and the other decorators in docs/from_supergradients.md are in super_gradients.common.registry",

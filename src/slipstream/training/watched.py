@@ -64,7 +64,9 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
         return Watched(requested, is_loss=True)
     owner, slash, _ = requested.partition("/")
     if slash and owner in {*names} - NAMES.keys():
-        return Watched(requested)  # an item of a torchmetrics value, known only after the first validation run
+        return Watched(
+            requested
+        )  # an item of a torchmetrics value, known only after the first validation run
     if not all(metric_names):
         return Watched(requested)  # some metric objects choose their names in the first validation run
     raise UnknownNameError(

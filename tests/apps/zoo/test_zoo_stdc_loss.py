@@ -252,7 +252,7 @@ def test_loss_without_detail_heads_has_only_classifier_losses():
         {"detail_weights": (1.0,)},
         {"detail_threshold": 0},
         {"detail_threshold": 9},
-    ],  # fmt: skip
+    ],
 )
 def test_invalid_detail_options_raise_errors_with_their_names(options):
     with pytest.raises(ConfigError) as error:
