@@ -307,6 +307,7 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
         "training_hyperparams/cifar10_resnet_train_params", {"max_epochs": 3, "seed": None}
     )
     assert (params["max_epochs"], params["lr_updates"], params["seed"]) == (3, [100, 150, 200], 42)
+    assert (params["warmup_mode"], params["sg_logger_params"]) == ("LinearEpochLRWarmup", {})
     pytest.importorskip("hydra")
     assert hyperparams.get("cityscapes_regseg48")["initial_lr"] == 0.02
     with pytest.raises(UnknownNameError, match="did you mean"):

@@ -82,6 +82,7 @@ def test_the_best_checkpoint_has_the_lowest_loss(tmp_path):
     assert losses[-1] > min(losses)
     best = torch.load(tmp_path / "run/ckpt_best.pth", weights_only=True)
     assert best["meta"]["epoch"] == losses.index(min(losses)) + 1
+    assert runner.best_metric == min(losses)
     assert runner.runner.message_hub.log_scalars["val/CrossEntropyLoss"].current() > 0
 
 
