@@ -55,8 +55,9 @@ def total(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
 
 
 def _recipe(name: str, loss: nn.Module, size: int = 128, batch_size: int = 4) -> Case:
+    heads = {"use_aux_heads": True} if isinstance(loss, DiceCEEdgeLoss) else {}
     return Case(
-        lambda: models.get(name, num_classes=CLASSES),
+        lambda: models.get(name, num_classes=CLASSES, **heads),
         lambda outputs, targets: total(loss(outputs, targets)),
         (3, size, size),
         CLASSES,

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from slipstream.apps.zoo import BCEDiceLoss
 from slipstream.errors import ModelError
 from slipstream.hooks.class_count import ClassCountHook
 from slipstream.model import Segmentor
@@ -19,10 +20,14 @@ class Scenes(Dataset):
         return 4
 
     def __getitem__(self, index):
-        return {"inputs": torch.zeros(3, 4, 4), "targets": torch.full((4, 4), 2, dtype=torch.uint8)}
+        label = len(self.metainfo["classes"]) - 1
+        return {
+            "inputs": torch.zeros(3, 4, 4),
+            "targets": torch.full((4, 4), min(label, 2), dtype=torch.uint8),
+        }
 
 
-def runner(folder, **sets):
+def runner(folder, model=None, **sets):
     parts = {}
     for mode, classes in sets.items():
         parts[f"{mode}_dataloader"] = dict(batch_size=2, dataset=Scenes(classes))
@@ -33,7 +38,7 @@ def runner(folder, **sets):
             train_cfg=dict(by_epoch=True, max_epochs=1),
             optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
         )
-    return Runner(model=Segmentor(nn.Conv2d(3, 3, 1)), work_dir=folder, **parts)
+    return Runner(model=model or Segmentor(nn.Conv2d(3, 3, 1)), work_dir=folder, **parts)
 
 
 def test_model_with_a_matching_class_count_trains(tmp_path):
@@ -65,3 +70,9 @@ def test_a_model_with_one_class_is_valid_for_a_dataset_with_two(tmp_path):
         else:
             with pytest.raises(ModelError, match=r"the dataset has 3 classes .* but the model has 1"):
                 ClassCountHook().before_train(run)
+
+
+def test_a_network_with_one_output_channel_trains_on_a_dataset_with_two_classes(tmp_path):
+    runner(tmp_path, Segmentor(nn.Conv2d(3, 1, 1), BCEDiceLoss()), train="ab", val="ab").train()
+    with pytest.raises(ModelError, match="1 classes, but the dataset has 3"):
+        runner(tmp_path / "three", Segmentor(nn.Conv2d(3, 1, 1)), train="abc").train()

@@ -17,6 +17,8 @@ from slipstream.supergradients.names import MODULES, missing_message
 from slipstream.supergradients.object_names import Models, StrictLoad
 from slipstream.supergradients.registry import register_loss, register_model
 from slipstream.supergradients.trainer import Trainer
+from slipstream.training.optimizers import optim_wrapper
+from slipstream.training.params import TrainingParams
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -305,10 +307,21 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
         "training_hyperparams/cifar10_resnet_train_params", {"max_epochs": 3, "seed": None}
     )
     assert (params["max_epochs"], params["lr_updates"], params["seed"]) == (3, [100, 150, 200], 42)
+    assert (params["warmup_mode"], params["sg_logger_params"]) == ("LinearEpochLRWarmup", {})
     pytest.importorskip("hydra")
     assert hyperparams.get("cityscapes_regseg48")["initial_lr"] == 0.02
     with pytest.raises(UnknownNameError, match="did you mean"):
         hyperparams.get("cifar10_resnett")
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_decay"),
+    [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)],
+)
+def test_training_hyperparams_in_exponent_notation_are_numbers(name, weight_decay):
+    params = hyperparams.get(name)
+    assert params["optimizer_params"] == {"momentum": 0.9, "weight_decay": weight_decay}
+    optim_wrapper(TrainingParams.read(params))
 
 
 def test_device_arguments_are_checked_but_select_no_device(monkeypatch):
@@ -353,6 +366,10 @@ def test_error_for_a_misplaced_name_contains_its_module():
         ("training.utils.media.image.load_image", "predict"),
         ("common.environment.checkpoints_dir_utils.get_checkpoints_dir_path", "checkpoints_dir_path"),
         ("modules.skip_connections.Residual", "torch.nn"),
+        ("common.factories", "register_loss and the other decorators are in super_gradients.common.registry"),
+        ("training.utils.registry", "are in super_gradients.common.registry"),
+        ("common.registry.register_dataloader", "dataloaders.get(dataset=...)"),
+        ("training.params.TrainingParams", "pass training_params to Trainer.train as a dict"),
         ("training.models.gett", "did you mean 'get'?"),
     ],
 )

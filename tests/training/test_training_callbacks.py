@@ -229,7 +229,8 @@ def test_unavailable_attribute_raises_an_error_with_the_reason(tmp_path, phase, 
         TRAIN_EPOCH_END="on_train_loader_end", VALIDATION_EPOCH_END="on_validation_loader_end",
         PRE_TRAINING="on_training_start",
     )[phase]  # fmt: skip
-    with pytest.raises(ContextError, match=f"context.{name} is not available at {event}: .*{reason}"):
+    where = rf"{event} \(Phase.{phase}\)"
+    with pytest.raises(ContextError, match=f"context.{name} is not available at {where}: .*{reason}"):
         called(tmp_path, At(phase, lambda context: getattr(context, name)))
     asked = At(phase, lambda context: (hasattr(context, name), getattr(context, name, 7)))
     called(tmp_path / "b", asked)

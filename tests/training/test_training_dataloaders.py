@@ -45,6 +45,16 @@ def test_name_selects_dataset_and_defaults():
     assert (found["batch_size"], found["drop_last"]) == (4, True)
 
 
+def test_loaders_and_datasets_have_supergradients_attributes():
+    loader = dataloaders.get("street_scenes_val", SMALL, {"batch_size": 3})
+    assert loader.dataloader_params["batch_size"] == 3
+    assert loader.dataset.dataset_params["length"] == 5
+    assert loader.dataset.classes == list(loader.dataset.metainfo["classes"])
+    own = tensors()
+    assert dataloaders.get(dataset=own).dataset is own
+    assert not hasattr(own, "dataset_params")
+
+
 def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)

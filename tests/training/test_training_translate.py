@@ -191,6 +191,13 @@ def test_loggers_can_be_names_or_objects():
     assert translated(params=dict(silent_mode=True))["log_level"] == "WARNING"
 
 
+def test_launching_tensorboard_only_logs_a_warning(caplog):
+    translated(params=dict(sg_logger_params=dict(launch_tensorboard=False)))
+    assert not caplog.records
+    translated(params=dict(sg_logger_params=dict(launch_tensorboard=True)))
+    assert "sg_logger_params.launch_tensorboard has no effect" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -7,7 +7,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, ModelError, UnknownNameError
-from slipstream.training import EarlyStop, KDTrainer, Trainer
+from slipstream.hooks import Hook
+from slipstream.supergradients.registry import register_metric
+from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
 from slipstream.training.watched import Watched, loss_value, watched_value
 
@@ -80,6 +82,7 @@ def test_the_best_checkpoint_has_the_lowest_loss(tmp_path):
     assert losses[-1] > min(losses)
     best = torch.load(tmp_path / "run/ckpt_best.pth", weights_only=True)
     assert best["meta"]["epoch"] == losses.index(min(losses)) + 1
+    assert runner.best_metric == min(losses)
     assert runner.runner.message_hub.log_scalars["val/CrossEntropyLoss"].current() > 0
 
 
@@ -93,6 +96,51 @@ def test_a_schedule_and_early_stop_can_monitor_a_loss(tmp_path):
     assert len(history) < 9
     assert {"CrossEntropyLoss", "epoch"} == history[0].keys()
     assert runner.runner.optim_wrapper.get_lr()["lr"][0] < 0.5
+
+
+class Records(Hook):
+    """Records the learning rate and the training accuracy of each epoch."""
+
+    def __init__(self):
+        self.rates, self.values = [], []
+
+    def before_train_epoch(self, runner):
+        self.rates.append(runner.optim_wrapper.get_lr()["lr"][0])
+
+    def after_train_epoch(self, runner):
+        self.values.append(runner.message_hub.get_info("train/Accuracy"))
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_plateau_schedule_at_the_end_of_a_training_epoch_monitors_a_training_metric(tmp_path, warmup):
+    records, own = Records(), {"mode": "max", "patience": 0}
+    mode = {"ReduceLROnPlateau": {**own, "phase": Phase.TRAIN_EPOCH_END, "metric_name": "accuracy"}}
+    train(
+        tmp_path, "CrossEntropyLoss", None, max_epochs=8, lr_mode=mode, phase_callbacks=[records],
+        train_metrics_list=["Accuracy"], lr_warmup_epochs=warmup, warmup_initial_lr=0.5,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule, wanted = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **own), []
+    for epoch, value in enumerate(records.values):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        if epoch >= warmup:
+            schedule.step(value)
+    assert records.rates == wanted
+    assert len(set(wanted)) > 2
+
+
+def test_a_plateau_schedule_at_the_end_of_a_training_epoch_cannot_monitor_other_values(tmp_path):
+    for phase, name, message in (
+        (
+            "TRAIN_EPOCH_END",
+            "CrossEntropyLoss",
+            "no metric in train_metrics_list.*use the phase VALIDATION_EPOCH_END",
+        ),
+        ("TEST_END", "Accuracy", "must be VALIDATION_EPOCH_END, or TRAIN_EPOCH_END"),
+    ):
+        mode = {"ReduceLROnPlateau": {"phase": phase, "metric_name": name}}
+        with pytest.raises(ConfigError, match=message):
+            train(tmp_path, "CrossEntropyLoss", None, lr_mode=mode, valid_metrics_list=["Accuracy"])
 
 
 def test_the_distillation_loss_includes_the_teacher(tmp_path):
@@ -131,6 +179,36 @@ def test_components_of_losses_that_return_dicts_can_be_watched():
     assert loss_value(loss, result, "Identity/loss_aux0").item() == 3
     with pytest.raises(ModelError, match=r"no component 'loss_aux1'.*available: loss_main, loss_aux0"):
         loss_value(loss, result, "Identity/loss_aux1")
+
+
+def test_a_registered_torchmetrics_class_is_watched_under_its_registered_name(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class MyAccuracy(torchmetrics.Metric):
+        def __init__(self, items=False):
+            super().__init__()
+            self.items = items
+            self.add_state("correct", torch.tensor(0.0), "sum")
+
+        def update(self, preds, target):
+            self.correct += (preds.argmax(1) == target).sum()
+
+        def compute(self):
+            return {"sum": self.correct} if self.items else self.correct
+
+    register_metric("my_accuracy")(MyAccuracy)
+    for entry, watched, name in (
+        ("my_accuracy", "my_accuracy", "MyAccuracy"),
+        (MyAccuracy(), "my_accuracy", "MyAccuracy"),
+        (MyAccuracy(items=True), "MyAccuracy/sum", "MyAccuracy/sum"),
+    ):
+        _, _, history = train(
+            tmp_path / name, "CrossEntropyLoss", watched, valid_metrics_list=[entry], max_epochs=1
+        )
+        assert history[0].keys() == {"epoch", name}
+        assert (tmp_path / name / "run/ckpt_best.pth").is_file()
+    with pytest.raises(UnknownNameError, match="available: MyAccuracy, CrossEntropyLoss"):
+        watched_value("accuracy", params(valid_metrics_list=["my_accuracy"]), "key")
 
 
 def test_unknown_names_raise_an_error_before_the_first_epoch(tmp_path):

@@ -15,7 +15,7 @@ from slipstream.evaluator.metric import BaseMetric
 from slipstream.evaluator.samples import read_pair
 from slipstream.registry import METRICS
 
-__all__ = ["TorchMetric", "is_torchmetrics"]
+__all__ = ["TorchMetric", "is_torchmetrics", "is_torchmetrics_class"]
 
 
 @METRICS.register_module()
@@ -94,6 +94,12 @@ def is_torchmetrics(value: Any) -> bool:
     """Return whether `value` is a torchmetrics `Metric` or `MetricCollection`, without importing the library."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
+
+
+def is_torchmetrics_class(value: Any) -> bool:
+    """Return whether `value` is a subclass of torchmetrics' `Metric`, without importing the library."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, type) and issubclass(value, torchmetrics.Metric)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

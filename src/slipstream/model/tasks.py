@@ -60,16 +60,17 @@ class Task(BaseModel):
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
-        """Check that the main output has one channel per class in the dataset.
+        """Check that the main output has one channel per class in the dataset; for two classes, one channel is valid.
 
         Raises:
             ModelError: if the number of channels is different.
         """
         if self.num_classes is None or not isinstance(scores, Tensor):
             return
-        if scores.shape[1] != self.num_classes:
+        channels = scores.shape[1]
+        if channels != self.num_classes and (channels, self.num_classes) != (1, 2):
             raise ModelError(
-                f"the network outputs {scores.shape[1]} classes, but the dataset has {self.num_classes}; set "
+                f"the network outputs {channels} classes, but the dataset has {self.num_classes}; set "
                 f"the network's num_classes (arch_params.num_classes in a recipe) to {self.num_classes}"
             )
 

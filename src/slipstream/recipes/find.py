@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.config.yaml_format import BoundedLoader
+from slipstream.config.yaml_format import Loader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
 __all__ = [
@@ -97,11 +97,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the values in a YAML file, with interpolations unresolved, or an empty dict if they are not a mapping.
 
     Raises:
-        ConfigError: if the file cannot be read or parsed, or exceeds the limits of `BoundedLoader`. The
+        ConfigError: if the file cannot be read or parsed, or exceeds the limits of `Loader`. The
             message contains the file and the line.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8-sig"), BoundedLoader)
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:

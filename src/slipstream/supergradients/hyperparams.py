@@ -10,7 +10,7 @@ from slipstream.extras import extra
 from slipstream.files import check_name
 from slipstream.recipes.compose import compose
 from slipstream.recipes.find import FOLDER, read_yaml
-from slipstream.training.params import plain
+from slipstream.training.params import TrainingParams, plain
 
 __all__ = ["get", "load_recipe"]
 
@@ -19,6 +19,8 @@ _GROUP = "training_hyperparams"
 
 def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the `training_params` from a recipe, or from a file in the config group `training_hyperparams`.
+
+    Keys that the recipe does not set have their default values.
 
     Args:
         config_name: name of the recipe, such as `cifar10_resnet`, or of the file, such as
@@ -30,9 +32,9 @@ def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) ->
     """
     name = config_name.removeprefix(f"{_GROUP}/").removesuffix(".yaml")
     overrides = {key: value for key, value in (overriding_params or {}).items() if value is not None}
-    if (FOLDER / _GROUP / f"{check_name(name, 'config_name', 'recipes')}.yaml").is_file():
-        return {**_values(name), **overrides}
-    return {**compose(name)[_GROUP], **overrides}
+    is_group_file = (FOLDER / _GROUP / f"{check_name(name, 'config_name', 'recipes')}.yaml").is_file()
+    values = _values(name) if is_group_file else compose(name)[_GROUP]
+    return {**vars(TrainingParams()), **values, **overrides}
 
 
 def load_recipe(

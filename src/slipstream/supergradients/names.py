@@ -67,7 +67,7 @@ _CALLBACKS = {
     )
 } | {"LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase"}
 _TRANSFORMS = {
-    name: f"slipstream.dataset:{name}"
+    name: f"{_OWN}.transforms:{name}"
     for name in (
         "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
         "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale", "SegRandomRotate",
@@ -161,6 +161,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "super_gradients.training.utils.checkpoint_utils": {
         "load_checkpoint_to_model": f"{_OWN}.models:load_checkpoint_to_model"
     },
+    "super_gradients.training.utils.early_stopping": {"EarlyStop": _CALLBACKS["EarlyStop"]},
     "super_gradients.training.utils.ema_decay_schedules": {
         name: f"slipstream.training.ema_decay:{name}" for name in ("EMA_DECAY_FUNCTIONS", "IDecayFunction")
     },
@@ -202,8 +203,18 @@ _TOPICS = (
     ),
     (
         r"factor(y|ies)|resolve_param",
-        "pass transforms and other components as names or {Name: {arguments}}, as in recipes",
+        "pass transforms and other components as names or {Name: {arguments}}, as in recipes; register_loss and the "
+        "other decorators are in super_gradients.common.registry",
     ),
+    (
+        r"register_dataloader",
+        "pass your dataset to dataloaders.get(dataset=...), or its loader to Trainer.train",
+    ),
+    (
+        r"training\.utils\.registry",
+        "register_loss and the other decorators in docs/from_supergradients.md are in super_gradients.common.registry",
+    ),
+    (r"training\.params", "pass training_params to Trainer.train as a dict; docs/trainer.md lists its keys"),
     (
         r"processing",
         "pass a list of transforms to the network with set_dataset_processing_params(image_processor=[...])",

@@ -6,7 +6,6 @@ Each name selects a dataset and its defaults in `recipes/dataset_params`. Argume
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
-from slipstream.logging import print_log
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
-from slipstream.training.factories import configuration, read_factory
+from slipstream.training.factories import configuration, default_fill_mask, read_factory
 from slipstream.training.params import plain
 
 __all__ = ["config", "get"]
@@ -115,6 +113,9 @@ def get(
 ) -> DataLoader[Any]:
     """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors, see `config`.
 
+    As in SuperGradients, the loader has the attribute `dataloader_params`, and a dataset that is built here has
+    `dataset_params` and `classes` (a list of names). Slipstream's datasets return dicts, not tuples.
+
     The Trainer rebuilds the loader with its own sampler to support a reproducible order and distributed training.
     """
     if dataloader is not None:
@@ -125,7 +126,8 @@ def get(
         return dataloader
     options = config(name, dataset_params, dataloader_params, dataset)
     data, sampler = options.pop("dataset"), options.pop("sampler")
-    data = DATASETS.build(data) if isinstance(data, Mapping) else data
+    if isinstance(data, Mapping):
+        data = _built(data)
     if isinstance(sampler, Mapping) and sampler["type"] == "DefaultSampler":
         # Use torch's own sampler. The Runner replaces it after the process group is initialized.
         options["shuffle"] = sampler.get("shuffle", True)
@@ -151,7 +153,19 @@ def get(
             )
     if not options["num_workers"]:
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
-    return DataLoader(data, **options)
+    loader: Any = DataLoader(data, **options)
+    loader.dataloader_params = options
+    return loader  # type: ignore[no-any-return]
+
+
+def _built(cfg: Mapping[str, Any]) -> Any:
+    """Return the dataset, with SuperGradients' attributes."""
+    data: Any = DATASETS.build(cfg)
+    data.dataset_params = {key: value for key, value in cfg.items() if key != "type"}
+    classes = (getattr(data, "metainfo", None) or {}).get("classes")
+    if classes is not None and not hasattr(data, "classes"):
+        data.classes = list(classes)
+    return data
 
 
 def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -210,13 +224,7 @@ def _with_current_names(transform: Any) -> Any:
     kind = transform.get("type")
     kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
-        print_log(
-            "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class "
-            "0 is not the background, set fill_mask to the loss's ignore_index",
-            "current",
-            logging.WARNING,
-        )
-        return {**transform, "type": kind, "fill_mask": 0}
+        return {**transform, "type": kind, "fill_mask": default_fill_mask()}
     return {**transform, "type": kind}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.logging import print_log
 
-__all__ = ["configuration", "read_factory"]
+__all__ = ["configuration", "default_fill_mask", "read_factory"]
 
 _HYDRA_KEYS = ("_convert_", "_partial_", "_recursive_")
 
@@ -51,3 +53,14 @@ def configuration(entry: Any, config_path: str) -> Any:
         return entry
     name, arguments = read_factory(entry, config_path)
     return {"type": name, **arguments}
+
+
+def default_fill_mask() -> int:
+    """Return SuperGradients' default for the `fill_mask` of `SegPadShortToCropSize`, and log a warning."""
+    print_log(
+        "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class "
+        "0 is not the background, set fill_mask to the loss's ignore_index",
+        "current",
+        logging.WARNING,
+    )
+    return 0

@@ -14,11 +14,12 @@ from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
 from slipstream.evaluator.samples import describe
-from slipstream.evaluator.torch_metric import is_torchmetrics
+from slipstream.evaluator.torch_metric import is_torchmetrics, is_torchmetrics_class
 from slipstream.registry import METRICS
 from slipstream.training.factories import read_factory
 
 __all__ = [
+    "NAMES",
     "Accuracy",
     "BinaryDice",
     "BinaryIOU",
@@ -31,7 +32,7 @@ __all__ = [
     "metric_config",
 ]
 
-_NAMES = {
+NAMES = {
     "IoU": "IoU",
     "Dice": "Dice",
     "BinaryIOU": "BinaryIOU",
@@ -40,6 +41,7 @@ _NAMES = {
     "Accuracy": "Top1",
     "Top5": "Top5",
 }
+"""SuperGradients' names of metrics, and their names in METRICS."""
 IgnoredIds = int | Sequence[int] | None
 
 
@@ -317,24 +319,33 @@ def metric_config(
 
 
 def known_names(entry: Any) -> tuple[str, ...]:
-    """Return the names of the metric's values, or an empty tuple if the object determines its own names."""
+    """Return the names of the metric's values, or an empty tuple if the metric determines its names at run time.
+
+    A torchmetrics class has the name of the class. Its value may also be a dict or a vector, whose items are named
+    `class/key`; see `TorchMetric`.
+    """
     binary: dict[str, type[_Binary]] = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}
     if isinstance(entry, str | Mapping):
         name = read_factory(entry, "training_params.valid_metrics_list")[0]
-        return binary[name].value_names() if name in binary else (name,)
-    kind = type(entry)
+        if name in NAMES:
+            return binary[name].value_names() if name in binary else (name,)
+        kind: Any = METRICS.resolve(name) if name in METRICS else None
+    else:
+        kind = type(entry)
     if kind in binary.values():
         names: tuple[str, ...] = kind.value_names()
         return names
-    return (getattr(kind, "label", kind.__name__),) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else ()
+    if kind in (IoU, Dice, PixelAccuracy, Top1, Top5):
+        return (getattr(kind, "label", kind.__name__),)
+    return (kind.__name__,) if is_torchmetrics_class(kind) else ()
 
 
 def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
     name, arguments = read_factory(entry, config_path)
-    kind = _NAMES.get(name, name)
+    kind = NAMES.get(name, name)
     if kind not in METRICS:
-        raise UnknownNameError(f"no metric is named '{name}'{did_you_mean(name, _NAMES)}", config_path)
-    if kind not in _NAMES.values():
+        raise UnknownNameError(f"no metric is named '{name}'{did_you_mean(name, NAMES)}", config_path)
+    if kind not in NAMES.values():
         return {"type": kind, **arguments}
     arguments.pop("dist_sync_on_step", None)
     fixed = {"metrics_args_prep_fn": None, "reduction": "elementwise_mean", "threshold": 0.5}

@@ -20,8 +20,10 @@ from slipstream.model import Segmentor, unwrap_model
 from slipstream.model.pretrained import PretrainedWeights, load_pretrained
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
+from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
+from slipstream.training.schedules import TrainPlateauLR
 from slipstream.training.watched import LOSSES_KEY, loss_value
 
 if TYPE_CHECKING:
@@ -238,8 +240,8 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
 class TrainMetricsHook(Hook):
     """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    The values are also stored as other values in the message hub. If training resumes within an epoch, only the
-    remaining batches are counted.
+    Each `TrainPlateauLR` receives the values. They are also stored as other values in the message hub. If training
+    resumes within an epoch, only the remaining batches are counted.
 
     Raises:
         ModelError: before training, if the model has no training metrics.
@@ -258,6 +260,9 @@ class TrainMetricsHook(Hook):
         values = {f"train/{name}": value for name, value in self._model(runner).read_train_metrics().items()}
         # Not stored as hub scalars, because the log lines and plots of the next epoch would include them.
         runner.message_hub.update_info_dict(values)
+        for scheduler in all_schedulers(runner.param_schedulers):
+            if isinstance(scheduler, TrainPlateauLR):
+                scheduler.evaluate(values)
         text = "  ".join(f"{name}: {value:.4f}" for name, value in values.items())
         runner.logger.info(f"Epoch(train) [{runner.epoch + 1}]  {text}")
         runner.visualizer.add_scalars(values, step=runner.epoch + 1, file_path=runner.json_log)

@@ -85,7 +85,8 @@ class PhaseContext:
         elif name == "metrics_dict" and self._event == "on_train_loader_end":
             return _train_metrics(self.runner)
         hint = reason or did_you_mean(name, [*_ATTRIBUTES, *self._values, *_OTHER_EVENTS]).removeprefix("; ")
-        raise ContextError(f"context.{name} is not available at {self._event}{hint and ': ' + hint}")
+        phase = next((f" ({phase})" for phase, event in EVENT_OF.items() if event == self._event), "")
+        raise ContextError(f"context.{name} is not available at {self._event}{phase}{hint and ': ' + hint}")
 
     def enter(self, event: str, values: dict[str, Any]) -> None:
         """Set the current event and the values that are available only at this event."""

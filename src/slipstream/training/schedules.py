@@ -10,14 +10,14 @@ import torch
 
 from slipstream.config import options
 from slipstream.errors import ConfigError
-from slipstream.optim.scheduler import TorchSchedulerAdapter, _ParamScheduler
+from slipstream.optim.scheduler import ReduceOnPlateauLR, TorchSchedulerAdapter, _ParamScheduler
 from slipstream.optim.scheduler.checks import INF, check_int
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.training.lr_schedule import MODES, WARMUPS, LRSchedule, check_known
 from slipstream.training.params import TrainingParams
-from slipstream.training.watched import watched_value
+from slipstream.training.watched import train_metric, watched_value
 
-__all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
+__all__ = ["RecipeLR", "TorchLR", "TrainPlateauLR", "lr_schedules"]
 
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
 """Phases at which a torch scheduler may step, and whether each step corresponds to an epoch."""
@@ -113,6 +113,24 @@ class TorchLR(TorchSchedulerAdapter):
             super().step()
 
 
+@PARAM_SCHEDULERS.register_module()
+class TrainPlateauLR(ReduceOnPlateauLR):
+    """A `ReduceOnPlateauLR` that monitors a training metric, which `TrainMetricsHook` passes to `evaluate`."""
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Count an epoch. The `metrics` of a validation run are ignored."""
+        if metrics is None:
+            super().step()
+
+    def evaluate(self, metrics: Mapping[str, Any]) -> None:
+        """Process the training metrics of an epoch, before this epoch is counted.
+
+        Raises:
+            ConfigError: `metrics` does not contain `monitor`.
+        """
+        super().step(metrics)
+
+
 def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
     """Return the `param_scheduler` configurations for `lr_mode`, warm-up and cool-down.
 
@@ -163,10 +181,10 @@ def _torch_schedule(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[
     check_known(name, torch.optim.lr_scheduler.__all__, "training_params.lr_mode")
     config_path = f"training_params.lr_mode.{name}"
     arguments = {key: value for key, value in own_keys.items() if key not in ("phase", "metric_name")}
-    if name == "ReduceLROnPlateau":
-        return _plateau(own_keys.get("metric_name"), arguments, params, config_path)
     phase = own_keys.get("phase")
-    phase_name = str(getattr(phase, "name", phase)).rpartition(".")[-1].upper()
+    phase_name = None if phase is None else str(getattr(phase, "name", phase)).rpartition(".")[-1].upper()
+    if name == "ReduceLROnPlateau":
+        return _plateau(own_keys.get("metric_name"), phase_name, arguments, params, config_path)
     if phase_name not in _BY_EPOCH:
         raise ConfigError(f"must be one of {', '.join(_BY_EPOCH)}, not {phase!r}", f"{config_path}.phase")
     if phase_name == "TRAIN_BATCH_STEP" and params.batch_accumulate > 1:
@@ -179,19 +197,24 @@ def _torch_schedule(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[
 
 
 def _plateau(
-    metric: Any, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
+    metric: Any, phase: str | None, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
 ) -> dict[str, Any]:
-    """Translate torch's plateau arguments to Slipstream's plateau schedule, which counts validation runs."""
+    """Translate torch's plateau arguments to Slipstream's plateau schedule, which counts epochs or validation runs."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
-    warmup = params.lr_warmup_epochs
-    own = {_PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"}
-    rule = "greater" if arguments.get("mode") == "max" else "less"
-    # When validation runs for epoch e, the schedule has already counted e + 1 epochs.
-    return {
-        "type": "ReduceOnPlateauLR",
-        "monitor": watched_value(metric, params, f"{config_path}.metric_name").name,
-        "rule": rule,
-        "begin": warmup and warmup + 1,
-        **own,
+    if phase not in (None, "TRAIN_EPOCH_END", "VALIDATION_EPOCH_END"):
+        raise ConfigError(
+            f"must be VALIDATION_EPOCH_END, or TRAIN_EPOCH_END for a training metric, not {phase}",
+            f"{config_path}.phase",
+        )
+    monitored = {"rule": "greater" if arguments.get("mode") == "max" else "less"} | {
+        _PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"
     }
+    warmup, path = params.lr_warmup_epochs, f"{config_path}.metric_name"
+    if phase == "TRAIN_EPOCH_END":
+        monitor = train_metric(metric, params, path)
+        return {"type": "TrainPlateauLR", "monitor": monitor, "begin": warmup, **monitored}
+    # When validation runs for epoch e, the schedule has already counted e + 1 epochs.
+    begin = warmup and warmup + 1
+    monitor = watched_value(metric, params, path).name
+    return {"type": "ReduceOnPlateauLR", "monitor": monitor, "begin": begin, **monitored}

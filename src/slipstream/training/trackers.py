@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +15,12 @@ __all__ = ["visualizer"]
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
 """Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
 _IGNORED = ("project_name", "monitor_system", "model_name")
+_TENSORBOARD = ("launch_tensorboard", "tensorboard_port")
+"""Keys that only log a warning."""
 _UNSUPPORTED = {
     "save_checkpoints_remote": "checkpoints are saved only in the run's folder; copy them from there",
     "save_tensorboard_remote": "TensorBoard files are saved only in the run's folder; copy them from there",
     "save_logs_remote": "logs are saved only in the run's folder; copy them from there",
-    "launch_tensorboard": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
-    "tensorboard_port": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
     "tb_files_user_prompt": "training is not interactive",
     "save_code": "uploading code is not supported",
     "api_server": "set the environment variable WANDB_BASE_URL instead",
@@ -55,10 +56,15 @@ def _wandb(options: Mapping[str, Any], experiment_name: str) -> dict[str, Any]:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    known = [*_WANDB, *_IGNORED, *_UNSUPPORTED]
+    known = [*_WANDB, *_IGNORED, *_TENSORBOARD, *_UNSUPPORTED]
     for key, value in options.items():
         config_path = f"training_params.sg_logger_params.{key}"
         if key not in known:
             raise UnknownNameError(f"unknown key{did_you_mean(key, known)}", config_path)
         if key in _UNSUPPORTED and value:
             raise ConfigError(_UNSUPPORTED[key], config_path)
+        if key in _TENSORBOARD and value:
+            logging.getLogger("slipstream").warning(
+                f"{config_path} has no effect, because TensorBoard is not started automatically; run `tensorboard "
+                "--logdir` on the run's folder"
+            )

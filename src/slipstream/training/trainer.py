@@ -15,6 +15,7 @@ from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dist import infer_launcher
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evaluator import Evaluator
+from slipstream.hooks import CheckpointHook
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
 from slipstream.training.config_paths import at_user_paths
@@ -58,6 +59,16 @@ class Trainer:
     def checkpoints_dir_path(self) -> str:
         """Absolute path of the run's folder, which contains checkpoints and logs."""
         return str(Path(work_dir(self.experiment_name, self.ckpt_root_dir)).absolute())
+
+    @property
+    def best_metric(self) -> float | None:
+        """Best value of `metric_to_watch` in the last training run; None without a run, or if no value is monitored."""
+        hooks = [] if self.runner is None else self.runner.hooks
+        names = [name for hook in hooks if isinstance(hook, CheckpointHook) for name in hook.monitors]
+        if self.runner is None or not names:
+            return None
+        best: float | None = self.runner.message_hub.get_info(f"best_score/{names[0]}")
+        return best
 
     def train(
         self,

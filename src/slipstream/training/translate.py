@@ -230,7 +230,8 @@ def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: S
     """
     watched_values = [best] if best is not None else []
     for schedule in lr_schedules(params):
-        if (monitor := schedule.get("monitor")) is not None:
+        if schedule["type"] == "ReduceOnPlateauLR":
+            monitor = schedule["monitor"]
             watched_values.append(watched_value(monitor, params, "training_params.lr_mode"))
     for index, hook in enumerate(callbacks):
         path = f"training_params.phase_callbacks[{index}].monitor"

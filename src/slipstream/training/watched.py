@@ -14,10 +14,10 @@ from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did
 from slipstream.evaluator.loss import LossMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.losses import loss_config
-from slipstream.training.metrics import known_names
+from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams
 
-__all__ = ["LOSSES_KEY", "ValidationLoss", "Watched", "loss_value", "watched_value"]
+__all__ = ["LOSSES_KEY", "ValidationLoss", "Watched", "loss_value", "train_metric", "watched_value"]
 
 _CLASS_NAMES = {"CrossEntropy": "CrossEntropyLoss"}
 """SuperGradients' names for loss classes that have a different name in Slipstream."""
@@ -62,6 +62,11 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", requested):
         # The components are known only after the first validation run.
         return Watched(requested, is_loss=True)
+    owner, slash, _ = requested.partition("/")
+    if slash and owner in {*names} - NAMES.keys():
+        return Watched(
+            requested
+        )  # an item of a torchmetrics value, known only after the first validation run
     if not all(metric_names):
         return Watched(requested)  # some metric objects choose their names in the first validation run
     raise UnknownNameError(
@@ -70,6 +75,25 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
         f"(available: {', '.join([*names, *losses]) or 'none'})",
         config_path,
     )
+
+
+def train_metric(requested: str, params: TrainingParams, config_path: str) -> str:
+    """Return the name, with the prefix `train/`, of a metric in `train_metrics_list`, ignoring case and punctuation.
+
+    Raises:
+        UnknownNameError: if no training metric has this name, and none chooses its names at run time.
+    """
+    metric_names = [known_names(entry) for entry in params.train_metrics_list]
+    names = [name for group in metric_names for name in group]
+    found = [name for name in names if _normalized(name) == _normalized(requested)]
+    if not found and all(metric_names):
+        raise UnknownNameError(
+            f"no metric in train_metrics_list is named '{requested}'{did_you_mean(requested, names)} "
+            f"(available: {', '.join(names) or 'none'}); to monitor a loss, or a metric in valid_metrics_list, use "
+            "the phase VALIDATION_EPOCH_END",
+            config_path,
+        )
+    return f"train/{found[0] if found else requested}"
 
 
 def loss_value(loss: Any, result: Any, title: str) -> Tensor:

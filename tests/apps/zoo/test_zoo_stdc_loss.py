@@ -245,7 +245,14 @@ def test_loss_without_detail_heads_has_only_classifier_losses():
 
 
 @pytest.mark.parametrize(
-    "options", [{"weights": ()}, {"detail_weights": (1.0,)}, {"detail_threshold": 0}, {"detail_threshold": 9}]
+    "options",
+    [
+        {"num_classes": 1},
+        {"weights": ()},
+        {"detail_weights": (1.0,)},
+        {"detail_threshold": 0},
+        {"detail_threshold": 9},
+    ],
 )
 def test_invalid_detail_options_raise_errors_with_their_names(options):
     with pytest.raises(ConfigError) as error:

@@ -77,7 +77,7 @@ def get(
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and a message is logged.
         pretrained_weights: must be None, except for timm networks, for which any name downloads timm's weights.
-        options: additional arguments for the network, such as `use_aux_heads`.
+        options: additional arguments for the network, such as `use_aux_heads`; see `network_config`.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -134,10 +134,14 @@ def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> in
 
 
 def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a network for `MODELS.build`; `name` may start with `timm:`."""
+    """Return the configuration of a network for `MODELS.build`; `name` may start with `timm:`.
+
+    As in SuperGradients, DDRNet and PP-LiteSeg have auxiliary heads only if `use_aux_heads` is True.
+    """
     if name.startswith(PREFIX):
         return {"type": "TimmClassifier", "name": name.removeprefix(PREFIX), **options}
-    return {"type": name, **options}
+    heads = {"use_aux_heads": False} if name in names() and name.startswith(("ddrnet", "pp_lite")) else {}
+    return {"type": name, **heads, **options}
 
 
 def load(

@@ -100,7 +100,7 @@ class STDCLoss(nn.Module):
     batch. Half-precision outputs are converted to float32.
 
     Args:
-        num_classes: if set, the number of channels that the main output must have.
+        num_classes: if set, the number of channels that the main output must have; at least 2.
         weights: factors for the main output, the auxiliary outputs (s32, s16) and the details, in this order.
         threshold: see `OhemCELoss`.
         mining_percent: see `OhemCELoss`.
@@ -127,6 +127,11 @@ class STDCLoss(nn.Module):
         detail_threshold: float = 1.0,
     ) -> None:
         super().__init__()
+        if num_classes is not None and num_classes < 2:
+            raise ConfigError(
+                f"must be at least 2, not {num_classes}; for a network with one output channel, use BCEDiceLoss",
+                "num_classes",
+            )
         if len(weights) < 1 + num_detail_heads:
             raise ConfigError(
                 f"must contain factors for the main output, any auxiliary outputs and the details, not {weights!r}",

@@ -236,6 +236,10 @@ class SegColorJitter:
     Args:
         brightness, contrast, saturation: range of f as [smallest, largest]; a single number v means
             `[max(0, 1 - v), 1 + v]`, and 0 disables the change.
+        hue: must be 0.
+
+    Raises:
+        ConfigError: a range is invalid, or `hue` is not 0.
     """
 
     def __init__(
@@ -243,7 +247,13 @@ class SegColorJitter:
         brightness: float | Sequence[float] = 0.0,
         contrast: float | Sequence[float] = 0.0,
         saturation: float | Sequence[float] = 0.0,
+        hue: float | Sequence[float] = 0.0,
     ) -> None:
+        if hue not in (0, (0, 0), [0, 0]):
+            raise ConfigError(
+                f"must be 0, not {hue!r}, because hue changes are not supported; remove it, or add your own transform",
+                "hue",
+            )
         self.brightness = _factors("brightness", brightness)
         self.contrast = _factors("contrast", contrast)
         self.saturation = _factors("saturation", saturation)
@@ -323,6 +333,7 @@ class SegConvertToTensor:
     """
 
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
+        self.mask_output_dtype = mask_output_dtype
         if str(mask_output_dtype).removeprefix("torch.") not in ("None", "int64", "long"):
             raise ConfigError(
                 f"{mask_output_dtype} is not supported, because losses always receive int64 masks; remove the option",
