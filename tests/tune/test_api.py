@@ -131,6 +131,8 @@ def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
     message = r"must run in a single process, but the world size is 4; start it without torchrun or srun"
     with pytest.raises(ConfigError, match=message):
         find_lr(*own)
+    with pytest.raises(ConfigError, match=f"{message}; the batch size that it finds is that of each process"):
+        find_batch_size(*own)
 
 
 def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):

@@ -178,7 +178,7 @@ def find_batch_size(
     budget: float | str = "5m",
     report: Callable[[BatchSizeRow], None] = lambda row: None,
 ) -> BatchSizes:
-    """Find the largest batch size that fits in memory, and the fastest batch size.
+    """Find the largest batch size that fits in memory, and the fastest batch size, in a single process.
 
     Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
 
@@ -194,7 +194,7 @@ def find_batch_size(
         ConfigError: an argument is invalid, or the budget is too short for the first batch size.
         SlipstreamError: no batch size fits.
     """
-    _check_one_process()
+    _check_one_process("; the batch size that it finds is that of each process")
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
     return search_batch_sizes(make_job, max_size, parse_budget(budget), report)
 
@@ -265,9 +265,9 @@ def _objects_job(
     return lambda setting: ObjectsJob(model, loader, optimizer, loss_fn, speed, state, setting)
 
 
-def _check_one_process() -> None:
+def _check_one_process(note: str = "") -> None:
     if (size := get_world_size()) > 1:
         raise ConfigError(
-            f"must run in a single process, but the world size is {size}; start it without torchrun or srun",
+            f"must run in a single process, but the world size is {size}; start it without torchrun or srun{note}",
             "tune",
         )
