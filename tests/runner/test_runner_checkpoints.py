@@ -210,7 +210,9 @@ class Keeps(nn.Module):
         self.value = state
 
 
-@pytest.mark.parametrize("value", [BytesIO(), np.ones(2), {"seen": [{3}]}, Path("a")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [BytesIO(), np.ones(2), {"seen": [{3}]}, Path("a")], ids=lambda value: type(value).__name__
+)
 def test_extra_state_that_cannot_be_restored_is_refused(tmp_path, value):
     net = Net()
     net.dropout = Keeps(value)
