@@ -32,7 +32,7 @@ def test_every_region_occurs_on_a_page():
 
 def test_changed_result_changes_the_page(monkeypatch):
     page = figures.ROOT / "docs/options/sync_bn.md"
-    times = {**figures.result("sync_bn"), "one message each way": [400.0] * 15}
+    times = {**figures.result("sync_bn"), "one per direction": [400.0] * 15}
     monkeypatch.setattr(figures, "result", lambda name: times)
     new = figures.render(page.read_text(encoding="utf-8"), page.name)
     assert "| one per direction | 400.0 |" in new

@@ -73,7 +73,7 @@ def test_other_options_of_the_recipe_are_kept(tuned):
             ["--options", "fusd"],
             "options: 'fusd' is not an option that can be measured; did you mean 'fused'?",
         ),
-        (["--options", ","], "options: contains no name; choose from num_workers, "),
+        (["--options", ","], "options: is empty; choose from num_workers, "),
         (["--out", "tuned.txt"], "--out: must be the path of a .yaml file, not 'tuned.txt'"),
         (["--out", "no/such/folder/tuned.yaml"], "--out: the folder "),
         (["+speed=missing.yaml"], "speed: cannot read 'missing.yaml'"),

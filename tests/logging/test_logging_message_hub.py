@@ -118,7 +118,7 @@ def test_state_warns_once_about_each_info_that_cannot_be_saved():
     hub, warnings = MessageHub("a"), []
     hub.update_info_dict({"object": object(), "deep": {"a": object(), "b": 1}})
     loaded = [saved_and_loaded(hub, warn=warnings.append) for _ in range(2)][-1]
-    assert dict(loaded.runtime_info) == {"mine": 1, "deep": {"b": 1}}
+    assert dict(loaded.runtime_info) == {"mine": 1}  # a part of a value would be misleading
     assert [text.partition(":")[0] for text in warnings] == [
         f"message_hub.runtime_info.{name} is not saved" for name in ("object", "deep.a")
     ]

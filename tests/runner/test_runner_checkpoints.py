@@ -257,7 +257,7 @@ def test_changed_buffers_and_parameter_groups_are_reported_when_a_checkpoint_is_
     said = capfd.readouterr().out
     groups = "optimizer (parameters per group): [4, 1] instead of [4]"
     assert f"queue: (40, 4) instead of (0, 4); {groups}; seen: (1,) instead of absent" in said
-    assert said.count("cannot resume") == 1
+    assert said.count("cannot be resumed") == 1
 
 
 @pytest.mark.parametrize("buffers", [False, True])

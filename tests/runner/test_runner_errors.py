@@ -409,6 +409,6 @@ def test_lazy_module_must_be_initialized(tmp_path):
 
 def test_work_dir_with_bytes_that_are_not_utf8_is_rejected(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"^work_dir: must be a path in UTF-8, .*caf\\udce9.*; rename the folder"
+        ConfigError, match=r"^work_dir: must be encodable as UTF-8, .*caf\\udce9.*; rename the folder"
     ):
         Runner(**training(os.fsdecode(bytes(tmp_path) + b"/caf\xe9")))

@@ -52,6 +52,8 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
             # The folder was moved or copied, or `latest` is in a folder without a lock. If another run owns that
             # folder, it may have overwritten `latest`.
             paths = [Path(folder) / latest.name, *([latest] if owner is None or not owner.exists() else [])]
+            origin = _stored_origin(Path(folder))
+            paths.sort(key=lambda path: origin is None or read_origin(path) != origin)
         # A run may have been killed while it was replacing a sharded checkpoint.
         for candidate in (found for path in paths for found in (path, replaced_name(path))):
             if candidate.exists():
@@ -109,11 +111,11 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
     # CheckpointHook may write to another folder (`out_dir`).
     folders = {path.resolve(): path for path in (folder, *([latest.parent] if latest else []))}
     others = [path for path in _by_age(folders.values()) if path != latest]
-    if latest is None and others:
-        warn(str(error or f"{folder / LAST_FILE} does not exist"))
     usable = _of_last_run(folder, latest, others, warn)
     if error is not None and not usable:
         raise error
+    if latest is None and any(read_origin(path)[1] is not None for path in usable):
+        warn(str(error or f"{folder / LAST_FILE} does not exist"))
     yield from usable
 
 

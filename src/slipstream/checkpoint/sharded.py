@@ -162,7 +162,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 def read_origin(path: Path) -> tuple[str | None, int | None]:
     """Return the ID of the run that wrote a checkpoint, and the iteration; None for an entry that cannot be read.
 
-    The data of the tensors is not read, so this function takes the same time for checkpoints of all sizes.
+    The data of the tensors is not read, so the time depends on the number of tensors, but not on their sizes.
     """
     try:
         with _reading(path):

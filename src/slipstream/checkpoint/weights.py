@@ -50,7 +50,7 @@ def load_weights(
 
 @contextmanager
 def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In this block, `model.load_state_dict` ignores the tensors `names`, also if they were renamed by a pre-hook."""
+    """In this block, `model.load_state_dict` ignores the tensors `names`, even if a pre-hook renamed them."""
 
     def drop(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in names:

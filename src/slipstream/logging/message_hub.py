@@ -85,7 +85,7 @@ class MessageHub:
 
         If `resumed` is True, checkpoints include the info. They contain only tensors and built-in Python values: NumPy
         scalars become numbers, arrays become tensors, sets become lists, paths become strings, and subclasses of
-        built-in types become these types. Values of other types are omitted with a warning.
+        built-in types become these types. A value that is or contains an object of another type is omitted with a warning.
         """
         self._infos[key] = value
         self._resumed[key] = resumed
@@ -127,17 +127,20 @@ class MessageHub:
             "runtime_info": self._saved_infos(warn),
         }
 
-    def _saved_infos(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def _saved_infos(self, warn: Callable[[str], None] | None) -> dict[str, Any]:
+        """Return the infos whose values can be saved completely."""
         saved: dict[str, Any] = {}
         for key, value in self._infos.items():
             if not self._resumed[key]:
                 continue
             messages: list[str] = []
             # The tensors are copied when the checkpoint is written.
-            saved |= plain(
+            converted = plain(
                 {key: value}, messages.append, "message_hub.runtime_info", lambda _, tensor: tensor
             )
-            if messages and key not in self._warned:
+            if not messages:
+                saved |= converted
+            elif warn is not None and key not in self._warned:
                 self._warned.add(key)
                 for message in messages:
                     warn(message)
@@ -145,13 +148,10 @@ class MessageHub:
 
     def drop_saved(self) -> None:
         """Remove the entries that are saved in checkpoints, before loading those of an earlier checkpoint."""
-        saved = self.state_dict()
-        for entries, names in (
-            (self._scalars, saved["log_scalars"]),
-            (self._infos, saved["runtime_info"]),
-        ):
-            for name in names:
-                del entries[name]
+        for name in [name for name in self._scalars if self._resumed[name]]:
+            del self._scalars[name]
+        for name in self._saved_infos(None):
+            del self._infos[name]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load saved scalars and infos; entries with other keys are kept.

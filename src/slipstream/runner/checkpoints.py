@@ -27,6 +27,7 @@ from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, NonFiniteLossError
+from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
@@ -106,12 +107,14 @@ class Checkpoints:
         """Check before training that the model's state can be restored, and warn about state that is not saved.
 
         Raises:
-            ModelError: a part of the model's state cannot be saved or loaded.
+            ModelError: a hook saves checkpoints, and a part of the model's state cannot be saved or loaded.
         """
         runner = self._runner
         core, optim = unwrap_model(runner.model), runner.optim_wrapper
         assert optim is not None
-        check_restorable(state := core.state_dict())
+        state = core.state_dict()
+        if any(isinstance(hook, CheckpointHook | PreemptionHook) for hook in runner.hooks):
+            check_restorable(state)
         self._structure = structure(state, resume.group_sizes(optim))
         warn_of_generators(core, runner.train_dataloader, runner.logger.warning)
 
@@ -124,8 +127,8 @@ class Checkpoints:
         if lines := [line for name, line in found.items() if name not in self._changed]:
             self._changed.update(found)
             self._runner.logger.warning(
-                "The model or the optimizer has changed since training started, so a run cannot resume from this "
-                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
+                "The model or the optimizer has changed since training started, so this checkpoint cannot be "
+                f"resumed ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
                 "shape and all parameter groups before training"
             )
 

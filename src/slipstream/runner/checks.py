@@ -29,6 +29,8 @@ __all__ = [
     "warn_of_unknown_length",
 ]
 
+_MAX_NAMES = 3
+"""Maximum number of random generators that a warning names."""
 _NOTES = {
     "find_unused_parameters": "(to enable it, pass cfg=dict(find_unused_parameters=True) to the Runner)",
     "Expected more than 1 value per channel": (
@@ -135,10 +137,11 @@ def warn_of_generators(model: nn.Module, loader: DataLoader[Any], warn: Callable
         *find_generators([dataset], included=(Dataset, nn.Module)),
     ]
     if names:
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         warn(
-            f"Checkpoints do not contain the state of the random generators in {', '.join(names)}. If training draws "
-            "from them, a resumed run differs from an uninterrupted one; draw from the global generators of torch, "
-            "NumPy or Python instead"
+            f"Checkpoints do not contain the state of the random generators in {', '.join(names[:_MAX_NAMES])}{more}. "
+            "If training draws from them, a resumed run differs from an uninterrupted one; draw from the global "
+            "generators of torch, NumPy or Python instead"
         )
 
 

@@ -84,11 +84,12 @@ class FolderLock:
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
-        if (owner := folder_owner(folder)) not in (None, self._work_dir):
+        owner = folder_owner(folder)
+        if owner is not None and owner != self._work_dir and owner.exists():
             file.close()
             return (
                 f"{folder} contains the checkpoints of the run in {owner}, but this run is in {self._work_dir}; choose "
-                f"another folder. If that run was deleted or moved here, delete {folder / LOCK_FILE}"
+                "another folder"
             )
         file.truncate(0)
         file.write(f"{_describe_holder()}\n{describe_owner(folder, self._work_dir)}")

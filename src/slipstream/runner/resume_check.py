@@ -124,8 +124,8 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
             f"{source} was written in the middle of an epoch with train_dataloader.num_workers={saved['num_workers']} "
             f"and {saved['samples_per_step']} samples per step; this run has num_workers={current['num_workers']} and "
             f"{current['samples_per_step']} samples per step. Both determine the order of the samples of "
-            f"{type(loader.dataset).__name__}, an iterable dataset, so samples would be repeated and omitted; use the "
-            "same values, or resume from a checkpoint that was written at the end of an epoch"
+            f"{type(loader.dataset).__name__}, an iterable dataset, so some samples would be repeated and "
+            "others skipped; use the same values, or resume from a checkpoint that was written at the end of an epoch"
         )
 
 

@@ -115,8 +115,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
         str(path := Path(arguments["work_dir"]).absolute()).encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"must be a path in UTF-8, because files in the folder contain it, not {short_repr(str(path))}; rename "
-            "the folder",
+            f"must be encodable as UTF-8, because this path is written to text files, not {short_repr(str(path))}; "
+            "rename the folder",
             "work_dir",
         ) from None
     for name, hook in (arguments["default_hooks"] or {}).items():

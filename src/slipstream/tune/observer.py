@@ -150,13 +150,13 @@ class LrSweep(Observer):
     def after_step(self, loss: Tensor, updated: bool = True) -> None:
         """Record the loss, and end the sweep if it is complete or diverges."""
         self._window.append(float(loss))
-        self.connection.send({"event": "step", "seconds": 0.0})
         value = fmean(self._window)
         finite = math.isfinite(value)
         if finite and not updated:
             return
         self._losses.append(value)
         self._window.clear()
+        self.connection.send({"event": "step", "seconds": 0.0})
         if not finite or self._diverges(value) or len(self._losses) == len(self._rates):
             rates = self._rates[: len(self._losses)]
             self.connection.send({"event": "sweep", "rates": rates, "losses": self._losses})

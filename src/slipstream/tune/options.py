@@ -108,7 +108,7 @@ def check_names(names: Iterable[str]) -> list[str]:
     names = list(names)
     if not names:
         raise ConfigError(
-            f"contains no name; choose from {', '.join(OPTIONS)}, or leave it out to measure all", "options"
+            f"is empty; choose from {', '.join(OPTIONS)}, or omit it to measure all options", "options"
         )
     for name in names:
         if name not in OPTIONS:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.generators import hash_numbers
 from slipstream.dataset.loading.worker_init import signals_blocked
+from slipstream.dist import get_rank
 from slipstream.errors import DataLoaderError
 
 __all__ = ["STALL_WARNING", "Loading", "explain_worker_errors"]
@@ -142,9 +143,10 @@ class Loading:
 
 @contextmanager
 def _seeded(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[None]:
-    """Let the loader draw its workers' seed from a generator that depends only on `numbers`."""
+    """Make the loader draw its workers' seed from a generator that depends on `numbers`, its own seed and the rank."""
     generator = loader.generator
-    loader.generator = torch.Generator().manual_seed(hash_numbers(numbers))
+    own_seed = 0 if generator is None else generator.initial_seed()
+    loader.generator = torch.Generator().manual_seed(hash_numbers((*numbers, own_seed, get_rank())))
     try:
         yield
     finally:
