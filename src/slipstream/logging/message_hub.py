@@ -85,7 +85,8 @@ class MessageHub:
 
         If `resumed` is True, checkpoints include the info. They contain only tensors and built-in Python values: NumPy
         scalars become numbers, arrays become tensors, sets become lists, paths become strings, and subclasses of
-        built-in types become these types. A value that is or contains an object of another type is omitted with a warning.
+        built-in types become these types. A value that is or contains an object of another type is omitted with a
+        warning.
         """
         self._infos[key] = value
         self._resumed[key] = resumed

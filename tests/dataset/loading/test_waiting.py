@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from slipstream.dataset.loading import waiting
 from slipstream.dataset.loading.collate import pseudo_collate
 from slipstream.dataset.loading.limits import limit_batches
 from slipstream.dataset.loading.loader import build_dataloader
@@ -355,3 +356,18 @@ def test_timeout_without_workers_is_dropped_if_the_number_is_chosen_automaticall
     monkeypatch.setattr(chosen, lambda options, *_: {**options, "num_workers": 0})
     loader = build(Slow(), num_workers="auto", timeout=5)
     assert [batch.item() for batch in loader] == list(range(6))
+
+
+def test_seed_of_the_workers_depends_on_the_epoch_the_rank_and_the_seed_of_the_generator(monkeypatch):
+    def base_seed(epoch, rank, seed):
+        monkeypatch.setattr(waiting, "get_rank", lambda: rank)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loading = Loading(DataLoader(Slow(), generator=generator), "train_dataloader", print, (0, epoch))
+        loading.close()
+        assert loading.loader.generator is generator
+        return loading._iterator._base_seed
+
+    cases = [(0, 0, None), (1, 0, None), (0, 1, None), (0, 0, 1), (0, 0, 2)]
+    seeds = [base_seed(*case) for case in cases]
+    assert len(set(seeds)) == len(cases)
+    assert [base_seed(*case) for case in cases] == seeds
