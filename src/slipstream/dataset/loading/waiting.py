@@ -48,8 +48,8 @@ class Loading:
         loader: the loader. Its worker processes start immediately.
         name: name of the loader's option in the configuration (such as `train_dataloader`).
         warn: function that logs a warning; called from the thread.
-        numbers: non-negative integers, such as (seed, epoch). The workers' seed is computed from these, the initial seed
-            of the loader's generator, and the rank, because a resumed run cannot restore the generator's state.
+        numbers: non-negative integers, such as (seed, epoch). The workers' seed is computed from these, the initial
+            seed of the loader's generator, and the rank, because a resumed run cannot restore the generator's state.
     """
 
     def __init__(
