@@ -140,29 +140,7 @@ def _build_graph_step(
     cuda_graph: bool,
 ) -> GraphStep:
     def recover(error: Exception, problem: str | None) -> EagerStep:
-        core._compiled_call_impl = None
-        if isinstance(error, WrongNumbersError):
-            warn(_wrong_numbers(error, options))
-        elif isinstance(reason := NotCapturedError.find_in(error), OnlyEagerError):
-            warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
-        elif problem is not None:
-            warn(
-                f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
-                f"compiled, because {problem}. Training continues eagerly"
-            )
-        elif isinstance(error, BudgetExceededError):
-            warn(
-                f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
-            )
-            compile_model(core, options, warn, warn_limit=False)
-        else:
-            remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
-            warn(
-                f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
-                f"{remedy}To suppress this warning, set compile=dict(scope='model')"
-            )
-            # The warning above already reports the limit.
-            compile_model(core, options, warn, warn_limit=False)
+        _compile_less(core, options, warn, error, problem)
         return eager
 
     compile_model(core, options, warn)
@@ -194,6 +172,39 @@ def _build_graph_step(
         background=BackgroundCompiler(options.seconds, options.wait) if in_background else None,
         info=info,
     )
+
+
+def _compile_less(
+    core: nn.Module,
+    options: CompileOptions,
+    warn: Callable[[str], None],
+    error: Exception,
+    problem: str | None,
+) -> None:
+    """Compile only the model, or nothing, after the graph of the step has failed, and warn about it."""
+    core._compiled_call_impl = None
+    if isinstance(error, WrongNumbersError):
+        warn(_wrong_numbers(error, options))
+    elif isinstance(reason := NotCapturedError.find_in(error), OnlyEagerError):
+        warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
+    elif problem is not None:
+        warn(
+            f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
+            f"compiled, because {problem}. Training continues eagerly"
+        )
+    elif isinstance(error, BudgetExceededError):
+        warn(
+            f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
+        )
+        compile_model(core, options, warn, warn_limit=False)
+    else:
+        remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
+        warn(
+            f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
+            f"{remedy}To suppress this warning, set compile=dict(scope='model')"
+        )
+        # The warning above already reports the limit.
+        compile_model(core, options, warn, warn_limit=False)
 
 
 def _wrong_numbers(error: WrongNumbersError, options: CompileOptions) -> str:
