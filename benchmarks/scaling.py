@@ -334,7 +334,7 @@ def predict_step(case: Case, strategy: str, cluster: Cluster, compute_seconds: f
 
 def summary(rows: list[dict[str, Any]], measurements: dict[int, dict[str, Any]]) -> str:
     header = ["ms per step", "processes", "alone", "side by side", "exposed communication", "predicted",
-              "measured", "error", "error of the prediction from side-by-side times"]  # fmt: skip
+              "measured", "error", "error when predicting from side-by-side times"]  # fmt: skip
     cells = [
         [
             f"{row['network']}, {row['strategy']}",

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 PLAIN_FILE = "plain.pth"
-"""File in the folder of a sharded checkpoint."""
+"""The file in the folder of a sharded checkpoint that contains everything except the shards."""
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:

@@ -61,7 +61,7 @@ def library_folder(library: str, source: str) -> Path:
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"{source}: the package '{library}' is not installed; install it, or copy the file")
+        raise ConfigError(f"{source}: the package '{library}' is not installed; install it")
     return Path(spec.origin).parent
 
 

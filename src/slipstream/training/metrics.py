@@ -321,7 +321,7 @@ def metric_config(
 def known_names(entry: Any) -> tuple[str, ...]:
     """Return the names of the metric's values, or an empty tuple if the metric determines its names at run time.
 
-    A torchmetrics class has the name of the class. Its value may also be a dict or a vector, whose items are named
+    The value of a torchmetrics metric is named after its class. If the value is a dict or a vector, its items are named
     `class/key`; see `TorchMetric`.
     """
     binary: dict[str, type[_Binary]] = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}

@@ -74,7 +74,7 @@ def _coverage(count: int, cut: int) -> float:
 
 
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
-    """Return the relative differences of the first loss, and of the mean of all losses.
+    """Return the relative differences from the baseline in the first loss, and in the mean of all losses.
 
     A difference is NaN or infinite if a loss is NaN or infinite.
     """

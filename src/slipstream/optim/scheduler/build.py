@@ -49,7 +49,7 @@ class TorchSchedulerAdapter:
             self.scheduler.step()
 
     def get_last_value(self) -> list[Any]:
-        """Return the learning rate of every parameter group (a tensor if the group contains a tensor)."""
+        """Return the learning rate of every parameter group, as a tensor if the group's `lr` is a tensor."""
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def build_param_scheduler(
 
     Raises:
         ConfigError: a key is invalid (the message contains its name), a scheduler object belongs to a different
-            optimizer, or `by_epoch` is required.
+            optimizer, or `by_epoch` is required but not set.
     """
     if isinstance(cfg, LRScheduler) or (
         isinstance(cfg, Mapping) and isinstance(cfg.get("scheduler"), LRScheduler)

@@ -92,7 +92,8 @@ class BaseDataset(Dataset[Any]):
         metainfo: entries that override those in the class attribute `METAINFO`; a string is the path to a file with one
             value per line or, if the file does not exist, the value itself.
         data_root: root folder.
-        data_prefix: maps each sample key that contains a path to the folder of these paths, relative to `data_root`.
+        data_prefix: a dict from sample keys that contain paths to the folders that are prepended to the paths, relative
+            to `data_root`.
         filter_cfg: options for the `filter_data` method of a subclass.
         indices: use only these samples; an int n selects the first n samples, or the last -n samples if it is negative.
         serialize_data: store the descriptions in one byte array.
