@@ -87,7 +87,9 @@ class Worker:
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], max(seconds, 0))[0]:
-            raise WorkerError(f"no response within {max(seconds, 0):.0f} s")
+            raise WorkerError(
+                f"timed out after {seconds:.0f} s" if seconds > 0 else "not measured (time limit reached)"
+            )
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(last_error(self.log))

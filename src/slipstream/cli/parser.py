@@ -341,7 +341,10 @@ def _add_bench(commands: _Commands) -> None:
         "--precision", choices=("float32", "amp"), metavar="P", help="measure only float32 or only amp"
     )
     parser.add_argument(
-        "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: measure only off or only on"
+        "--averaging",
+        choices=("off", "on"),
+        metavar="A",
+        help="measure only without (off) or with (on) SyncBN and EMA",
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
                         help="time limit for each run (default: 900)")  # fmt: skip

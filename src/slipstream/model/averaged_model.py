@@ -164,7 +164,7 @@ class BaseAveragedModel(nn.Module):
         self.swapped = not self.swapped
 
     def swap_in(self, model: nn.Module, average: bool) -> None:
-        """Swap the averaged or the training weights into the model, if averaging has begun and they are not there."""
+        """Swap the averaged or the training weights into the model, unless it already contains them."""
         if self.steps and average != self.swapped:
             self.swap(model)
 

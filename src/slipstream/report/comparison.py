@@ -24,7 +24,7 @@ from slipstream.report.utilization import utilization
 __all__ = ["MAX_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 
 MAX_RUNS = STYLES
-"""Maximum number of runs that can be compared, because each run has its own line style."""
+"""Maximum number of runs in a comparison. Each run has its own line style."""
 _UNKNOWN = "unknown"
 _NOT_SET = "not set"
 _RUN_SPECIFIC_SETTINGS = ("work_dir", "experiment_name", "resume", "load_from")

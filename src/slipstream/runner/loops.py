@@ -243,7 +243,7 @@ class _TrainLoop(BaseLoop):
         phases.end_step()
 
     def _run_missed_validation(self) -> None:
-        """Validate if a validation was due but incomplete when the resumed checkpoint was written or the run stopped."""
+        """Validate if a validation was due but incomplete when the checkpoint was written or the run stopped."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
             self._validate()

@@ -81,7 +81,7 @@ class DirectCalls:
             values["inputs"] = values["grad_buffers"] = None
 
     def store_guards(self, compiled: CompiledGraph) -> None:
-        """Store the guards of the code that Dynamo compiled most recently in `compiled.guards`."""
+        """Set `compiled.guards` to the guards of the code that Dynamo compiled most recently."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new

@@ -123,8 +123,7 @@ class CallbackHook(Hook):
             if hasattr(built, event):
                 raise ConfigError(
                     f"{type(built).__name__}.{event} cannot be called because a training step is a single call. Use "
-                    "clip_grad_norm to clip gradients; for other changes, override a method of slipstream.step or of "
-                    "the optimizer wrapper"
+                    "clip_grad_norm to clip gradients; for other changes, subclass slipstream.optim.OptimWrapper"
                 )
         self.callback = built
         events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
@@ -241,7 +240,7 @@ class EarlyStop(EarlyStoppingHook):
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images with sliding windows, but only after the last training epoch and outside training.
+    """Validate whole images with sliding windows, but only after the last training epoch or in a separate validation.
 
     Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
     With sliding windows, the model runs eagerly, because compilation does not pay off in a single validation run.

@@ -101,8 +101,8 @@ class DistillationModel(SupervisedModel):
         teacher_pretrained: arguments that `load_teacher` passes to `zoo.models.load` to load the teacher's weights.
         teacher_input_adapter: module that is applied to the teacher's images, such as `NormalizationAdapter`, or its
             configuration.
-        kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. Default: the
-            outputs of both networks.
+        kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. If None,
+            the loss receives the outputs of both networks.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 

@@ -44,8 +44,8 @@ class RecipeLR(_ParamScheduler):
         self.schedule = options(LRSchedule, schedule, "schedule")
         if self.schedule.lr_mode is None and self.schedule.warmup_batches == 1:
             raise ConfigError(
-                "a one-step warm-up (lr_warmup_steps, limited to one epoch) never reaches initial_lr (as in "
-                "SuperGradients); use at least 2 steps, set lr_mode, or remove the warm-up",
+                "as in SuperGradients, a warm-up of one step never reaches initial_lr; use at least 2 steps (the limit "
+                "is one epoch), set lr_mode, or remove the warm-up",
                 "lr_warmup_steps",
             )
         end = INF if self.schedule.lr_mode else self.schedule.warmup_iters + 1
@@ -99,7 +99,7 @@ class TorchLR(TorchSchedulerAdapter):
     def build_iter_from_epoch(
         cls, optimizer: Any, *, begin: int = 0, end: int = INF, epoch_length: int | None = None, **others: Any
     ) -> TorchLR:
-        """Convert `begin` and `end` from epochs of `epoch_length` iterations, and return a per-iteration scheduler."""
+        """Convert `begin` and `end` from epochs to iterations, and return a per-iteration scheduler."""
         check_int("epoch_length", epoch_length, 1)
         assert epoch_length is not None
         end_iter = end if end == INF else end * epoch_length
@@ -172,7 +172,7 @@ def _recipe_schedule(params: TrainingParams, lr_mode: str | None) -> list[dict[s
 
 
 def _torch_schedule(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of `{torch scheduler class: {arguments, phase, metric_name}}`."""
+    """Return the scheduler configuration for an `lr_mode` of the form `{torch scheduler class: {arguments, ...}}`."""
     name, own_keys = next(iter(lr_mode.items()), (None, None))
     if len(lr_mode) != 1 or not isinstance(own_keys, Mapping):
         raise ConfigError(

@@ -248,7 +248,7 @@ class _StepHook(Hook):
 
 
 def _has_updated(optim: Any) -> bool:
-    """Return whether the last step ended an accumulation window; each step does if the model selects the optimizer."""
+    """Return whether the last step ended an accumulation window. With several optimizers, every step does."""
     return optim.accumulative_counts == 1 or bool(optim.begins_window())
 
 
@@ -444,7 +444,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _buffered(loader: Any) -> int:
-    """Return the number of batches that a loader's workers can prefetch while training waits."""
+    """Return the number of batches that a loader's workers can prefetch while the trial is paused."""
     return getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 0)
 
 

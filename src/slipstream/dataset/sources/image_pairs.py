@@ -245,7 +245,7 @@ def _readable_pairs(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) 
         print_log(f"skip_corrupt: skipping a sample: {fault}", "current", logging.WARNING)
     readable = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
     if not readable:
-        raise DataError(f"no sample can be read ({len(pairs)} in total); first error: {faults[0][0]}")
+        raise DataError(f"none of the {len(pairs)} samples can be read; first error: {faults[0][0]}")
     return readable
 
 
