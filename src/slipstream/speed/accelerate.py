@@ -21,7 +21,6 @@ from slipstream.dist import get_world_size
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
-from slipstream.model.weight_init import check_initialized
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import (
@@ -97,10 +96,8 @@ def accelerate(
     Raises:
         ConfigError: an option is invalid or not supported by this function, or there are several processes and the
             optimizer has a parameter that is not in the model.
-        ModelError: the optimizer has a parameter on a different device than the model, or the model contains a lazy
-            module that has not been initialized.
+        ModelError: the optimizer has a parameter on a different device than the model.
     """
-    check_initialized(model)
     _check_optimizer(optimizer, model)
     losses = read_losses(loss_fn, compute_loss)
     check(total_steps, PositiveInt | None, "total_steps")
