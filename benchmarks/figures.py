@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!-- figures: ([\w ]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 GRAPH = "Slipstream, one graph"
 TUNED = ("tune", "tune_networks", "tune_ddrnet")
-"""Results of benchmarks/tune.py, measured on the same machine. A later result for a recipe replaces an earlier one."""
+"""Results of benchmarks/tune.py. A later result for a recipe replaces an earlier one."""
 NAMES = {
     "MLP": "MLP",
     "conv net": "small conv net",
@@ -434,14 +434,17 @@ def report_overhead() -> str:
 
 def tuned_plans() -> str:
     rows = []
-    for case in {case["recipe"]: case for name in TUNED for case in result(name)["cases"]}.values():
+    latest = {case["recipe"]: (case, name) for name in TUNED for case in result(name)["cases"]}
+    for case, name in latest.values():
         ratios = {row["name"]: row["ratio"] for row in case["compared"] if row["ratio"] is not None}
-        single_options = {name: ratios[name] for name in ratios if name not in ("baseline", 'speed="auto"')}
-        fastest = min(single_options, key=lambda name: single_options[name]["ratio"], default=None)
+        single_options = {key: ratios[key] for key in ratios if key not in ("baseline", 'speed="auto"')}
+        fastest = min(single_options, key=lambda key: single_options[key]["ratio"], default=None)
         plan = " + ".join(case["adopted"]) or "no option"
-        cells = [_speed(ratios.get(name)) for name in ("baseline", 'speed="auto"')]
+        cells = [_speed(ratios.get(key)) for key in ("baseline", 'speed="auto"')]
         fastest_cell = f"{fastest}: {_speed(single_options[fastest])}" if fastest else ""
-        rows.append([case["recipe"], plan, f"{case['search seconds']:.0f}", *cells, fastest_cell])
+        rows.append(
+            [case["recipe"], plan, f"{case['search seconds']:.0f}", *cells, fastest_cell, machine(name)]
+        )
     header = [
         "recipe",
         "plan",
@@ -449,10 +452,11 @@ def tuned_plans() -> str:
         "plan / baseline",
         'plan / `speed="auto"`',
         "plan / fastest single option",
+        "machine, date",
     ]
     return (
         f"{text_table(header, rows)}\n\nRatios of speeds (medians over interleaved rounds, with intervals); "
-        f"a ratio above 1 means that the plan is faster. {machine(TUNED[0])}."
+        "a ratio above 1 means that the plan is faster."
     )
 
 
