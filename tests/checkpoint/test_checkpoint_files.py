@@ -15,11 +15,11 @@ from slipstream.checkpoint import (
     find_latest_checkpoint,
     load_checkpoint,
     mark_last_checkpoint,
-    plain,
     remove_checkpoint,
     save_checkpoint,
 )
 from slipstream.errors import CheckpointError
+from slipstream.plain_values import plain
 
 
 class Level(enum.IntEnum):

@@ -8,10 +8,10 @@ from torch import nn
 from two_processes import run_in_two
 
 from slipstream.dist import init_dist
-from slipstream.dist.sharding import full_tensor
 from slipstream.model import MMDistributedDataParallel
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
+from slipstream.sharding import full_tensor
 from slipstream.speed.nan_guard import StepGuard
 from slipstream.step import EagerStep
 

@@ -7,8 +7,8 @@ import torch
 from two_processes import run_in_two
 
 from slipstream.dist import get_rank, init_dist
-from slipstream.dist.sharding import full_tensor
 from slipstream.hooks import Hook
+from slipstream.sharding import full_tensor
 from tiny_runs import Net, run
 
 pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.checkpoint import plain
+from slipstream.plain_values import plain
 
 TESTS = Path(__file__).parent.parent
 SCRIPT = """

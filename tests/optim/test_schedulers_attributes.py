@@ -8,11 +8,11 @@ from collections import defaultdict, deque
 import pytest
 import torch
 
-from slipstream.checkpoint import plain
 from slipstream.errors import CheckpointError
 from slipstream.hooks import Hook
 from slipstream.optim.scheduler import StepLR
 from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.plain_values import plain
 from slipstream.registry import PARAM_SCHEDULERS
 from tiny_runs import Net, assert_same, run, weights
 

@@ -1,7 +1,7 @@
 """Save and load checkpoints, weights and random state."""
 
 from slipstream.checkpoint.background import BackgroundWriter
-from slipstream.checkpoint.files import plain, remove_checkpoint, save_checkpoint
+from slipstream.checkpoint.files import remove_checkpoint, save_checkpoint
 from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.owner import LOCK_FILE, describe_owner, folder_owner
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
@@ -66,7 +66,6 @@ __all__ = [
     "local_checkpoint",
     "mark_last_checkpoint",
     "newest_checkpoints",
-    "plain",
     "read_meta",
     "read_origin",
     "redacted_source",

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint.copies import copy_in_threads
-from slipstream.checkpoint.files import plain, preserve_ties
 from slipstream.checkpoint.sharded import write_checkpoint
 from slipstream.dist import get_world_size, is_main_process
-from slipstream.dist.sharding import is_sharded, local_shard, with_local
 from slipstream.errors import CheckpointError
+from slipstream.plain_values import plain, preserve_ties
+from slipstream.sharding import is_sharded, local_shard, with_local
 
 __all__ = ["BackgroundWriter"]
 

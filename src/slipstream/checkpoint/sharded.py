@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.files import PLAIN_FILE, plain, read_file, replaced_name, save_checkpoint
+from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint
 from slipstream.checkpoint.integrity import open_verified, verify
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
-from slipstream.dist.sharding import full_tensor, is_sharded, placements_on
 from slipstream.errors import CheckpointError
 from slipstream.files import disk_problem, sync_folder
+from slipstream.plain_values import plain
+from slipstream.sharding import full_tensor, is_sharded, placements_on
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException

@@ -19,7 +19,6 @@ from slipstream.checkpoint import (
 )
 from slipstream.config import config_text
 from slipstream.dist import broadcast_object_list, is_main_process
-from slipstream.dist.sharding import shard_like
 from slipstream.errors import CheckpointError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
@@ -27,6 +26,7 @@ from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import ReplacedFiles
 from slipstream.hooks.schedule import infer_rule, metric_value
 from slipstream.registry import HOOKS
+from slipstream.sharding import shard_like
 from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import torch
 
 from slipstream.checkpoint import read_origin, remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
-from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.replaced_files import COPY_SEPARATOR, ReplacedFiles
 from slipstream.hooks.schedule import infer_rule, metric_value
 from slipstream.registry import HOOKS
+from slipstream.sharding import mesh_of
 from slipstream.typecheck import matches
 
 if TYPE_CHECKING:

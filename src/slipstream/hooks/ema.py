@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from slipstream.checkpoint import check_tensors, restoring
-from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.model import BaseAveragedModel, ScheduledEMA, unwrap_model
 from slipstream.registry import HOOKS, MODELS
+from slipstream.sharding import mesh_of
 from slipstream.speed.ema import check_begin
 from slipstream.step import EagerStep
 from slipstream.step.average import AveragePart, update_count

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.checkpoint.files import plain
 from slipstream.errors import CheckpointError, DataError, UnknownNameError, did_you_mean
 from slipstream.logging.history import HistoryBuffer, Number
+from slipstream.plain_values import plain
 
 __all__ = ["MessageHub"]
 

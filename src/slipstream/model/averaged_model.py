@@ -17,10 +17,10 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import all_reduce_params
-from slipstream.dist.sharding import local_shard, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.model.weight_init import check_initialized
 from slipstream.registry import MODELS
+from slipstream.sharding import local_shard, mesh_of
 from slipstream.step.average import copy_to
 from slipstream.typecheck import PositiveInt, check
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slipstream.dist.sharding import is_sharded
+from slipstream.sharding import is_sharded
 
 __all__ = ["has_explicit_kernels", "init_momentum", "replace_kernel_options", "use_fused", "why_not_fused"]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
-from slipstream.dist.sharding import is_sharded
+from slipstream.sharding import is_sharded
 
 __all__ = ["FusedLayouts", "lay_out_states"]
 

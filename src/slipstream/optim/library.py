@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.dist.sharding import full_tensor
 from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
+from slipstream.sharding import full_tensor
 
 __all__ = ["BertAdam", "RMSpropTF", "check_shapes"]
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
-from slipstream.dist.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.logging import PhaseTimes, print_log
 from slipstream.optim.kernels import replace_kernel_options
 from slipstream.optim.layouts import FusedLayouts, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
+from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.step.numerics import scale_
 from slipstream.step.parts import StepPart, apply_update, has_gradients
 from slipstream.typecheck import PositiveInt, Rule, check

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from slipstream.dist import get_rank, get_world_size
-from slipstream.dist.sharding import is_sharded
 from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
+from slipstream.sharding import is_sharded
 
 __all__ = ["ZeroRedundancyOptimizer"]
 

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from slipstream.config.merge import join
-from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
+from slipstream.sharding import is_sharded, mesh_of
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop

@@ -25,7 +25,6 @@ from slipstream.checkpoint import (
 )
 from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
-from slipstream.dist.sharding import mesh_of
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.model import unwrap_model
@@ -35,6 +34,7 @@ from slipstream.optim import OptimWrapper
 from slipstream.redaction import Redactor
 from slipstream.runner import resume, resume_check
 from slipstream.runner.checks import warn_of_generators, warn_of_sampler_state
+from slipstream.sharding import mesh_of
 from slipstream.version import __version__
 
 if TYPE_CHECKING:

@@ -35,7 +35,6 @@ from slipstream.dist import (
     is_main_process,
     own_or_mean,
 )
-from slipstream.dist.sharding import is_sharded, local_shard, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import load_pretrained, needs_pretrained
@@ -47,6 +46,7 @@ from slipstream.model.wrappers import (
     unsharded_gradients,
 )
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.sharding import is_sharded, local_shard, mesh_of, shard_like
 
 STRIP_WRAPPER = ((r"^module\.", ""),)
 """A (pattern, replacement) pair that removes a wrapper's prefix from weight names."""

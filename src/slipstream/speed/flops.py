@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from slipstream.checkpoint import get_random_state, set_random_state
-from slipstream.dist.sharding import is_sharded
 from slipstream.errors import DataError, ModelError
+from slipstream.sharding import is_sharded
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.precision import Precision
 

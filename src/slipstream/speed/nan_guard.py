@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from slipstream.config import optional
-from slipstream.dist.sharding import is_sharded, local_shard
 from slipstream.errors import ConfigError, ModelError, NonFiniteLossError, did_you_mean
+from slipstream.sharding import is_sharded, local_shard
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, restore_unless
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.dist.sharding import is_sharded
 from slipstream.errors import LossError, ModelError
+from slipstream.sharding import is_sharded
 from slipstream.step.backward_passes import check_compiled_backward
 from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import StepPart, has_gradients

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from slipstream.dist.sharding import is_sharded
+from slipstream.sharding import is_sharded
 
 __all__ = ["copies", "interpret"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.dist.sharding import is_sharded
 from slipstream.errors import ModelError
+from slipstream.sharding import is_sharded
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper

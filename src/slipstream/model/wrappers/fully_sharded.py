@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.config import options
 from slipstream.dist import all_gather_object, broadcast, get_world_size
-from slipstream.dist.sharding import full_tensor, is_sharded, mesh_of, shard_like
 from slipstream.errors import ConfigError, DistributedError, did_you_mean
 from slipstream.model.wrappers.distributed import train_wrapped
 from slipstream.registry import MODEL_WRAPPERS
+from slipstream.sharding import full_tensor, is_sharded, mesh_of, shard_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
