@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from functools import partial
 
 import pytest
 
@@ -136,6 +137,16 @@ def test_errors_their_notes_and_causes_contain_no_secret(monkeypatch):
         raise error
     assert str(caught.value) == "a.b: must be a number, not '{{ $MY_API_KEY }}'"
     assert VALUE not in repr((caught.value.__notes__, caught.value.__cause__))
+
+
+@pytest.mark.parametrize(
+    "container",
+    [["open-sesame"], {"open-sesame"}, frozenset(["open-sesame"]), b"open-sesame", partial(print, "open-sesame"),
+     partial(print, end="open-sesame")],
+    ids=repr,
+)  # fmt: skip
+def test_secrets_in_any_container_are_removed_from_text(container):
+    assert Redactor({"password": container})("login with open-sesame") == f"login with {REDACTED}"
 
 
 def test_working_directory_is_not_a_secret(monkeypatch):

@@ -148,11 +148,13 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _secrets(item, secret or is_secret_name(key))
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, list | tuple | set | frozenset):
         for item in tree:
             yield from _secrets(item, secret)
+    elif isinstance(tree, partial):
+        yield from _secrets((tree.args, tree.keywords), secret)
     elif secret and _may_be_secret(tree):
-        yield str(tree)
+        yield tree.decode(errors="replace") if isinstance(tree, bytes) else str(tree)
 
 
 def _may_be_secret(value: Any) -> bool:

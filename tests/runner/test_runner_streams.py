@@ -172,14 +172,26 @@ def test_resume_with_persistent_workers_of_a_stream_warns(tmp_path, capfd):
     assert "set train_dataloader.persistent_workers=False" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("loader", [dict(num_workers=1), dict(batch_size=4)], ids=str)
-def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, loader):
+@pytest.mark.parametrize(
+    ("loader", "change"),
+    [
+        (dict(num_workers=1), r"num_workers=2 \(now 1\)"),
+        (dict(batch_size=4), r"samples per step=8 \(now 4\)"),
+        ({}, r"processes=2 \(now 1\)"),
+    ],
+)
+def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, loader, change):
     hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=7))
     augmented(tmp_path, epochs=1)
     augmented(tmp_path / "between", loader=loader, resume=str(tmp_path / "epoch_1.pth"))
     with pytest.raises(KeyboardInterrupt):
         augmented(tmp_path, default_hooks=hooks, custom_hooks=[dict(type=Stop, priority="LOWEST")])
-    with pytest.raises(CheckpointError, match=r"iter_7\.pth .*num_workers=2 and 8 samples .* NoisyStream"):
+    if not loader:  # as if two processes had written it
+        file = tmp_path / "iter_7.pth"
+        checkpoint = torch.load(file, weights_only=True)
+        checkpoint["meta"]["random_state"] *= 2
+        torch.save(checkpoint, file)
+    with pytest.raises(CheckpointError, match=rf"iter_7\.pth .*{change}.* NoisyStream"):
         augmented(tmp_path, loader=loader, resume=True)
 
 

@@ -108,8 +108,8 @@ def check_matches(
 def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
     """Check that a training loop over an iterable dataset can continue in the middle of an epoch.
 
-    Several workers yield their batches in turn, so the samples in the finished batches depend on the number of workers
-    and on the batch size.
+    Several workers yield their batches in turn, so the samples in the finished batches depend on the number of workers,
+    the batch size, and the number of processes.
 
     Raises:
         CheckpointError: the order of the samples has changed.
@@ -117,15 +117,17 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
     loader = loop.dataloader
     if not isinstance(loader.dataset, IterableDataset) or not meta.get("inner_samples"):
         return
-    current = {"num_workers": loader.num_workers, "samples_per_step": loop.samples_per_step}
-    saved = {key: meta.get(key, value) for key, value in current.items()}
-    if saved != current and max(saved["num_workers"], current["num_workers"]) > 1:
+    names = ("train_dataloader.num_workers", "samples per step", "processes")
+    now = loader.num_workers, loop.samples_per_step, get_world_size()
+    states = meta.get("random_state") or range(get_world_size())  # one for each process
+    saved = meta.get("num_workers", now[0]), meta.get("samples_per_step", now[1]), len(states)
+    changes = [f"{name}={a} (now {b})" for name, a, b in zip(names, saved, now, strict=True) if a != b]
+    if changes and max(saved[0], now[0]) > 1:
         raise CheckpointError(
-            f"{source} was written in the middle of an epoch with train_dataloader.num_workers={saved['num_workers']} "
-            f"and {saved['samples_per_step']} samples per step; this run has num_workers={current['num_workers']} and "
-            f"{current['samples_per_step']} samples per step. Both determine the order of the samples of "
-            f"{type(loader.dataset).__name__}, an iterable dataset, so some samples would be repeated and "
-            "others skipped; use the same values, or resume from a checkpoint that was written at the end of an epoch"
+            f"{source} was written in the middle of an epoch with {', '.join(changes)}. This determines the order of "
+            f"the samples of {type(loader.dataset).__name__}, an iterable dataset, so some samples would be repeated "
+            "and others skipped; use the same values, or resume from a checkpoint that was written at the end of an "
+            "epoch"
         )
 
 
