@@ -507,9 +507,10 @@ def test_persistent_workers_of_this_process_remain_usable(own):
 
 
 @pytest.mark.slow
-def test_the_row_names_a_missing_compiler_as_the_reason(own, monkeypatch, short_rounds):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
-    result = tune(*own, budget="10m", options=["compile"], cache=False)
+def test_the_row_names_a_missing_compiler_as_the_reason(own, short_rounds):
+    # monkeypatch would delete the setting at the end, and later compilations would fail.
+    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}):
+        result = tune(*own, budget="10m", options=["compile"], cache=False)
     assert [row.status for row in result.rows] == ["failed", "failed"]
     for row in result.rows:
         assert "/nonexistent/g++" in row.reason or "C++ compiler" in row.reason
