@@ -129,10 +129,9 @@ def test_errors_name_wrong_arguments(own, index, value, message):
 def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
     monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
     message = r"must run in a single process, but the world size is 4; start it without torchrun or srun"
-    with pytest.raises(ConfigError, match=message):
-        find_lr(*own)
-    with pytest.raises(ConfigError, match=f"{message}; the batch size that it finds is that of each process"):
-        find_batch_size(*own)
+    for measure in (find_lr, tune):
+        with pytest.raises(ConfigError, match=message):
+            measure(*own)
 
 
 def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
