@@ -73,13 +73,17 @@ class TrialError(Exception):
         return self.reason
 
 
-def budget_error(budget: float, name: str, finished: int, steps: int) -> ConfigError:
-    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds."""
-    needed = (
-        f"about {format_seconds(budget * steps / finished)}"
-        if finished
-        else f"at least {format_seconds(4 * budget)}"
-    )
+def budget_error(
+    budget: float, name: str, finished: int, steps: int, seconds: float | None = None
+) -> ConfigError:
+    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds.
+
+    `seconds` is the expected duration of the trial; None means proportional to the number of steps.
+    """
+    if finished:
+        needed = f"about {format_seconds(budget * steps / finished if seconds is None else seconds)}"
+    else:
+        needed = f"at least {format_seconds(4 * budget)}"
     return ConfigError(
         f"{format_seconds(budget)} is too short: {name} finished {finished} of {steps} steps within this time; it "
         f"needs {needed}",
