@@ -194,7 +194,7 @@ def find_batch_size(
         max_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
         budget: time limit in seconds, or a string such as `5m`.
-        report: called with each row as soon as it is measured.
+        report: called on every rank with each row as soon as it is measured.
 
     Raises:
         ConfigError: an argument is invalid, or the budget is too short for the first batch size.
