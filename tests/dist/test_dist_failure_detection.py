@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from slipstream.dist.failure_detection import FailureDetector, _is_consequence, _listen
+from slipstream.dist.failure_detection import FailureDetector, _listen, is_consequence
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_messages_can_arrive_in_several_packets(address):
 
 def test_only_connection_errors_are_consequences_of_another_failure():
     broken = RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    assert _is_consequence(broken)
+    assert is_consequence(broken)
     own = ValueError("own")
-    assert not _is_consequence(own)
+    assert not is_consequence(own)
     own.__cause__ = broken
-    assert _is_consequence(own)
-    assert not _is_consequence(RuntimeError("shape mismatch"))
+    assert is_consequence(own)
+    assert not is_consequence(RuntimeError("shape mismatch"))

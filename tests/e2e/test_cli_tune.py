@@ -175,6 +175,24 @@ def test_a_batch_size_is_found_for_a_recipe(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_two_processes_find_a_batch_size_together(tmp_path):
+    command = ["tune", RECIPE, *SMALL, "--find", "batch_size", "--max-batch-size", "2", "--nproc", "2"]
+    command = [sys.executable, "-m", "slipstream", *command]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=400)
+    assert done.stdout.count("Largest that fits: 2") == 1
+    assert (
+        "rank 0: ValueError: Expected more than 1 value per channel" in done.stdout
+    )  # BatchNorm, batch size 1
+
+
+@pytest.mark.parametrize("words", [[], ["--find", "lr"]])
+@pytest.mark.parametrize("processes", [["--nproc", "2"], ["--launcher", "slurm"]])
+def test_only_the_batch_size_is_found_in_several_processes(words, processes, capsys):
+    assert main(["tune", RECIPE, *words, *processes]) == 2
+    assert f"{processes[0]}: requires `--find batch_size`" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_partial_table_and_leaves_no_process(tmp_path):
     command = ["tune", RECIPE, *SMALL, "--options", "prefetch,activation_checkpointing", "--budget", "10m"]
     process = subprocess.Popen(

@@ -129,10 +129,9 @@ def test_errors_name_wrong_arguments(own, index, value, message):
 def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
     monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
     message = r"must run in a single process, but the world size is 4; start it without torchrun or srun"
-    with pytest.raises(ConfigError, match=message):
-        find_lr(*own)
-    with pytest.raises(ConfigError, match=f"{message}; the batch size that it finds is that of each process"):
-        find_batch_size(*own)
+    for measure in (find_lr, tune):
+        with pytest.raises(ConfigError, match=message):
+            measure(*own)
 
 
 def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
@@ -507,9 +506,10 @@ def test_persistent_workers_of_this_process_remain_usable(own):
 
 
 @pytest.mark.slow
-def test_the_row_names_a_missing_compiler_as_the_reason(own, monkeypatch, short_rounds):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/g++",))
-    result = tune(*own, budget="10m", options=["compile"], cache=False)
+def test_the_row_names_a_missing_compiler_as_the_reason(own, short_rounds):
+    # monkeypatch would delete the setting at the end, and later compilations would fail.
+    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}):
+        result = tune(*own, budget="10m", options=["compile"], cache=False)
     assert [row.status for row in result.rows] == ["failed", "failed"]
     for row in result.rows:
         assert "/nonexistent/g++" in row.reason or "C++ compiler" in row.reason

@@ -27,6 +27,20 @@ _OPEN_SECTIONS = (
     "speed.*",
 )
 
+# Arguments of the commands that start other processes with the same command.
+_OPTIONS = (
+    "config_dir",
+    "work_dir",
+    "launcher",
+    "checkpoint",
+    "resume",
+    "result",
+    "trust",
+    "budget",
+    "find",
+    "max_batch_size",
+)
+
 # An override that specifies a file written by `slipstream tune`.
 _TUNED_OVERRIDE = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")
 
@@ -153,7 +167,7 @@ def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:
     """Return the arguments after `slipstream` that reproduce `args` with the options in `changed` replaced."""
     options = {**vars(args), **changed}
     argv = [options["command"], args.config, *args.overrides]
-    for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume", "result", "trust"):
+    for name in _OPTIONS:
         flag, value = f"--{name.replace('_', '-')}", options.get(name)
         if value is not None:
             argv.append(flag if value is True else f"{flag}={value}")

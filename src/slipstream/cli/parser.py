@@ -394,6 +394,8 @@ def _add_tune(commands: _Commands) -> None:
                         help="find a batch size (batch_size) or a learning rate (lr) instead")  # fmt: skip
     parser.add_argument("--max-batch-size", type=_count, default=1024, metavar="N",
                         help="largest batch size to try (default: 1024)")  # fmt: skip
+    _add_launcher(parser)
+    parser.set_defaults(max_restarts=0)
 
 
 def _add_data(commands: _Commands) -> None:
@@ -479,13 +481,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_processes(parser: argparse.ArgumentParser) -> None:
+    _add_launcher(parser)
+    parser.add_argument("--max-restarts", type=_count, default=0, metavar="N",
+                        help="with --nproc: resume up to N times after a failure")  # fmt: skip
+
+
+def _add_launcher(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--nproc", metavar="N",
                        help="start N processes on this machine: a number, gpu (one per GPU), auto or cpu")  # fmt: skip
     start.add_argument("--launcher", default=None, choices=_LAUNCHERS, metavar="LAUNCHER",
                        help="launcher that starts the processes: none, pytorch (torchrun), slurm or mpi")  # fmt: skip
-    parser.add_argument("--max-restarts", type=_count, default=0, metavar="N",
-                        help="with --nproc: resume up to N times after a failure")  # fmt: skip
 
 
 def _count(text: str) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
+from slipstream.cli.processes import launch, needs_launch
 from slipstream.errors import ConfigError
 from slipstream.recipes import find_recipe
 
@@ -31,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     seconds = parse_budget(args.budget)
+    if args.find != "batch_size" and (args.nproc is not None or args.launcher not in (None, "none")):
+        raise ConfigError("requires `--find batch_size`", "--nproc" if args.nproc else "--launcher")
     cfg = configure(args)
+    if needs_launch(args):
+        return launch(args, cfg.work_dir)
     with interrupt_on_sigterm():
         if args.find is not None:
             return _find(args, cfg, seconds, start)
@@ -56,18 +61,32 @@ def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, star
 def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -> int:
     from slipstream.extras import is_installed
     from slipstream.tune.api import config_job
-    from slipstream.tune.batch_size import search_batch_sizes
     from slipstream.tune.lr_range import sweep_lr
 
     if args.find == "batch_size":
-        sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, _print_size, start)
-        print(sizes)
-        return 130 if sizes.stopped == "interrupted" else 0
+        return _find_batch_size(args, cfg, seconds, start)
     lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds, start)
     print(lr_range)
     if is_installed("matplotlib"):
         print(f"Written: {lr_range.plot(Path(args.out).with_name('lr_range.png'))}")
     return 0
+
+
+def _find_batch_size(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -> int:
+    from slipstream.config import options
+    from slipstream.dist import infer_launcher, is_main_process
+    from slipstream.runner.environment import EnvOptions, setup_env
+    from slipstream.tune.api import config_job
+    from slipstream.tune.batch_size import search_batch_sizes
+
+    # A launcher in the configuration applies only if it started this process.
+    launcher = args.launcher or (infer_launcher() if cfg.get("launcher") == infer_launcher() else "none")
+    setup_env(launcher, options(EnvOptions, cfg.get("env_cfg"), "env_cfg"))
+    job, report = config_job(cfg), _print_size if is_main_process() else lambda row: None
+    sizes = search_batch_sizes(job, args.max_batch_size, seconds, report, start)
+    if is_main_process():
+        print(sizes)
+    return 130 if sizes.stopped == "interrupted" else 0
 
 
 def _print_row(row: Row) -> None:

@@ -34,6 +34,7 @@ from slipstream.dist.threads import wait_for_gloo_threads
 __all__ = [
     "announce_failure",
     "another_rank_failed",
+    "is_consequence",
     "report_progress",
     "start_failure_detection",
     "stop_failure_detection",
@@ -334,7 +335,7 @@ def _excepthook(
     trace: TracebackType | None,
 ) -> None:
     detector = _detector
-    if detector is not None and _is_consequence(error) and detector.peer_failed.wait(2):
+    if detector is not None and is_consequence(error) and detector.peer_failed.wait(2):
         detector.report()  # report the failed rank, not the broken connection to it
         return
     previous(kind, error, trace)
@@ -342,7 +343,7 @@ def _excepthook(
     announce_failure(f"{kind.__name__}: {error}")
 
 
-def _is_consequence(error: BaseException | None) -> bool:
+def is_consequence(error: BaseException | None) -> bool:
     """Return whether the error may be a consequence of another rank's failure."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):

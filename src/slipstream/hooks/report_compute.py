@@ -16,6 +16,7 @@ from slipstream.speed.apply import overrides_train_step
 from slipstream.speed.flops import peak_flops, training_flops, without_data
 from slipstream.speed.precision import Precision
 from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -93,7 +94,7 @@ class ComputeCount:
         return compute
 
     def _count(self, compute: Compute, core: nn.Module, runner: Runner) -> None:
-        eager = getattr(runner.step, "eager", runner.step)
+        eager = runner.step.eager if isinstance(runner.step, GraphStep) else runner.step
         restricted = isinstance(eager, EagerStep) and eager.restricts_backward
         trained = list(runner.optim_wrapper.parameters()) if restricted and runner.optim_wrapper else None
         try:

@@ -258,13 +258,12 @@ class _TrainLoop(BaseLoop):
             self._validated, self._validation_start = False, get_random_state()
             if self._runner.rollback.faults:
                 self._runner.read_logs()  # raises an error before hooks use the metrics of a faulty model
-            self._runner.val_loop.on_metrics = self._end_validation
             self._runner.val_loop.run()
             self._runner.model.train()
-            self._end_validation()
+            self.end_validation()
         self._validated = True
 
-    def _end_validation(self) -> None:
+    def end_validation(self) -> None:
         """Mark the validation as complete. Validation loops call this before hooks use the metrics."""
         if self._validation_start is not None:  # otherwise, a hook has called `runner.val`
             self._validated, self._validation_start = True, None
@@ -492,8 +491,6 @@ class _EvalLoop(BaseLoop):
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         self.batches = 0
         """Number of batches in this rank's last evaluation."""
-        self.on_metrics: Callable[[], None] = lambda: None
-        """Called when the metrics are known, before hooks use them."""
         self.phase: Phase = "test" if self.mode == "test" else "validation"
 
     def run(self) -> dict[str, float]:
@@ -512,7 +509,8 @@ class _EvalLoop(BaseLoop):
             self._run_batches(self._predict)
         dataset: Any = self.dataloader.dataset
         metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
-        self.on_metrics()
+        if mode == "val" and runner.is_training and isinstance(runner.train_loop, _TrainLoop):
+            runner.train_loop.end_validation()
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics

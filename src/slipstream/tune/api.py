@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slipstream.checkpoint import get_random_state
@@ -24,6 +25,7 @@ from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import LrRange, sweep_lr
 from slipstream.tune.options import OPTIONS, check_names
 from slipstream.tune.process import Job
+from slipstream.tune.rank_process import call_on_all_ranks
 from slipstream.tune.result import TuneResult
 from slipstream.tune.search import Row, Search
 
@@ -178,25 +180,35 @@ def find_batch_size(
     budget: float | str = "5m",
     report: Callable[[BatchSizeRow], None] = lambda row: None,
 ) -> BatchSizes:
-    """Find the largest batch size that fits in memory, and the fastest batch size, in a single process.
+    """Find the largest batch size that fits in memory, and the fastest batch size.
 
     Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
 
+    If a process group exists, all of its ranks must call this function with the same arguments. They try the same sizes
+    together, with data-parallel training, and return the same result: the batch size of each process. A size that fails
+    on one rank does not fit.
+
     Args:
-        model, optimizer, loss_fn: as for `accelerate`.
+        model, optimizer, loss_fn: as for `accelerate`; with several processes, they must be picklable.
         loader: a `DataLoader` with a map-style dataset; its batch size is ignored.
         max_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
         budget: time limit in seconds, or a string such as `5m`.
-        report: called with each row as soon as it is measured.
+        report: called on every rank with each row as soon as it is measured.
 
     Raises:
         ConfigError: an argument is invalid, or the budget is too short for the first batch size.
+        DistributedError: an argument is invalid on another rank.
         SlipstreamError: no batch size fits.
     """
-    _check_one_process("; the batch size that it finds is that of each process")
-    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
-    return search_batch_sizes(make_job, max_size, parse_budget(budget), report)
+
+    def check() -> tuple[Callable[[Setting], ObjectsJob], float]:
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError("must not be wrapped in DistributedDataParallel; pass model.module", "model")
+        return _objects_job(model, loader, optimizer, loss_fn, speed), parse_budget(budget)
+
+    make_job, seconds = call_on_all_ranks(check)
+    return search_batch_sizes(make_job, max_size, seconds, report)
 
 
 def find_lr(
@@ -265,9 +277,9 @@ def _objects_job(
     return lambda setting: ObjectsJob(model, loader, optimizer, loss_fn, speed, state, setting)
 
 
-def _check_one_process(note: str = "") -> None:
+def _check_one_process() -> None:
     if (size := get_world_size()) > 1:
         raise ConfigError(
-            f"must run in a single process, but the world size is {size}; start it without torchrun or srun{note}",
+            f"must run in a single process, but the world size is {size}; start it without torchrun or srun",
             "tune",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.cgroups import available_memory
+from slipstream.dist import all_gather_object, get_world_size
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError, budget_error
+from slipstream.tune.rank_process import RankProcess, check_same_on_all_ranks
 
 __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
 
@@ -30,10 +33,13 @@ class BatchSizeRow:
     """The measurement of one batch size."""
 
     batch_size: int
+    """Number of samples per batch of each process."""
     status: str
     """`fits`, `out of memory`, `failed`, `timed out` or `too large` (not tried)."""
     samples_per_second: float | None = None
+    """Samples of all processes per second of the slowest process."""
     peak_mib: float | None = None
+    """Peak memory of the process that needs the most."""
     reason: str = ""
 
 
@@ -81,6 +87,9 @@ def search_batch_sizes(
     Each size runs in its own process. On a CPU, a size is not tried if it is expected to require more than
     90% of the available memory.
 
+    If a process group exists, all of its ranks must call this function. They try the same sizes together, with
+    data-parallel training (see `RankProcess`), and return the same result. A size that fails on one rank does not fit.
+
     Args:
         make_job: returns the run for a setting.
         max_size: largest batch size to try.
@@ -89,9 +98,10 @@ def search_batch_sizes(
         start_time: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
 
     Raises:
-        ConfigError: the budget is too short for the first batch size.
+        ConfigError: the budget is too short for the first batch size, or the ranks have different limits.
         SlipstreamError: training failed with every batch size.
     """
+    check_same_on_all_ranks(max_size=max_size, budget=budget)
     start_time = time.monotonic() if start_time is None else start_time
     search = _Search(make_job, max_size, start_time + budget, report)
     stopped = ""
@@ -103,7 +113,7 @@ def search_batch_sizes(
             raise budget_error(budget, name, error.finished, _STEPS) from None
         stopped = "the time budget ran out"
     except KeyboardInterrupt:
-        if not search.fits:
+        if not search.fits or get_world_size() > 1:  # other ranks may have measured other sizes by now
             raise
         stopped = "interrupted"
     if not search.fits:
@@ -134,7 +144,7 @@ class _Search:
         if max_size < 1:
             raise ConfigError(f"must be at least 1, not {max_size}", "max_size")
         self._make_job, self._max, self._end, self._report = make_job, max_size, end, report
-        self._available = available_mib()
+        self._available = _available_mib_per_rank()
         self.rows: list[BatchSizeRow] = []
 
     @property
@@ -189,11 +199,13 @@ class _Search:
 
     def _trial(self, size: int) -> BatchSizeRow:
         job = self._make_job(Setting(batch_size=size))
-        remaining = self._end - time.monotonic()
+        remaining = min(all_gather_object(self._end - time.monotonic()))
         if remaining <= 0:
             raise _OutOfTimeError(size)
+        world_size = get_world_size()
+        start = Process if world_size == 1 else RankProcess
         try:
-            with Process(job, partial(Timer, warmup=_WARMUP)) as process:
+            with start(job, partial(Timer, warmup=_WARMUP)) as process:
                 warm = process.wait_for("warm", remaining)
                 steps = math.ceil(_TIMED / warm["accumulate"]) * warm["accumulate"]
                 timed = process.time(steps, 1 + warm["buffered"], max(self._end - time.monotonic(), 0.1))
@@ -201,7 +213,15 @@ class _Search:
             if failure.status == "timed out":
                 raise _OutOfTimeError(size, len(failure.warmup_seconds)) from None
             return BatchSizeRow(size, failure.status, reason=failure.reason)
-        return BatchSizeRow(size, "fits", size / timed["seconds"], timed["peak_mib"])
+        return BatchSizeRow(size, "fits", world_size * size / timed["seconds"], timed["peak_mib"])
+
+
+def _available_mib_per_rank() -> float | None:
+    """Return the smallest share of a rank in the CPU memory of its machine; see `available_mib`."""
+    machines = all_gather_object((platform.node(), available_mib()))
+    names = [name for name, _ in machines]
+    shares = [mib / names.count(name) for name, mib in machines if mib is not None]
+    return min(shares, default=None)
 
 
 def available_mib() -> float | None:

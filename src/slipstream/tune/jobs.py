@@ -253,15 +253,19 @@ def _has_updated(optim: Any) -> bool:
 
 
 class _FirstBatches(EpochBatchSampler):
-    """Repeats the first batches of an epoch endlessly, with the changes in `setting`."""
+    """Repeats the first batches of an epoch of `batches` endlessly, with the changes in `setting`."""
 
-    setting = Setting()
+    def __init__(self, batches: EpochBatchSampler, setting: Setting) -> None:
+        super().__init__(
+            batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
+        )
+        self._setting = setting
 
     def __iter__(self) -> Iterator[list[int]]:
-        split = self.setting.split
+        split = self._setting.split
         batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * split))
-        if self.setting.exact_size is not None:
-            return cycle(_full_batches(batches, self.setting.exact_size))
+        if self._setting.exact_size is not None:
+            return cycle(_full_batches(batches, self._setting.exact_size))
         # Batches of the divided size form different pairs from the end of the epoch on.
         whole = [list(chain(*batches[i : i + split])) for i in range(0, len(batches), split)]
         if getattr(self.batch_sampler, "drop_last", False) and len(batches) % split:
@@ -283,11 +287,7 @@ def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoad
     if not isinstance(batches, EpochBatchSampler):
         return loader if setting.exact_size is None else copied_loader(loader, drop_last=True)
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    sampler = _FirstBatches(
-        batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
-    )
-    sampler.setting = setting
-    repeated = RunLoader(loader.dataset, batch_sampler=sampler, **options)
+    repeated = RunLoader(loader.dataset, batch_sampler=_FirstBatches(batches, setting), **options)
     repeated.stall_warning = getattr(loader, "stall_warning", repeated.stall_warning)
     return repeated
 

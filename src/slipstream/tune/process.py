@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.devices import is_out_of_memory
+from slipstream.dist import is_distributed
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
@@ -63,19 +64,26 @@ class TrialError(Exception):
     """
 
     def __init__(self, status: str, reason: str, warmup_seconds: tuple[float, ...] = ()) -> None:
-        super().__init__(reason)
+        super().__init__(status, reason, warmup_seconds)  # pickle passes these arguments to the constructor
         self.status = status
         self.reason = reason
         self.warmup_seconds = warmup_seconds
 
+    def __str__(self) -> str:
+        return self.reason
 
-def budget_error(budget: float, name: str, finished: int, steps: int) -> ConfigError:
-    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds."""
-    needed = (
-        f"about {format_seconds(budget * steps / finished)}"
-        if finished
-        else f"at least {format_seconds(4 * budget)}"
-    )
+
+def budget_error(
+    budget: float, name: str, finished: int, steps: int, seconds: float | None = None
+) -> ConfigError:
+    """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds.
+
+    `seconds` is the expected duration of the trial; None means proportional to the number of steps.
+    """
+    if finished:
+        needed = f"about {format_seconds(budget * steps / finished if seconds is None else seconds)}"
+    else:
+        needed = f"at least {format_seconds(4 * budget)}"
     return ConfigError(
         f"{format_seconds(budget)} is too short: {name} finished {finished} of {steps} steps within this time; it "
         f"needs {needed}",
@@ -140,15 +148,19 @@ class Process:
         Raises:
             TrialError: the run failed, ended, or did not respond within `seconds`.
         """
+        message = self.poll(event, seconds)
+        if message is None:
+            raise self.timeout(event, seconds)
+        return message
+
+    def poll(self, event: str, seconds: float) -> dict[str, Any] | None:
+        """Return the next message of type `event`, or None if it does not arrive within `seconds`.
+
+        Raises:
+            TrialError: the run failed or ended.
+        """
         end = time.monotonic() + seconds
-        while True:
-            if not self._connection.poll(max(end - time.monotonic(), 0)):
-                progress = (
-                    f"only {_steps(len(self.warmup_seconds))} finished"
-                    if event != "timed"
-                    else "no measurement"
-                )
-                raise TrialError("timed out", f"{progress} in {seconds:.0f} s", tuple(self.warmup_seconds))
+        while self._connection.poll(max(end - time.monotonic(), 0)):
             try:
                 message: dict[str, Any] = self._connection.recv()
             except (EOFError, OSError):
@@ -159,6 +171,13 @@ class Process:
                 raise TrialError(message["status"], message["reason"], tuple(self.warmup_seconds))
             elif message["event"] == event:
                 return message
+        return None
+
+    def timeout(self, event: str, seconds: float) -> TrialError:
+        """Return the error for a message of type `event` that did not arrive within `seconds`."""
+        finished = f"only {_steps(len(self.warmup_seconds))} finished"
+        progress = "no measurement" if event == "timed" else finished
+        return TrialError("timed out", f"{progress} in {seconds:.0f} s", tuple(self.warmup_seconds))
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
         """Run `untimed` and then `steps` steps. Return the mean duration of the latter (`seconds`) and `peak_mib`.
@@ -166,11 +185,19 @@ class Process:
         Raises:
             TrialError: see `wait_for`.
         """
+        self.request(steps, untimed)
+        return self.wait_for("timed", seconds)
+
+    def request(self, steps: int, untimed: int) -> None:
+        """Start to run `untimed` and then `steps` steps, whose time is the next message of type `timed`.
+
+        Raises:
+            TrialError: the run ended.
+        """
         try:
             self._connection.send((steps, untimed))
         except OSError:
             raise self._exit_error() from None
-        return self.wait_for("timed", seconds)
 
     def end(self) -> None:
         """Kill the process and all its descendants. Further calls have no effect."""
@@ -218,17 +245,21 @@ def _defer_signals() -> Iterator[None]:
 
 
 def forks() -> bool:
-    """Return whether trial processes are forked. A forked process cannot use an accelerator."""
-    return sys.platform == "linux" and not torch.accelerator.is_available()
+    """Return whether trial processes are forked.
+
+    A forked process cannot use an accelerator, or the process group of its parent process.
+    """
+    return sys.platform == "linux" and not torch.accelerator.is_available() and not is_distributed()
 
 
 def _pickle(job: Job, make_observer: Any) -> bytes:
     try:
         return pickle.dumps((job, make_observer))
     except Exception as error:  # pickle raises many types of errors
+        reason = "with a process group" if is_distributed() else "on this platform"
         raise ConfigError(
-            f"the model, the loader, the optimizer and the loss cannot be copied to another process ({error}); on this "
-            "platform, define them at the top level of a module, not in a function or as a lambda"
+            "the model, the loader, the optimizer and the loss cannot be copied to another process "
+            f"({error}); {reason}, define them at the top level of a module, not in a function or as a lambda"
         ) from error
 
 
@@ -254,13 +285,12 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
             gc.freeze()  # prevents finalizers of the parent's objects from running
             # The parent's OpenMP threads do not exist in this process, but a new thread starts its own. The thread gets
             # a copy of the context, because torch's settings are context variables.
-            context, arguments = contextvars.copy_context(), (_run, connection, folder, *work, threads)
+            context, arguments = contextvars.copy_context(), (_run, connection, folder, work, threads)
             thread = threading.Thread(target=context.run, args=arguments, daemon=True)
             thread.start()
             thread.join()
         else:
-            job, make_observer = pickle.loads(work)
-            _run(connection, folder, job, make_observer, threads)
+            _run(connection, folder, work, threads)
     finally:
         with suppress(BaseException):
             sys.stdout.flush()
@@ -288,8 +318,9 @@ def _isolate(log: Path) -> None:
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
-def _run(connection: Connection, folder: Path, job: Job, make_observer: Any, threads: int) -> None:
+def _run(connection: Connection, folder: Path, work: Any, threads: int) -> None:
     try:
+        job, make_observer = pickle.loads(work) if isinstance(work, bytes) else work
         torch.set_num_threads(threads)
         job.train(make_observer(connection), folder)
         connection.send({"event": "failed", "status": "failed", "reason": "the training run ended early"})

@@ -17,7 +17,7 @@ from slipstream.speed import Capabilities
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.observer import Timer
 from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidates, unsupported_reason
-from slipstream.tune.process import WARMUP, Job, Process, TrialError, format_seconds
+from slipstream.tune.process import WARMUP, Job, Process, TrialError, budget_error, format_seconds
 from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["Outcome", "Row", "Search"]
@@ -243,19 +243,9 @@ class Search:
 
     def _budget_error(self, seconds: Sequence[float]) -> ConfigError:
         """Return the error for a baseline that did not warm up within the budget."""
-        if not seconds:
-            progress = "the baseline did not finish a single step within this time"
-            needed = f"at least {format_seconds(4 * self._budget)}"
-        else:
-            step = median(seconds)
-            steps = f"{len(seconds)} step{'' if len(seconds) == 1 else 's'}"
-            progress = (
-                f"the baseline finished {steps} within this time, and a step takes {format_seconds(step)}"
-            )
-            needed = f"about {format_seconds(2 * (sum(seconds[:1]) + 6 * step) + 2 * _MIN_ROUNDS * 4 * step)}"
-        return ConfigError(
-            f"{format_seconds(self._budget)} is too short: {progress}; one trial needs {needed}", "budget"
-        )
+        step = median(seconds) if seconds else 0.0
+        expected = 2 * (sum(seconds[:1]) + WARMUP * step) + 2 * _MIN_ROUNDS * 4 * step
+        return budget_error(self._budget, "the baseline", len(seconds), WARMUP, expected)
 
     def _check_budget(self) -> None:
         needed = 2 * self._baseline.startup + self._rounds_seconds
