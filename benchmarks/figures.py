@@ -151,7 +151,7 @@ def readme() -> str:
 def overhead_note() -> str:
     """Return a note about overhead that is not included in the results of overhead.py."""
     return (
-        "These figures predate run reports. The timer that reports use adds about "
+        "These figures were measured before run reports were added. The timer that reports use adds about "
         f"{median(result('report_overhead')['timer_us']):.0f} µs per step ({machine('report_overhead')})."
     )
 

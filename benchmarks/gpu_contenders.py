@@ -1,4 +1,4 @@
-"""The contenders for benchmarks/gpu.py. All train the same network in bf16 on batches that are on the device."""
+"""The contenders for benchmarks/gpu.py. All train the same network in bf16 on batches already on the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = Callable[[Batch], Tensor]
 
 
 class Clock:
-    """Measures the time between two events on the device; on a CPU, the elapsed wall time."""
+    """Measures the time between two events on the device; on a CPU, measures the elapsed wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

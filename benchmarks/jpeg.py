@@ -3,9 +3,9 @@
 python benchmarks/jpeg.py --rounds 7 --folder data/camvid/train --out benchmarks/results/jpeg.md
 
 Each contender reads every file from the page cache and decodes it to a uint8 array of shape (H, W, 3). The contenders
-take turns within each round, in one process with one thread. The large files are generated street scenes; `--folder`
-adds the first 64 JPEG files of a folder, such as photos. Times are CPU time, so other programs on the machine affect
-the result only through shared caches and hyper-threads.
+take turns within each round, in one process with one thread. The files contain generated street scenes (2048 x 1024);
+`--folder` adds the first 64 JPEG files of a folder, such as photos. Times are CPU time, so other programs on the
+machine affect the result only through shared caches and hyper-threads.
 
 - Pillow, and Pillow with `Image.draft` at full size, which has no effect on RGB files.
 - simplejpeg, imagecodecs, PyTurboJPEG, OpenCV and pyvips, called directly, with the settings that preserve all detail.

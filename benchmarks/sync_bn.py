@@ -1,4 +1,4 @@
-"""Measure SyncBN with one or two collectives in each of the forward and backward passes, in two gloo processes.
+"""Compare SyncBN with one and with two collectives per pass (forward and backward), in two gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 

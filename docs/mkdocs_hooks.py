@@ -1,4 +1,4 @@
-"""Hooks of mkdocs that make the pages in docs/ work both on GitHub and on the site.
+"""MkDocs hooks that make the pages in docs/ work both on GitHub and on the site.
 
 - Links to files outside docs/ work on GitHub. On the site, these files are pages below `repository/`, and the links are
   changed accordingly. The Markdown files among them can link to further files.
@@ -30,7 +30,7 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files outside docs/ to which pages link, and the style sheet of highlighted code."""
+    """Add the files outside docs/ that pages link to, and the style sheet for highlighted code."""
     pending = [path for file in files if file.is_documentation_page() for path in _external_files(file)]
     while pending:
         path = pending.pop()
@@ -62,7 +62,7 @@ def _directives(table: str) -> str:
 
 
 def _external_files(file: File) -> Iterator[Path]:
-    """Yield the files outside docs/ to which a page links."""
+    """Yield the files outside docs/ that a page links to."""
     source = _source(file)
     for part in _FENCE.split(file.content_string)[::2]:
         for link in _LINK.findall(part):
@@ -72,7 +72,7 @@ def _external_files(file: File) -> Iterator[Path]:
 
 
 def _source(file: File) -> Path:
-    """Return the file of the repository from which a page is made."""
+    """Return the repository file from which a page is generated."""
     parts = PurePosixPath(file.src_uri).parts
     if parts[0] != FOLDER:
         return ROOT / "docs" / file.src_uri
@@ -81,7 +81,7 @@ def _source(file: File) -> Path:
 
 
 def _target(link: str, source: Path) -> Path | None:
-    """Return the file of the repository to which a link refers, or None if there is none."""
+    """Return the repository file that a link refers to, or None if the link refers to something else."""
     path = Path(os.path.normpath(source.parent / link))
     if path.is_dir():
         path /= "README.md"
@@ -89,7 +89,7 @@ def _target(link: str, source: Path) -> Path | None:
 
 
 def _site_uri(path: Path) -> str:
-    """Return the path in the site's sources for a file of the repository."""
+    """Return the path of a repository file in the site's sources."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_relative_to(ROOT / "docs"):
         return name.removeprefix("docs/")
@@ -97,7 +97,7 @@ def _site_uri(path: Path) -> str:
 
 
 def _site_link(link: str, source: Path, file: File) -> str:
-    """Return the form that a link in `file` must have on the site."""
+    """Return the link that replaces a link in `file` on the site."""
     path = _target(link, source)
     if path is None:
         return link

@@ -1,4 +1,4 @@
-"""Train a model from transformers in a custom training loop with Slipstream's step.
+"""Train a model from the transformers library in a custom training loop with Slipstream's step.
 
     pip install transformers
     python examples/transformers_bert/train.py [--compile]

@@ -249,7 +249,7 @@ def test_ctrl_c_keeps_the_finished_rounds(tmp_path, monkeypatch):
     found = compare(subject(tmp_path), [], **SHORT)
     assert found.stopped == "interrupted"
     assert len(found.entries[0].seconds) == 1
-    assert "not complete: interrupted" in markdown(found, {})
+    assert "The measurement is not complete, because it was interrupted." in markdown(found, {})
 
 
 def test_a_loop_that_does_not_train_raises_an_error(tmp_path, monkeypatch):

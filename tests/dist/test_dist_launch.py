@@ -114,7 +114,7 @@ def test_each_accelerator_uses_its_backend_and_gloo(joined, devices, kind, reque
 
 def test_accelerator_without_a_backend_raises_an_error(joined, devices):
     devices("mps", 1)
-    with pytest.raises(DistributedError, match="no known backend for mps; start one process"):
+    with pytest.raises(DistributedError, match="backend is known for mps; train with a single process"):
         init_dist("mpi")
 
 
@@ -146,7 +146,11 @@ def test_more_processes_than_devices_raise_an_error_with_the_counts(
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
     if mask:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    wanted = rf"no device for LOCAL_RANK=2 \(from OMPI_COMM_WORLD_LOCAL_RANK\): .* only {count} are visible"
+    verb, plural = ("is", "") if count == 1 else ("are", "es")
+    wanted = (
+        rf"no device for LOCAL_RANK=2 \(from OMPI_COMM_WORLD_LOCAL_RANK\): .* only {count} {verb} visible.*; "
+        rf"start {count} process{plural} per machine"
+    )
     with pytest.raises(DistributedError, match=wanted) as error:
         init_dist("mpi", backend=backend)
     assert not mask or f"CUDA_VISIBLE_DEVICES={mask}" in str(error.value)

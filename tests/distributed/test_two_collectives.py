@@ -252,7 +252,7 @@ def test_mismatched_calls_or_shapes_raise_errors_on_every_rank(answers):
     for name, text in first.items():
         function = name if name.startswith(("all", "gather", "broad")) else "all_reduce"
         assert text.startswith(
-            f"{function} requires the same call, shapes and dtypes on every rank: rank 0 has"
+            f"{function}: every rank must call the same function with the same options, shapes and dtypes, but rank 0"
         ), name
     assert "[2]" in first["gather"]
     assert "[3]" in first["gather"]

@@ -120,7 +120,7 @@ def test_sigterm_keeps_the_partial_table_and_leaves_no_temporary_files(tmp_path,
     monkeypatch.setattr(tune, "_print_row", terminate)
     command = ["tune", RECIPE, *SMALL, "--options", "prefetch,accumulate", "--budget", "5m", "--no-cache"]
     assert main(command) == 130
-    assert "The search is not complete: interrupted." in capsys.readouterr().out
+    assert "The search is not complete, because it was interrupted." in capsys.readouterr().out
     outcome = json.loads(Path("tuned.json").read_text())["outcome"]
     assert (outcome["stopped"], len(outcome["rows"])) == ("interrupted", 1)
     assert not list(temporary.iterdir())
@@ -212,7 +212,7 @@ def test_ctrl_c_keeps_the_partial_table_and_leaves_no_process(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 130
-    assert "The search is not complete: interrupted." in printed
+    assert "The search is not complete, because it was interrupted." in printed
     assert json.loads((tmp_path / "tuned.json").read_text())["outcome"]["stopped"] == "interrupted"
     end = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:

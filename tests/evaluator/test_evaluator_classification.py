@@ -96,6 +96,11 @@ def test_mismatched_tensors_raise_errors(preds, targets, topk):
         metric.process(None, (preds, targets))
 
 
+def test_floating_point_class_ids_raise_an_error_with_a_remedy():
+    with pytest.raises(DataError, match=r"class ids \(N,\) must be integers. Convert them with \.long\(\)"):
+        Accuracy().process(None, (torch.zeros(3), torch.zeros(3).long()))
+
+
 @pytest.mark.parametrize("topk", [0, (), (1, 0)])
 def test_topk_must_be_at_least_one(topk):
     with pytest.raises(ConfigError, match="topk"):

@@ -75,7 +75,7 @@ def test_one_mean_applies_to_every_channel():
 
 
 def test_three_means_for_one_channel_raise_an_error():
-    with pytest.raises(DataError, match="the images have 1 channels, but mean and std have 3"):
+    with pytest.raises(DataError, match="the images have 1 channel, but mean and std have length 3"):
         ImgDataPreprocessor(MEAN, STD)({"inputs": torch.zeros(1, 1, 2, 2)})
 
 

@@ -1,4 +1,4 @@
-"""Python-style configurations have MMEngine's semantics: bases are imported, and objects are imported when read."""
+"""Pure Python style configurations behave as in MMEngine: bases are imported, and objects are imported when read."""
 
 import copy
 import json

@@ -228,6 +228,19 @@ def test_evaluation_uses_loaders_and_metrics_of_the_last_training(tmp_path):
     assert trainer.test(other) == dict(Accuracy=accuracy(other))
 
 
+def test_silent_evaluation_with_the_runner_of_the_last_training_prints_nothing(tmp_path, capsys):
+    trainer = Trainer("exp", tmp_path)
+    trainer.train(network(), {**SGD, "silent_mode": False}, loader(), loader())
+    test = dict(test_loader=loader(), test_metrics_list=["Accuracy"])
+    printed = []
+    for silent in (True, False):
+        capsys.readouterr()
+        trainer.test(silent_mode=silent, **test)
+        printed.append("".join(capsys.readouterr()))
+    assert printed[0] == ""
+    assert "Accuracy" in printed[1]
+
+
 def test_test_loaders_are_evaluated_during_training_under_their_names(tmp_path):
     seen = []
 

@@ -86,7 +86,10 @@ def test_square_brackets_in_a_reason_are_printed():
 
 
 def test_a_partial_result_contains_the_reason():
-    assert result(stopped="interrupted").summary().startswith("The search is not complete: interrupted.")
+    summary = result(stopped="interrupted").summary()
+    assert summary.startswith("The search is not complete, because it was interrupted.")
+    summary = result(stopped="the time budget ran out").summary()
+    assert summary.startswith("The search is not complete, because the time budget ran out.")
 
 
 def test_saved_plan_keeps_the_options_of_the_baseline(tmp_path):

@@ -43,7 +43,7 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
         where: location of `value` in the checkpoint.
 
     Raises:
-        CheckpointError: `value` does not match; the message contains the key.
+        CheckpointError: `value` does not match; the message names the key.
     """
     for problem in rule(value, where):
         raise CheckpointError(

@@ -115,7 +115,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
 
 def _config_class() -> type[Config]:
-    """Return the configuration class. With SLIPSTREAM_OPENMMLAB=1, the class supports Python-style configurations."""
+    """Return the configuration class; with SLIPSTREAM_OPENMMLAB=1, it supports pure Python style configurations."""
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
         from slipstream.openmmlab.mmengine.config import Config as WithLazyImports
 

@@ -127,7 +127,8 @@ def _distributed(device: torch.device) -> Iterator[Row]:
     else:
         yield NO, "backends", "this build of torch does not include torch.distributed"
     yield _launcher()
-    yield OK, "threads", f"{torch.get_num_threads()} on {cores()} cores, {_setting('OMP_NUM_THREADS')}"
+    on_cores = f"{cores()} core{'s' * (cores() != 1)}"
+    yield OK, "threads", f"{torch.get_num_threads()} on {on_cores}, {_setting('OMP_NUM_THREADS')}"
 
 
 def _has_backend(name: str) -> bool:

@@ -156,8 +156,8 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
         yield (
             NO,
             "cgroup cpu.max",
-            f"{quota:g} cores, so {machine.cores} busy threads are throttled: request a whole number "
-            "of cores (docker run --cpus, resources.limits.cpu)",
+            f"{quota:g} core{'s' * (quota != 1)}, so {machine.cores} busy threads are throttled: request a whole "
+            "number of cores (docker run --cpus, resources.limits.cpu)",
         )
     if limit is None or (machine.memory is not None and limit >= machine.memory):
         return

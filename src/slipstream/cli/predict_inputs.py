@@ -41,8 +41,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     """Return the files that the names refer to, without duplicates.
 
     A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
-    includes all images and videos in it and its subfolders, and the output files are written to subfolders with the
-    same names. If a folder contains the output folder `out`, the files in `out` are excluded.
+    stands for all images and videos in it and in its subfolders, and the output files are written to subfolders with
+    the same names. If a folder contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
         DataError: a folder or pattern matches no file, or two files would have the same output files.

@@ -113,4 +113,5 @@ def _with_best(name: str, value: float, hub: MessageHub) -> str:
 
 
 def _format(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a fraction, or a percentage
+    # A value below 1 is probably a fraction, which requires more decimals than a percentage.
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"

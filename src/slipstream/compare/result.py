@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.compare.measure import FINAL_TOLERANCE, WARMUP, Comparison, Entry
 from slipstream.files import write_text
 from slipstream.tune.options import EXACT, LOW_PRECISION
+from slipstream.tune.process import incomplete_note
 from slipstream.tune.statistics import Estimate
 
 __all__ = ["HEADER", "as_dict", "markdown", "rows", "write"]
@@ -85,7 +86,7 @@ def _status(entry: Entry) -> str:
 
 
 def _note(comparison: Comparison) -> str:
-    stopped = f" The measurement is not complete: {comparison.stopped}." if comparison.stopped else ""
+    stopped = f" {incomplete_note('measurement', comparison.stopped)}" if comparison.stopped else ""
     count = max((len(entry.seconds) for entry in comparison.entries), default=0)
     return (
         f"n = {count} round{'s' * (count != 1)} of {comparison.steps} step{'s' * (comparison.steps != 1)}. "

@@ -86,8 +86,8 @@ class Config(MutableMapping[str, Any]):
         Raises:
             ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
                 two bases set the same key; a dict would be merged into a value of a different type; or a YAML, JSON
-                or TOML file requires `trust` to execute code. The message contains the file name and, if known, the
-                line number.
+                or TOML file requires `trust` to execute code. The message names the file and, if known, the
+                line.
         """
         path = Path(filename).expanduser()
         trust = trust or path.suffix.lower() == ".py"
@@ -137,7 +137,7 @@ class Config(MutableMapping[str, Any]):
         replaced; see `redacted`.
 
         Raises:
-            ConfigError: a value cannot be written; the message contains its key.
+            ConfigError: a value cannot be written; the message names its key.
         """
         return to_text(self.redacted(), ".py")
 
@@ -163,7 +163,7 @@ class Config(MutableMapping[str, Any]):
             secrets: whether to write the secrets themselves instead of environment variable references or `<redacted>`.
 
         Raises:
-            ConfigError: the format does not support a value (such as None in TOML); the message contains its key.
+            ConfigError: the format does not support a value (such as None in TOML); the message names its key.
         """
         suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
         text = to_text(self._cfg_dict if secrets else self.redacted(), suffix)
@@ -211,7 +211,7 @@ class Config(MutableMapping[str, Any]):
 
         Raises:
             UnknownNameError: a key is not in the configuration. Empty dicts and dicts with a `type` accept new keys,
-                which are checked when the object is built. The message contains the config path and the nearest
+                which are checked when the object is built. The message names the config path and the nearest
                 valid key.
             ConfigError: an override cannot be parsed or merged. In this case, the configuration is unchanged.
         """

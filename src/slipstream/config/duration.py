@@ -15,7 +15,7 @@ def read_duration(value: float | str, path: str) -> float:
     """Convert a number of seconds, or a string such as `300`, `90s`, `5m` or `1h30m`, to seconds.
 
     Raises:
-        ConfigError: the value is not a positive duration. The message contains the config path `path`.
+        ConfigError: the value is not a positive duration. The message names the config path `path`.
     """
     if isinstance(value, str):
         words = re.fullmatch(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?", value.strip())

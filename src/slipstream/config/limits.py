@@ -18,7 +18,7 @@ def check_depth(tree: Any, source: str) -> None:
     """Check that dicts and lists are not nested deeper than `MAX_DEPTH`.
 
     Raises:
-        ConfigError: the values are nested too deeply, or a value contains itself; the message contains `source`.
+        ConfigError: the values are nested too deeply, or a value contains itself; the message names `source`.
     """
     level = [tree]
     for _ in range(MAX_DEPTH + 1):

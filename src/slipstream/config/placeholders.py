@@ -36,9 +36,10 @@ class Placeholders:
     """The placeholders of one file.
 
     `text` is the source with each placeholder replaced by a token, so that the format's parser can read it. `fill`
-    replaces the tokens with the values. A placeholder that is an entire value can have any type: a base value is
-    copied, and an environment variable outside quotes is parsed like an override. In a longer string, the value is
-    converted to a string. Placeholders in comments are ignored. Strings from environment variables are `Reference`s.
+    replaces the tokens with the values. If a placeholder is the entire value, the result can have any type: a base
+    value is copied, and an environment variable outside quotes is parsed like an override. In a longer string, the
+    value is converted to a string. Placeholders in comments are ignored. Strings from environment variables are
+    `Reference`s.
 
     Args:
         source: the text of the file.

@@ -29,7 +29,7 @@ def to_text(values: dict[Any, Any], suffix: str) -> str:
     strings, and NumPy numbers as Python numbers. Tuples are preserved in Python and become lists in other formats.
 
     Raises:
-        ConfigError: the format does not support a value; the message contains its key.
+        ConfigError: the format does not support a value; the message names its key.
     """
     if suffix not in _WRITERS:
         hint = did_you_mean(suffix, _WRITERS)

@@ -154,7 +154,8 @@ def _check_op(op: str, tensors: Iterable[Tensor]) -> None:
 
 def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     is_integral = not (data.is_floating_point() or data.is_complex())
-    # No backend supports reductions of bool or int16. A mean is computed from a sum, which must not overflow.
+    # Gloo does not support int16, and support for bool differs between backends, so both are reduced as int64. A mean
+    # is computed from a sum, which must not overflow.
     is_small = data.dtype in (torch.bool, torch.int16)
     dtype = torch.int64 if is_integral and (is_small or op == "mean") else data.dtype
     moved = data.to(_device(data, group), dtype).contiguous()
@@ -224,8 +225,8 @@ def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | N
     dist.all_gather_object(calls, call, group)
     other = next(rank for rank, rank_call in enumerate(calls) if rank_call != calls[0])
     raise DistributedError(
-        f"{function} requires the same call, shapes and dtypes on every rank: rank 0 has "
-        f"{_format(calls[0])}, rank {other} has {_format(calls[other])}"
+        f"{function}: every rank must call the same function with the same options, shapes and dtypes, but rank 0 "
+        f"calls {_format(calls[0])}, and rank {other} calls {_format(calls[other])}"
     )
 
 

@@ -56,7 +56,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
 
     Raises:
         DistributedError: an environment variable of the launcher is missing or invalid, processes are missing, or
-            this machine has more processes than devices. The message contains the variable and its value.
+            this machine has more processes than devices. The message names the variable and its value.
     """
     if is_distributed():
         return
@@ -118,7 +118,7 @@ def _check_supports(backend: str, device: str) -> None:
         if kind in ("", device) and device in supported.get(name, ()):
             return
     if (native := _BACKENDS.get(device)) is None:
-        remedy = f"torch.distributed has no known backend for {device}; start one process"
+        remedy = f"no torch.distributed backend is known for {device}; train with a single process"
     elif native in supported:
         remedy = f"use '{native}' or 'cpu:gloo,{device}:{native}', or remove the option"
     else:
@@ -141,5 +141,6 @@ def _device_index(placement: Placement, count: int, backend: str) -> int:
     gloo = ", or use backend='gloo'" if "nccl" in backend else ""  # gloo supports CUDA tensors
     raise DistributedError(
         f"no device for {placement.describe('LOCAL_RANK')}: {backend} requires one device for each process on this "
-        f"machine, but only {count} are visible{mask}; start {count} processes per machine{gloo}"
+        f"machine, but only {count} {'is' if count == 1 else 'are'} visible{mask}; start {count} "
+        f"process{'es' * (count != 1)} per machine{gloo}"
     )

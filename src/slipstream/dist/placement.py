@@ -69,7 +69,7 @@ def read_placement(launcher: str, environ: Mapping[str, str], port: int | str | 
 
     Raises:
         DistributedError: a variable is missing or not a number, or the rank is not less than the world size. The
-            message contains the variable and the launcher.
+            message names the variable and the launcher.
     """
     from slipstream.dist.slurm import slurm_placement
 

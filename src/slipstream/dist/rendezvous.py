@@ -32,7 +32,7 @@ def open_store(placement: Placement, seconds: float) -> Store:
 
     Raises:
         DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 cannot be
-            reached or cannot open its port. Every connected rank raises this error. The message contains the
+            reached or cannot open its port. Every connected rank raises this error. The message names the
             environment variables and their values.
     """
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

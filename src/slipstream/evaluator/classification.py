@@ -57,7 +57,11 @@ class Accuracy(CountingMetric):
         self.num_classes = num_classes
 
     def num_counts(self) -> int:
-        """Return the number of counts: one for each k, the samples, the invalid ids, and the confusion matrix."""
+        """Return the number of counts.
+
+        There is one for each k, one for the samples, one for the invalid ids, and one for each cell of the confusion
+        matrix.
+        """
         return len(self.topk) + 2 + self._classes**2
 
     @property
@@ -94,9 +98,10 @@ class Accuracy(CountingMetric):
             if preds.shape[1] != classes and self.num_classes is None:
                 return torch.zeros_like(targets, dtype=torch.bool)
             if preds.shape[1] != classes:
+                count = preds.shape[1]
                 raise DataError(
-                    f"Accuracy got scores for {preds.shape[1]} classes, but its num_classes is {classes}; set "
-                    "num_classes to the model's number of classes"
+                    f"Accuracy got scores for {count} class{'es' * (count != 1)}, but its num_classes is {classes}; "
+                    "set num_classes to the model's number of classes"
                 )
             preds = preds.argmax(1)
         bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)
@@ -114,14 +119,20 @@ class Accuracy(CountingMetric):
         """Return a bool tensor `(N, max k)`, True where the class at that rank is the target."""
         max_k = max(self.topk)
         if preds.ndim == 1:
-            if max_k > 1 or preds.is_floating_point():
+            if max_k > 1:
                 raise DataError(
                     f"Accuracy got {describe(preds)} as preds; topk={self.topk} requires scores (N, classes)"
+                )
+            if preds.is_floating_point():
+                raise DataError(
+                    f"Accuracy got {describe(preds)} as preds; class ids (N,) must be integers. Convert them with "
+                    ".long(), or return scores (N, classes)"
                 )
             return (preds == targets)[:, None]
         if preds.shape[1] < max_k:
             raise DataError(
-                f"top-{max_k} accuracy requires at least {max_k} classes, got {preds.shape[1]}; set a smaller topk"
+                f"Accuracy: topk={self.topk} requires scores for at least {max_k} classes, got {preds.shape[1]}; set a "
+                "smaller topk"
             )
         return preds.topk(max_k, dim=1).indices == targets[:, None]
 

@@ -133,5 +133,8 @@ def _chunks(samples: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _is_data_element(sample: Any) -> bool:
-    """Return whether the sample is a `BaseDataElement`, whose module is imported only if it is used."""
+    """Return whether the sample is a `BaseDataElement`.
+
+    The class is recognized by its name, so that its module need not be imported.
+    """
     return any(base.__name__ == "BaseDataElement" for base in type(sample).__mro__)

@@ -42,11 +42,12 @@ class AverageBestHook(Hook):
     """Average the weights of the best epochs at the end of training; save and validate the result.
 
     The hook averages the weights used for validation, which are the EMA weights if there is an `EMAHook`. It saves the
-    weights of each of the best epochs to the `average_best` folder in the work_dir and removes them when a better
-    epoch replaces them. The remaining files are kept, because a resumed run requires them. The hook calls the stages
-    `before_average_val` and `after_average_val` (with `metrics`) before and after the final validation.
-    Floating-point tensors are averaged in float64. Other tensors are copied from the best epoch. The averaged file
-    contains only weights, so load it with `load_from`, not with `resume`.
+    weights of each of the best epochs to a file in the `average_best` folder of the work_dir. It removes the file when
+    the epoch is no longer among the best and the run can no longer roll back to a checkpoint that refers to the file.
+    The remaining files are kept, because a resumed run requires them. The hook calls the stages `before_average_val`
+    and `after_average_val` (with `metrics`) before and after the final validation. Floating-point tensors are averaged
+    in float64. Other tensors are copied from the best epoch. The averaged file contains only weights, so load it with
+    `load_from`, not with `resume`.
 
     Args:
         metric: name of the validation metric that ranks the epochs.
@@ -132,8 +133,8 @@ class AverageBestHook(Hook):
         self._replaced.remove_all()
         if not self._best:
             runner.logger.warning(
-                f"AverageBestHook: no epoch was saved because no validation run returned a finite '{self.metric}'; "
-                "no average is computed"
+                "AverageBestHook: no average is computed, because there are no saved weights: no validation run "
+                f"returned a finite '{self.metric}', or the files in {self._folder} were removed"
             )
             return
         names = [name for _, name in self._best]

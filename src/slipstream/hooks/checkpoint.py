@@ -35,7 +35,7 @@ _MAX_NAME_LENGTH = 100
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):
-    """Save checkpoints every `interval` epochs or steps, and whenever a metric improves.
+    """Save checkpoints every `interval` epochs or steps, and whenever a monitored metric improves.
 
     After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
@@ -331,7 +331,7 @@ class CheckpointHook(Hook):
         runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=on_saved)
 
     def _remove(self, folder: Path, name: str) -> bool:
-        """Remove a checkpoint of this run, and return True; another file of this name is not removed."""
+        """Remove a checkpoint and return True if this run wrote it; otherwise, return False."""
         if read_origin(folder / name)[0] != self._run_id:
             return False
         remove_checkpoint(folder, name)
@@ -362,7 +362,7 @@ class CheckpointHook(Hook):
         The first validation run determines the metric. This method raises no errors, because the metrics are not known
         before training.
         """
-        key = runner.message_hub.get_info(self._auto_metric_key)  # also in a resumed run
+        key = runner.message_hub.get_info(self._auto_metric_key)  # a resumed run restores this value
         if not isinstance(key, str):
             key = next((name for name, value in metrics.items() if _can_monitor(name, value)), None)
             hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook is not self]
@@ -405,7 +405,7 @@ class CheckpointHook(Hook):
         )
         self._saved_best[key] = name
         message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
-        # by_epoch=None, because the epoch (or step) is already counted.
+        # With by_epoch=None, the counters are saved as they are: they already include this epoch (or step).
         self._save(runner, name, message, surplus, by_epoch=None)
         return True
 

@@ -50,9 +50,9 @@ class ClassCountHook(Hook):
         if model.num_classes == 1 and len(classes) == 2:
             return
         if model.num_classes not in (None, len(classes)):
+            count, more = len(classes), ", ..." * (len(classes) > 2)
             raise ModelError(
-                f"the dataset has {len(classes)} classes ({', '.join(classes[:2])}, ...), but the model has "
-                f"{model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) to "
-                f"{len(classes)}"
+                f"the dataset has {count} class{'es' * (count != 1)} ({', '.join(classes[:2])}{more}), but the model "
+                f"has {model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) to {count}"
             )
         model.num_classes = len(classes)

@@ -75,7 +75,7 @@ class EMAHook(Hook):
         """Create the average, or keep the existing average if it belongs to this model.
 
         Raises:
-            ConfigError: the run has another `EMAHook`, because a checkpoint can contain only one average.
+            ConfigError: the run has more than one `EMAHook`; a checkpoint can contain only one average.
         """
         first = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
         if first is not self:
@@ -119,7 +119,8 @@ class EMAHook(Hook):
         if self._in_step and self._part is not None:
             optim.parts.remove(self._part)
         # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after the guard runs.
-        # Sharded weights may get new storage when they are first gathered.
+        # Sharded weights may get new storage when they are first gathered. In both cases, a compiled step's graph must
+        # not contain the update of the average, which then runs after the graph (`on_host`).
         guarded = getattr(optim, "guard", None) is not None
         self._part = AveragePart(
             average,
@@ -216,7 +217,7 @@ class EMAHook(Hook):
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """If the run is resumed, restore the average and the weights; otherwise, load the average as weights.
 
-        The average changes in `before_train`, after all entries of the checkpoint have been checked.
+        `before_train` or `after_rollback` changes the average, after all entries of the checkpoint have been checked.
         """
         self._resumed = None
         if not runner.checkpoints.resuming:
@@ -268,12 +269,15 @@ class EMAHook(Hook):
 
 
 def validation_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
-    """Return a context with the unwrapped model and its validation weights, which an `EMAHook` averages."""
+    """Return a context manager that yields the unwrapped model with its validation weights.
+
+    These are the averaged weights if the run has an `EMAHook`, and the training weights otherwise.
+    """
     return _swapped_in(runner, average=True)
 
 
 def training_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
-    """Return a context with the unwrapped model and its training weights, even during validation."""
+    """Return a context manager that yields the unwrapped model with its training weights, even during validation."""
     return _swapped_in(runner, average=False)
 
 

@@ -17,7 +17,10 @@ _LOSS_WINDOW = 10
 
 
 class LiveValues:
-    """The latest loss, learning rate, metric, training speed and fraction of time spent waiting for data, as strings.
+    """The values to display, as strings.
+
+    These are the mean of the last 10 losses, and the latest learning rate, metric, training speed and fraction of time
+    spent waiting for data.
 
     Reading the values does not cause a device synchronization. The values are updated when the Runner reads the losses,
     and after each validation run.

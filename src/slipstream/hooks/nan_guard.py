@@ -111,9 +111,9 @@ class NanGuardHook(Hook):
             else:  # ranks other than 0 print only errors
                 runner.logger.error(f"Rank {get_rank()}: {text}")
         if len(dropped) > _MAX_LOGGED:
-            runner.logger.warning(
-                f"The losses at {len(dropped) - _MAX_LOGGED} more iterations are not finite"
-            )
+            count = len(dropped) - _MAX_LOGGED
+            losses = "loss at 1 more iteration is" if count == 1 else f"losses at {count} more iterations are"
+            runner.logger.warning(f"The {losses} not finite")
 
     def after_rollback(self, runner: Runner) -> None:
         """Discard the guard and locator results for the steps that will be repeated."""

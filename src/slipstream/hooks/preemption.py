@@ -33,7 +33,7 @@ class PreemptionHook(Hook):
         self._preemption = Preemption()
 
     def handle_signals(self) -> Preemption:
-        """Return a context in which the hook handles signals; the Runner enters it for the whole run."""
+        """Return a context manager within which the hook handles signals; the Runner enters it for the whole run."""
         self._preemption = Preemption()
         return self._preemption
 

@@ -98,7 +98,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
             raise ConfigError(
-                f"mean has {len(mean)} values, but std has {len(std)}; set the same number of values for both"
+                f"mean has length {len(mean)}, but std has length {len(std)}; set the same number of values for both"
             )
         if bgr_to_rgb and rgb_to_bgr:
             raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")
@@ -143,9 +143,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if not self.normalizes:
             return image
         if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would add channels to the image
+            channels = image.shape[-3]
             raise DataError(
-                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}; set them to one "
-                "value, or to one value per channel"
+                f"the images have {channels} channel{'s' * (channels != 1)}, but mean and std have length "
+                f"{len(self.mean)}; set them to one value, or to one value per channel"
             )
         return (image - self.mean) / self.std
 

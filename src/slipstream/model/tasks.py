@@ -70,8 +70,9 @@ class Task(BaseModel):
         channels = scores.shape[1]
         if channels != self.num_classes and (channels, self.num_classes) != (1, 2):
             raise ModelError(
-                f"the network outputs {channels} classes, but the dataset has {self.num_classes}; set "
-                f"the network's num_classes (arch_params.num_classes in a recipe) to {self.num_classes}"
+                f"the network outputs {channels} class{'es' * (channels != 1)}, but the dataset has "
+                f"{self.num_classes}; set the network's num_classes (arch_params.num_classes in a recipe) to "
+                f"{self.num_classes}"
             )
 
 

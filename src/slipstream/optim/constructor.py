@@ -48,7 +48,7 @@ class ParamwiseOptions:
         """Check the keys and the types of the values. With `open_ended`, unknown keys are ignored.
 
         Raises:
-            ConfigError: a key or a value is invalid; the message contains the key.
+            ConfigError: a key or a value is invalid; the message names the key.
         """
         if open_ended:
             known = {f.name for f in fields(cls)}

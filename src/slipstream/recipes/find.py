@@ -81,7 +81,7 @@ def is_composed(path: Path) -> bool:
     """Return whether a recipe is written in SuperGradients' syntax and composed by Hydra.
 
     Raises:
-        ConfigError: if the file cannot be read.
+        ConfigError: if the file cannot be read, or if it is a composed recipe whose extension is not `.yaml`.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
@@ -98,7 +98,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: if the file cannot be read or parsed, or exceeds the limits of `Loader`. The
-            message contains the file and the line.
+            message names the file and the line.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), Loader)

@@ -21,7 +21,7 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
     Every key inside an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
     Raises:
-        ConfigError: if there are more than 10,000 values. The message contains `source` and the key.
+        ConfigError: if there are more than 10,000 values. The message names `source` and the key.
     """
     costs: dict[_Key, int] = {}
 

@@ -198,7 +198,7 @@ class Registry:
         """Build an object from `cfg`, a dict whose `type` is a registered name, a class or a function.
 
         Raises:
-            BuildError, UnknownNameError: the object cannot be built; the message contains the config path.
+            BuildError, UnknownNameError: the object cannot be built; the message names the config path.
         """
         return self.build_func(cfg, *args, **kwargs, registry=self)
 
@@ -341,7 +341,7 @@ def _with_article(name: str) -> str:
 
 
 def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry) -> Any:
-    """Call `arguments['type']` with the other arguments; errors contain their location in `cfg`."""
+    """Call `arguments['type']` with the other arguments; errors name their location in `cfg`."""
     kind = arguments.pop("type")
     try:
         target = registry.resolve(kind) if isinstance(kind, str) else kind

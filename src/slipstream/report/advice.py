@@ -24,7 +24,10 @@ NON_TRAINING_PHASES = ("other", "test")
 _MIN_WAIT_SHARE = 0.05
 """Waiting for data leads to a recommendation if it takes at least this fraction of the training time."""
 _MIN_STEPS = 11
-"""Minimum number of steps for recommendations. The time breakdown of a shorter run poorly predicts longer runs."""
+"""Minimum number of steps for recommendations.
+
+The time breakdown of a shorter run is a poor predictor for longer runs.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _worker_summary(record: RunRecord) -> str:
     )
     if best == current or attainable[best] < 1.02 * speed:
         return (
-            f"{probe} No measured worker count is faster than num_workers={current}. Try the decode-once "
+            f"{probe} No measured worker count is significantly faster than num_workers={current}. Try the decode-once "
             "cache (slipstream data cache), smaller files, or simpler transforms."
         )
     total = training_seconds(record)
@@ -170,8 +173,8 @@ def tuned_text(record: RunRecord) -> str:
     )
     return (
         f"slipstream tune has measured this configuration on this machine: with {' + '.join(tuned.adopted)}, training "
-        f"steps run {tuned.ratio:.2f} times as fast as without ({interval}; validation is not included). Run "
-        "slipstream tune again to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
+        f"steps run {tuned.ratio:.2f} times as fast as without these options ({interval}; validation is not included). "
+        "Run slipstream tune again to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
     )
 
 

@@ -36,8 +36,9 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in nested dicts, lists and sets, keyed by dotted path, such as `train_dataloader.batch_size`.
 
     A short list of numbers and strings is one value, as is an empty dict. A function or a class is represented by its
-    name, and an object by the name of its class. Different values of other types are represented differently: a string
-    of more than 300 characters, a large tensor, and the values after the first 3,000 are represented by a digest.
+    name, and an object by the name of its class. For other types, different values have different representations.
+    Long strings (over 300 characters) are shortened, and a digest is added. The values of large tensors, and all
+    values after the first 3,000, are replaced with a digest.
     """
     values = dict(_leaves(config, ""))
     if len(values) <= _MAX_VALUES:
@@ -46,12 +47,16 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     rest = items[_MAX_VALUES:]
     return {
         **dict(items[:_MAX_VALUES]),
-        "...": f"{len(rest)} more values ({_digest(_encode(json.dumps(rest)))})",
+        "...": f"{len(rest)} more value{'s' * (len(rest) != 1)} ({_digest(_encode(json.dumps(rest)))})",
     }
 
 
 def has_unknown_value(value: Any) -> bool:
-    """Return whether a value from `flat_config` also represents different values: an object, a lambda or a secret."""
+    """Return whether a value from `flat_config` is ambiguous.
+
+    All objects of a class have the same representation, as do all lambdas in a function, all closures of a local
+    function, and all secrets.
+    """
     return isinstance(value, str) and _UNKNOWN_VALUE.fullmatch(value) is not None
 
 
@@ -87,7 +92,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc"):
         return _tensor_text(value)
     if isinstance(value, bytes):
-        return f"{len(value)} bytes ({_digest(value)})"
+        return f"{len(value)} byte{'s' * (len(value) != 1)} ({_digest(value)})"
     if isinstance(value, _WITH_COMPLETE_REPR):
         return _shorten(repr(value))
     if isinstance(value, str | PurePath):
@@ -99,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tensor_text(value: Tensor | np.ndarray[Any, Any]) -> str:
-    """Return the class, the dtype, the shape and the values, or a digest of more than 32 values."""
+    """Return the class, the dtype, the shape, and the values, or a digest of the values if there are more than 32."""
     text = f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
     try:
         if math.prod(value.shape) <= _MAX_INLINE_ITEMS:

@@ -97,7 +97,7 @@ class Curve:
         """Return the curve written by `to_json`.
 
         Raises:
-            DataError: `data` has a different structure; the message contains `path`.
+            DataError: `data` has a different structure; the message names `path`.
         """
         if not isinstance(data, Mapping):
             raise DataError(f"{path} must be an object, not {type(data).__name__}")

@@ -25,7 +25,7 @@ def read_run(folder: Path) -> RunRecord:
 
     Raises:
         DataError: a file is damaged, is not a regular file, or is not readable. The message names the file and
-            a remedy.
+            suggests a remedy.
     """
     path = folder / JSON
     check_file(path)

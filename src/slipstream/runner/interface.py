@@ -147,7 +147,7 @@ class PlainModel(ModelInterface):
         return self._evaluate_losses(batch)
 
     def predict(self, batch: Any, mode: str) -> Any:
-        """Return pairs of outputs and targets for a batch from the loader."""
+        """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
         inputs = self.prepare(batch, False)
         if isinstance(inputs, Mapping):
             return call_model(self.core, inputs), inputs

@@ -169,7 +169,8 @@ class _TrainLoop(BaseLoop):
                 else iteration * saved_samples // samples
             )
             logger.warning(
-                f"The checkpoint was written with {saved_samples} samples per step; this run uses {samples}. "
+                f"The checkpoint was written with {saved_samples} sample{'s' * (saved_samples != 1)} per step; this "
+                f"run uses {samples}. "
                 f"Iteration {position['iter']} of the checkpoint corresponds to iteration {iteration} of this run"
             )
         self.resume(position["epoch"], iteration, start, position.get("validated", True))

@@ -37,7 +37,7 @@ def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:
     """Check the types and ranges of the entries, and that the checkpoint contains a training position.
 
     Raises:
-        CheckpointError: an entry is missing or invalid; the message contains the entry's key.
+        CheckpointError: an entry is missing or invalid; the message names the entry's key.
     """
     check(checkpoint, RESUMED, source)
     meta = checkpoint.get("meta", {})

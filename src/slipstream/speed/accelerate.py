@@ -133,9 +133,11 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
     if get_world_size() > 1 and not all(inside):
+        count = inside.count(False)
         raise ConfigError(
-            f"{inside.count(False)} of its {len(inside)} parameters are not in the model, and DDP averages only the "
-            "model's gradients across processes; put these parameters and the model into one nn.Module",
+            f"{count} of its {len(inside)} parameters {'is' if count == 1 else 'are'} not in the model, and DDP "
+            "averages only the model's gradients across processes; put the model and all parameters of the optimizer "
+            "into one nn.Module",
             "optimizer",
         )
 
@@ -311,7 +313,7 @@ class TrainStep:
             yield core
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state except the model's.
+        """Return the training state, except the state of the model.
 
         This includes the optimizer, its parameters that are not in the model, the parameters and buffers of `loss_fn`,
         the loss scale, the averaged weights, the number of steps, and the gradients of an unfinished accumulation
@@ -426,8 +428,8 @@ class TrainStep:
         gradients = state.get("gradients", [None] * len(params))
         if len(gradients) != len(params):
             raise CheckpointError(
-                f"{source}: 'gradients' has {len(gradients)} entries, but the optimizer has {len(params)} parameters; "
-                "load the state of the same model and optimizer"
+                f"{source}: 'gradients' has length {len(gradients)}, but the optimizer's number of parameters is "
+                f"{len(params)}; load the state of the same model and optimizer"
             )
         saved_gradients = {
             str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None
@@ -439,16 +441,18 @@ class TrainStep:
         own = self._other_tensors()
         if saved is None:
             if own:
+                tensors = "one tensor" if len(own) == 1 else f"{len(own)} tensors"
                 warnings.warn(
-                    f"{source} does not contain the {len(own)} tensors of the optimizer and of loss_fn that are not in "
-                    "the model; they keep their current values",
+                    f"{source} does not contain {tensors} of the optimizer or of loss_fn that the model does not "
+                    "contain either; the current values are kept",
                     stacklevel=4,
                 )
             return
         if len(saved) != len(own):
             raise CheckpointError(
-                f"{source}: 'other_tensors' has {len(saved)} entries, but {len(own)} tensors of the optimizer and of "
-                "loss_fn are not in the model; load the state of the same model, optimizer and loss_fn"
+                f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors of the optimizer and of "
+                f"loss_fn that are not in the model is {len(own)}; load the state of the same model, optimizer and "
+                "loss_fn"
             )
         own_by_index, saved_by_index = ({str(i): t for i, t in enumerate(each)} for each in (own, saved))
         check_tensors(own_by_index, saved_by_index, "other_tensors", source, warnings.warn)

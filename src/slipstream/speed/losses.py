@@ -122,7 +122,8 @@ def _explain(module: nn.Module, args: Any, kwargs: Any, error: TypeError) -> Non
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
-        content = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
+        elements = f"{len(args)} element{'s' * (len(args) != 1)}"
+        content = f"the keys {sorted(kwargs)}" if kwargs else elements
         raise DataError(
             f"the batch has {content}, but {type(inner).__name__}.forward accepts {list(signature.parameters)}; change "
             "the dataset's output, or pass compute_loss=lambda model, batch: ..."

@@ -231,8 +231,9 @@ class StepGuard:
         """
         total, consecutive = self.count.read()
         if consecutive > self.max_skipped:
+            steps = "last step was" if consecutive == 1 else f"last {consecutive} steps were"
             raise NonFiniteLossError(
-                f"the last {consecutive} steps were skipped because the loss or a gradient was NaN or infinite. "
+                f"the {steps} skipped because the loss or a gradient was NaN or infinite. "
                 f"nan_guard allows at most {self.max_skipped} in a row (max_skipped). Lower the learning rate, add a "
                 "warm-up, check the data for NaN or wrong labels, or find the module with "
                 "nan_guard=dict(action='stop', locate=True)"

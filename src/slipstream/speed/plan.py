@@ -239,7 +239,7 @@ def _user_path(path: str) -> str:
 
 
 def _read(setting: Setting) -> Any:
-    """Return the typed value of a setting; errors contain its config path."""
+    """Return the typed value of a setting; errors name its config path."""
     try:
         return _OPTIONS[setting.option].read(setting.value)
     except ConfigError as error:

@@ -79,7 +79,7 @@ class BackgroundCompiler:
         self.seconds, self.exceeded = None, False
         self._start_time = time.monotonic()
         parent = os.getpid()
-        # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
+        # Block signals, so that no handler runs in the child or raises in this process before `_finalizer` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             # os.fork warns about deadlocks, but the child does not use the parent's locks.

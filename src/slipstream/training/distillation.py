@@ -29,8 +29,8 @@ __all__ = ["DistillationModel", "TeacherHook"]
 class _Teacher:
     """Stores the teacher without registering it as a submodule.
 
-    A deep copy of the model that contains this object shares the teacher until the copy is converted, for example to
-    another dtype.
+    When a model that contains this object is deep-copied, the copy shares the teacher. When the copy is converted, for
+    example to another dtype, it gets its own teacher.
 
     Args:
         network: the teacher without its input adapter.

@@ -153,7 +153,8 @@ class _Binary(_Overlap):
             raise ConfigError(f"must be a probability between 0 and 1, not {threshold}", "threshold")
         if metrics_args_prep_fn is not None:
             raise ConfigError(
-                "must be None; for other predictions, define your own metric", "metrics_args_prep_fn"
+                "must be None; to convert predictions or targets before they are compared, define a custom metric",
+                "metrics_args_prep_fn",
             )
         super().__init__(2, ignore_index)
         self.threshold = threshold

@@ -47,7 +47,7 @@ _PLAN = "SpeedPlan"
 
 @dataclass(frozen=True)
 class TrainingParams:
-    """One field for each SuperGradients key, with the same default value.
+    """One field for each SuperGradients key, with the same default value, and Slipstream's own key `speed`.
 
     The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
     A key annotated with `UnsupportedKey` supports only its default value.
@@ -152,7 +152,7 @@ class TrainingParams:
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> TrainingParams:
-        """Return the parameters. A value of None selects the default.
+        """Return the parameters. For a key that does not accept None, None selects the default.
 
         Raises:
             UnknownNameError: if a key does not exist.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class Trainer:
             training_params: keys of `TrainingParams`.
             train_loader, valid_loader: data loaders that yield (images, targets) pairs, or dicts with `inputs` and
                 `targets`.
-            test_loaders: a dict of additional data loaders, which are evaluated every `run_test_freq` epochs.
+            test_loaders: additional data loaders by name. The model is evaluated on them every `run_test_freq` epochs.
             additional_configs_to_log: values to save with the run's configuration.
 
         Returns:
@@ -170,7 +172,7 @@ class Trainer:
             test_loader: the data loader. Default: the first test loader of the last call to `train`, or its validation
                 loader if there is no test loader.
             test_metrics_list: the metrics, in the same format as `valid_metrics_list`, which is the default.
-            silent_mode: whether to log only warnings and errors.
+            silent_mode: whether to print only warnings and errors to the console.
             use_ema_net: whether to test the EMA weights if the network was trained with `ema`.
         """
         use_last_run = self.runner is not None and use_ema_net and model in (None, self.net)
@@ -185,7 +187,7 @@ class Trainer:
                 f"requires {' and '.join(missing)}; no previous training run provides a default", "test"
             )
         if use_last_run:
-            return self._test_trained(test_loader, test_metrics_list)
+            return self._test_trained(test_loader, test_metrics_list, silent_mode)
         last_loop = None if self.runner is None else self.runner.test_loop
         metrics: Any = metric_config(test_metrics_list, "test_metrics_list")
         runner = Runner(
@@ -204,8 +206,10 @@ class Trainer:
         )
         return runner.test()
 
-    def _test_trained(self, test_loader: Any, metrics: list[Any] | None) -> dict[str, float]:
-        """Test with the Runner of the last training run, which has the EMA weights and the model on its device."""
+    def _test_trained(
+        self, test_loader: Any, metrics: list[Any] | None, silent_mode: bool
+    ) -> dict[str, float]:
+        """Test with the Runner of the last training run, whose model is on its device and may have EMA weights."""
         assert self.runner is not None
         loop = self.runner.test_loop
         before = loop.dataloader, loop.evaluator
@@ -216,7 +220,8 @@ class Trainer:
         if (meta := getattr(loop.dataloader.dataset, "metainfo", None)) is not None:
             loop.evaluator.dataset_meta = meta
         try:
-            return self.runner.test()
+            with _quiet(self.runner.logger) if silent_mode else nullcontext():
+                return self.runner.test()
         finally:
             loop.dataloader, loop.evaluator = before
 
@@ -247,11 +252,11 @@ class Trainer:
     def evaluate_from_recipe(cls, cfg: Any) -> tuple[nn.Module, dict[str, float]]:
         """Validate the network of a composed recipe. Return the network and its metrics.
 
-        The weights are loaded from `checkpoint_params.checkpoint_path`. If that path is not set or contains only a
-        backbone, they are loaded from the experiment's folder.
+        The weights are loaded from `checkpoint_params.checkpoint_path`. If this path is not set, or its checkpoint
+        contains only a backbone, the weights are loaded from the checkpoint `ckpt_name` in the experiment's folder.
 
         Raises:
-            CheckpointError: if neither checkpoint exists.
+            CheckpointError: if the checkpoint does not exist.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}
@@ -278,8 +283,8 @@ class Trainer:
         files that the configuration refers to are never read.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or if the configuration contained objects that cannot be stored
-                or references to environment variables.
+            CheckpointError: if there is no checkpoint, if the configuration contained objects that cannot be stored, or
+                if it refers to environment variables.
         """
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
@@ -295,10 +300,22 @@ class Trainer:
         if has_references(cfg):
             raise CheckpointError(
                 f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not "
-                "resolved for a checkpoint; train the original configuration with resume=True"
+                "resolved for a checkpoint; train with the original configuration and resume=True"
             )
         import_custom(cfg, str(path), trust)
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Print only warnings and errors to the console within the context. The log file is not affected."""
+    console = logger.handlers[0]
+    level = console.level
+    console.setLevel(max(level, logging.WARNING))
+    try:
+        yield
+    finally:
+        console.setLevel(level)
 
 
 def _check_exists(path: Path) -> str:

@@ -68,7 +68,7 @@ def runner_config(
         teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
 
     Raises:
-        UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
+        UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message names its path
             in `training_params`.
     """
     plain_params, schedule_hook = split_schedule(plain(training_params))

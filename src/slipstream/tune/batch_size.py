@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
-from slipstream.tune.process import Job, Process, TrialError, budget_error
+from slipstream.tune.process import Job, Process, TrialError, budget_error, incomplete_note
 from slipstream.tune.rank_process import RankProcess, check_same_on_all_ranks
 
 __all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
@@ -65,7 +65,7 @@ class BatchSizes:
 
     def __str__(self) -> str:
         table = make_table(("batch size", "samples/s", "peak MiB", "status"), self._cells())
-        note = f"The search is not complete: {self.stopped}.\n" if self.stopped else ""
+        note = f"{incomplete_note('search', self.stopped)}\n" if self.stopped else ""
         return f"{table_text(table)}{note}Largest that fits: {self.largest}; fastest: {self.fastest}."
 
     def _cells(self) -> Iterator[tuple[str, str, str, str]]:

@@ -204,9 +204,8 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
     local_size = None if size is None else size // max(count, 1)
     # BatchNorm must use the statistics of the global batch.
     setting = Setting({"parallel": kind, "sync_bn": True}, batch_size=local_size, processes=max(count, 1))
-    return Candidate(
-        "parallel", f"parallel={kind}, {count} processes", setting, DATA_PARALLEL, problem=problem
-    )
+    label = f"parallel={kind}, {max(count, 2)} processes"
+    return Candidate("parallel", label, setting, DATA_PARALLEL, problem=problem)
 
 
 def unsupported_reason(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:

@@ -30,7 +30,16 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "budget_error", "forks", "format_seconds"]
+__all__ = [
+    "WARMUP",
+    "Job",
+    "Process",
+    "TrialError",
+    "budget_error",
+    "forks",
+    "format_seconds",
+    "incomplete_note",
+]
 
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
@@ -71,6 +80,16 @@ class TrialError(Exception):
 
     def __str__(self) -> str:
         return self.reason
+
+
+def incomplete_note(name: str, stopped: str) -> str:
+    """Return a sentence that states why a search or measurement is not complete.
+
+    Args:
+        name: `search` or `measurement`.
+        stopped: `interrupted`, or the reason as a clause, such as `the time budget ran out`.
+    """
+    return f"The {name} is not complete, because {'it was interrupted' if stopped == 'interrupted' else stopped}."
 
 
 def budget_error(

@@ -15,6 +15,7 @@ from slipstream.errors import ConfigError, did_you_mean
 from slipstream.files import write_text
 from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting, merged_speed
+from slipstream.tune.process import incomplete_note
 from slipstream.tune.search import Outcome, Row
 from slipstream.tune.statistics import Estimate
 
@@ -79,7 +80,7 @@ class TuneResult:
     def _lines(self) -> Iterator[str]:
         outcome, total = self.outcome, self.outcome.total
         if outcome.stopped:
-            yield f"The search is not complete: {outcome.stopped}."
+            yield incomplete_note("search", outcome.stopped)
         before = outcome.baseline_seconds
         if not any(row.estimate for row in outcome.rows):
             yield f"No option was measured for {self.name}; keep the current options."
@@ -98,14 +99,14 @@ class TuneResult:
             )
             if (steps := outcome.steps_per_epoch) is not None:
                 yield (
-                    f"One epoch of {steps} steps: {steps * before:.3g} s before, {steps * after:.3g} s after "
-                    "(without validation)."
+                    f"One epoch of {steps} step{'s' * (steps != 1)}: {steps * before:.3g} s before, "
+                    f"{steps * after:.3g} s after (without validation)."
                 )
             if "compile" in outcome.setting.speed and after < before:
                 num_steps = ceil(outcome.compile_seconds / (before - after))
                 yield (
                     f"Compilation takes {outcome.compile_seconds:.0f} s. The faster plan saves this much time within "
-                    f"{num_steps:,} steps."
+                    f"{num_steps:,} step{'s' * (num_steps != 1)}."
                 )
         for row in outcome.rows:
             if row.status == "faster" and row.estimate is not None:

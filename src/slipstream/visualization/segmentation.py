@@ -39,7 +39,7 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     if invalid.any():
         raise DataError(
             f"the mask contains the class ids {np.unique(mask[invalid])[:5].tolist()}, but the palette has only "
-            f"{len(palette)} colors; set ignore_index, or check the number of classes"
+            f"{len(palette)} color{'s' * (len(palette) != 1)}; set ignore_index, or check the number of classes"
         )
     colors = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
     return colors[np.where(ignored, len(palette), mask.astype(np.int64))]

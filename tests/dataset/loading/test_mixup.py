@@ -107,7 +107,7 @@ def test_the_same_seed_gives_the_same_batch():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch": samples(5)}, DataError, "this batch has 5 images; use an even batch_size"),
+        ({"batch": samples(5)}, DataError, "the size of this batch is 5; use an even batch_size"),
         ({"num_classes": 3}, DataError, "class ids 0 to 4 are not all between 0 and 2"),
         ({"mode": "elem"}, ConfigError, "only mode='batch'"),
         ({"mixup_alpha": 0.0}, ConfigError, "must be greater than 0"),

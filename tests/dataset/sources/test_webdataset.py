@@ -262,8 +262,8 @@ def test_invalid_mask_raises_an_error(tmp_path):
         ("png", b"not a picture", r"cannot read '.*a\.tar:x\.png'"),
         ("cls", b"cat", r"a\.tar:x\.cls': invalid literal"),
         ("cls", b"9" * 30, r"cannot read"),
-        ("cls", b"7", r"contains 7, which is not one of the 3 classes"),
-        ("cls", b"-1", r"contains -1, which is not one of the 3 classes"),
+        ("cls", b"7", r"contains 7, which is not a class id \(0 to 2\)"),
+        ("cls", b"-1", r"contains -1, which is not a class id \(0 to 2\)"),
         ("json", b"{", "cannot read"),
         ("json", b"[" * 100_000, "cannot read"),
         ("txt", b"\xff", "cannot read"),
@@ -278,6 +278,13 @@ def test_damaged_file_raises_an_error_that_names_it(tmp_path, extension, data, e
     path = write(tmp_path / "a.tar", {"x": {extension: data}})
     dataset = WebDataset(path, {"targets": extension}, classes=CLASSES)
     with pytest.raises(DataError, match=expected):
+        dataset[0]
+
+
+def test_a_tensor_that_is_not_an_image_cannot_be_transformed(tmp_path):
+    path = write(tmp_path / "a.tar", {"x": {"cls": b"1"}})
+    dataset = WebDataset(path, {"inputs": "cls"}, [dict(type="RandomHorizontalFlip")])
+    with pytest.raises(DataError, match=r"in the field 'inputs', not a torch\.int64 tensor of shape \(\)"):
         dataset[0]
 
 

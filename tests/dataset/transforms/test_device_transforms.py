@@ -296,11 +296,14 @@ def test_colors_depend_only_on_seed_epoch_and_index():
         ([SegNormalize(MEAN, STD), SegRandomFlip()], 0, "SegNormalize precedes SegRandomFlip"),
         ([SegRandomFlip(), SegStandardize(), JITTER], 1, "SegStandardize precedes SegColorJitter"),
         ([SegStandardize(), invert, SegNormalize(MEAN, STD)], 0, "SegStandardize precedes invert"),
+        ([SegStandardize(), SegNormalize(MEAN, STD), JITTER], 1, "SegNormalize precedes SegColorJitter"),
         ([SegConvertToTensor(), SegNormalize(MEAN, STD)], 0, "SegConvertToTensor precedes SegNormalize"),
     ],
 )
 def test_transforms_after_normalization_raise_an_error(transforms, place, message):
-    with pytest.raises(ConfigError, match=rf"^transforms\[{place}\]: {message}.* the list must end with"):
+    with pytest.raises(
+        ConfigError, match=rf"^transforms\[{place}\]: {message}, but .*; move it to the end of the list"
+    ):
         Noise(transforms)
 
 

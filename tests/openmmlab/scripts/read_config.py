@@ -1,4 +1,4 @@
-"""Read Python-style configurations with the installed `mmengine` and print their values as JSON."""
+"""Read pure Python style configurations with the installed `mmengine` and print their values as JSON."""
 
 import json
 import sys

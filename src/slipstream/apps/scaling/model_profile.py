@@ -77,7 +77,8 @@ class Cluster:
     """A homogeneous cluster of nodes with GPUs. On a CPU cluster, each process counts as a GPU.
 
     Raises:
-        ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
+        ConfigError: if the number of GPUs or of GPUs per node is below 1, or if the GPUs do not fit in one node and
+            their number is not a multiple of the GPUs per node.
     """
 
     gpus: int
@@ -134,7 +135,7 @@ class Strategy:
     state_bytes: int = 8
     """Bytes of optimizer state per parameter. Adam stores two float32 values."""
     bucket_bytes: int = 25 * 2**20
-    """DDP's `bucket_cap_mb`."""
+    """DDP's `bucket_cap_mb`, in bytes."""
     unit_parameters: int = 2**18
     """FSDP2 and HSDP gather consecutive blocks in units of at least this many parameters. The default matches
     `MMFullyShardedDataParallel`."""

@@ -35,7 +35,8 @@ def _clothes(r: Random) -> Color:
 class _Figure:
     """A figure drawn as limbs between points. Points are (right, up) offsets from the foot in meters.
 
-    `squeeze` scales the horizontal axis: with a value below 1, the figure appears at an angle instead of from the side.
+    `squeeze` scales the horizontal axis: an absolute value below 1 shows the figure at an angle instead of from the
+    side, and a negative value mirrors it.
     """
 
     def __init__(self, canvas: Canvas, x: float, z: float, scale: float = 1.0, squeeze: float = 1.0) -> None:

@@ -230,8 +230,8 @@ def _in_order(
     """Return the weights under the network's names, matched by order, followed by any remaining weights."""
     if len(state) < len(own) or (len(state) > len(own) and not allow_extra):
         raise CheckpointError(
-            f"{source} belongs to a different model: it contains {len(state)} tensors, but the model has {len(own)}, "
-            "so they cannot be matched by order. Use a checkpoint from this network"
+            f"{source} belongs to a different model: it contains {len(state)} tensor{'s' * (len(state) != 1)}, but the "
+            f"model has {len(own)}, so they cannot be matched by order. Use a checkpoint from this network"
         )
     for (key, value), (own_key, own_value) in zip(state.items(), own.items(), strict=False):
         # The first dimension of a classification layer is the number of classes, which may differ.

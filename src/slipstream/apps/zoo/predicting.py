@@ -314,7 +314,7 @@ def _names(class_names: Sequence[str] | None, count: int, binary: bool) -> tuple
     names = ("background", *class_names) if binary and len(class_names) == 1 else tuple(class_names)
     if len(names) < count:
         raise ConfigError(
-            f"the network has {count} classes, but the number of class names is {len(names)}; call "
+            f"the network has {count} class{'es' * (count != 1)}, but the number of class names is {len(names)}; call "
             "set_dataset_processing_params(class_names=[...])",
             "class_names",
         )

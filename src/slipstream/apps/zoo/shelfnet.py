@@ -54,7 +54,7 @@ class AttentionRefinement(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The stages of a ResNet. The features at 1/4 of the resolution are not returned."""
+    """The stages of a ResNet. `forward` does not return the features at 1/4 of the resolution."""
 
     def __init__(self, in_channels: int, depths: tuple[int, int, int, int]) -> None:
         super().__init__()
@@ -205,7 +205,8 @@ class ShelfNet(Network):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W).
 
-        In training mode, return the tuple (main, aux at 1/16, aux at 1/32), all interpolated to H x W.
+        In training mode, return the tuple (main, aux at 1/16, aux at 1/32), all interpolated to H x W, unless the
+        auxiliary heads were removed.
         """
         features = self.backbone(x)
         if self.conv_out_list:

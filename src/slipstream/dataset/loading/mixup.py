@@ -61,8 +61,8 @@ def collate_mixup(
         raise ConfigError("mixup_alpha or cutmix_alpha must be greater than 0", "collate_fn")
     if len(data_batch) % 2:
         raise DataError(
-            f"mixup combines pairs of images, but this batch has {len(data_batch)} images; use an even batch_size and "
-            "drop_last=True"
+            f"mixup combines pairs of images, but the size of this batch is {len(data_batch)}; use an even batch_size "
+            "and drop_last=True"
         )
     images, ids, others = _stacked(data_batch)
     probabilities = _smoothed(ids, num_classes, label_smoothing)

@@ -125,7 +125,8 @@ class SeededDataset(Dataset[Any]):
         reason = f"{describe_sample(self.dataset, index)}: {type(error).__name__}: {error}"
         if (count := int(self.failed.sum())) > self.skip_errors:
             raise DataError(
-                f"{count} samples raised an error, more than skip_errors={self.skip_errors}; the last one is {reason}"
+                f"{count} sample{'s' * (count != 1)} raised an error, more than skip_errors={self.skip_errors}; the "
+                f"last one is {reason}"
             ) from error
         if not already_failed:
             print_log(f"Skipped {reason}", "current", logging.WARNING)

@@ -42,7 +42,7 @@ class Loading:
     """One pass over a loader.
 
     A thread warns if no batch arrives for `stall_warning` seconds, and again each time the waiting time has doubled.
-    If the batch arrives within this time, the overhead is two assignments.
+    If the batch arrives within this time, the overhead is a clock read and a few assignments.
 
     Args:
         loader: the loader. Its worker processes start immediately.
@@ -143,7 +143,10 @@ class Loading:
 
 @contextmanager
 def _seeded(loader: DataLoader[Any], numbers: Sequence[int]) -> Iterator[None]:
-    """Make the loader draw its workers' seed from a generator that depends on `numbers`, its own seed and the rank."""
+    """Replace the loader's generator, from which the workers' seed is drawn, within the context.
+
+    The new generator's seed depends on `numbers`, the initial seed of the loader's generator, and the rank.
+    """
     generator = loader.generator
     own_seed = 0 if generator is None else generator.initial_seed()
     loader.generator = torch.Generator().manual_seed(hash_numbers((*numbers, own_seed, get_rank())))
@@ -161,7 +164,7 @@ def stop_workers(iterator: Any) -> None:
 
 @contextmanager
 def explain_worker_errors(name: str) -> Iterator[None]:
-    """Replace torch's errors about worker processes with errors that contain the loader's option and a remedy.
+    """Replace torch's errors about worker processes with errors that name the loader's option and suggest a remedy.
 
     When a worker dies, torch raises an error in the training process at whatever line it is executing.
 
@@ -205,7 +208,7 @@ def _explain(text: str, name: str) -> str | None:
 def _out_of_shared_memory(name: str) -> str:
     return (
         f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; increase "
-        "its size (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
+        "its size (docker run --shm-size=8g, or --ipc=host); lower num_workers, prefetch_factor or batch_size; or set "
         "num_workers=0"
     )
 

@@ -237,7 +237,8 @@ def _select_images(images: list[_Image], selection_file: Path, path: Path) -> li
     try:
         image_ids = set(json.loads(selection_file.read_bytes()))
     except (OSError, ValueError, TypeError):
-        print_log(f"selecting images from '{path}': reading the masks of {len(images)} images", "current")
+        count = f"{len(images)} image{'s' * (len(images) != 1)}"
+        print_log(f"selecting images from '{path}': reading the masks of {count}", "current")
         image_ids = {image.image_id for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
         _store(selection_file, sorted(image_ids))
     selected = [image for image in images if image.image_id in image_ids]

@@ -86,9 +86,10 @@ class ImageMaskFolder(ImageMaskPairs):
         )
         pairs = [(image_files[name], mask_files[name]) for name in sorted(image_files)]
         super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, skip_corrupt, max_pixels)
+        ignored = "" if ignore_index is None else f", or ignore_index={ignore_index}"
         self._mask_ids = MaskIds(
             table,
-            f"with {len(classes)} classes they must be 0 to {len(classes) - 1}, or ignore_index={ignore_index}. "
+            f"with {len(classes)} class{'es' * (len(classes) != 1)}, they must be 0 to {len(classes) - 1}{ignored}. "
             "Add them to label_map, or correct classes or ignore_index",
         )
 
@@ -106,7 +107,7 @@ def _label_table(
         if not 0 <= old <= 255 or not (0 <= new < num_classes or new == ignore_index):
             raise ConfigError(
                 f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
-                f"(0 to {num_classes - 1}) or to ignore_index={ignore_index}"
+                f"(0 to {num_classes - 1}){'' if ignore_index is None else f' or to ignore_index={ignore_index}'}"
             )
         table[old] = new
     return table if label_map else None

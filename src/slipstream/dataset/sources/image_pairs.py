@@ -206,7 +206,7 @@ def _walk_files(folder: Path, parents: frozenset[Path] = frozenset()) -> Iterato
 
 
 def check_folder(folder: Path, kind: str) -> None:
-    """Raise a DataError if `folder` does not exist. The message contains the first missing folder and a hint."""
+    """Raise a DataError if `folder` does not exist. The message suggests a similar folder name."""
     if folder.is_dir():
         return
     missing = folder

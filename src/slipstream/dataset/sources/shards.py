@@ -80,7 +80,8 @@ class TarShards:
 
     Args:
         paths: the shards.
-        fields: for each name, a list of extensions, such as `"jpg;png"`; the first extension found in a sample is used.
+        fields: for each name, the extensions of its file, separated by semicolons (`"jpg;png"`); the first extension
+            found in a sample is used.
         index: folder that stores the sample positions; by default, a folder in the user's cache.
         max_bytes: maximum size of a file.
 

@@ -46,10 +46,12 @@ class WebDataset(Dataset[dict[str, Any]]):
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
             `train-{000000..000146}.tar`.
-        fields: for each key of a sample, a list of extensions; the first extension found in a sample is used. Other
-            files are not read. Extensions of pickled files (`pyd`, `pkl`, `pickle`, `pth`, `pt`) are rejected.
+        fields: for each key of a sample, the extensions of its file, separated by semicolons (such as `jpg;png`); the
+            first extension found in a sample is used. Other files are not read. Extensions of pickled files (`pyd`,
+            `pkl`, `pickle`, `pth`, `pt`) are rejected.
         transforms: transforms for the image in `inputs`; see `ImageNetDataset`.
-        classes: class names for the ids in `targets`, used by the metrics. Any other target raises an error.
+        classes: class names for the ids in `targets`, used by the metrics. A class id outside 0..len(classes)-1
+            raises an error.
         index: folder that stores the sample positions, which are determined at the first start; by default, a folder in
             the user's cache.
         max_pixels: maximum number of pixels in an image; None for no limit.
@@ -103,8 +105,8 @@ class WebDataset(Dataset[dict[str, Any]]):
         """
         if "targets" not in self.shards.fields:
             raise ConfigError(
-                "is required, because it contains the class ids of the samples; set fields['targets'] to the extension "
-                "of the files that contain class ids, such as 'cls'",
+                "is required, because class ids are read from it; set fields['targets'] to the extension of the files "
+                "that contain class ids, such as 'cls'",
                 "fields.targets",
             )
         value = self._field(index, "targets")
@@ -127,14 +129,17 @@ class WebDataset(Dataset[dict[str, Any]]):
         classes = self.metainfo.get("classes")
         if classes and not 0 <= class_id < len(classes):
             raise DataError(
-                f"'{name}' contains {class_id}, which is not one of the {len(classes)} classes; "
-                "fix `classes` or the file"
+                f"'{name}' contains {class_id}, which is not a class id (0 to {len(classes) - 1}); fix `classes` or "
+                "the file"
             )
 
     def _transformed(self, image: Any, index: int) -> torch.Tensor:
         if not isinstance(image, torch.Tensor) or image.ndim != 3 or image.dtype != torch.uint8:
+            kind = type(image).__name__
+            if isinstance(image, torch.Tensor):
+                kind = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
             raise DataError(
-                f"transforms require an image in the field 'inputs', not {type(image).__name__}; "
+                f"transforms require an image, a uint8 tensor of shape (3, H, W), in the field 'inputs', not {kind}; "
                 "set fields['inputs'] to the extensions of the images"
             )
         pixels, rng = image.numpy(), sample_rng(index)
@@ -152,8 +157,8 @@ class WebSegmentationDataset(SegmentationDataset):
     Args:
         shards, index, max_pixels, max_bytes: see `WebDataset`.
         classes: names of the classes, in the order of their ids.
-        image: extensions of image files; the first extension found in a sample is used.
-        mask: extensions of mask files.
+        image: extensions of image files, separated by semicolons; the first extension found in a sample is used.
+        mask: extensions of mask files, in the same form.
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] color per class; by default, the PASCAL VOC colors.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
@@ -198,14 +203,19 @@ class WebSegmentationDataset(SegmentationDataset):
             )
         valid = [*range(len(self.metainfo["classes"])), self.metainfo["ignore_index"]]
         if wrong := [i for i in np.unique(mask).tolist() if i not in valid]:
+            ignored = self.metainfo["ignore_index"]
             raise DataError(
                 f"the mask '{encoded}' has invalid label ids: {', '.join(map(str, wrong))}; valid ids are 0 to "
-                f"{len(self.metainfo['classes']) - 1} and ignore_index={self.metainfo['ignore_index']}"
+                f"{len(self.metainfo['classes']) - 1}{'' if ignored is None else f' and ignore_index={ignored}'}"
             )
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (dataset class, shard, position and files) and a version (shard version and class ids)."""
+        """Return a name and a version.
+
+        The name contains the dataset class, the shard, the position and the file names; the version contains the
+        shard's version, the number of classes, and `ignore_index`.
+        """
         path = self.shards.path(index)
         version = "-".join(map(str, self.shards.version(index)))
         dataset_class = f"{type(self).__module__}.{type(self).__qualname__}"

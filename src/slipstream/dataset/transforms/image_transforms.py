@@ -1,8 +1,8 @@
 """Transforms for images without masks, named as in torchvision.
 
-Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's random generator, and return a
-new image. `ToTensor` and `Normalize` run on the device: a dataset adds their parameters to the sample as
-`device_params`, and the data preprocessor applies them to a whole batch.
+Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's random generator. They return
+the transformed image, which may be the input or a view of it. `ToTensor` and `Normalize` run on the device: a dataset
+adds their parameters to the sample as `device_params`, and the data preprocessor applies them to a whole batch.
 """
 
 from __future__ import annotations

@@ -41,11 +41,13 @@ def apply_transforms(
 ) -> dict[str, torch.Tensor]:
     """Return the transformed sample as new tensors.
 
-    The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with color jitter or
-    normalization, `device_params`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
-    numbers are drawn in the order of the transforms. Color jitter does not affect the padding. Contrast changes use the
-    mean of the visible pixels. A color jitter that precedes a custom transform or another color jitter runs on the CPU
-    with Pillow.
+    The keys are `inputs` (uint8, shape (3, H, W)), `targets` (uint8, shape (H, W)) and, if there are device transforms,
+    `device_params`, their float32 parameters (see `slipstream.dataset.transforms.device_transforms`). Normalization is
+    a device transform. Color jitter is one if only geometric transforms, normalization and SegConvertToTensor follow
+    it; otherwise, it runs on the CPU with Pillow.
+
+    Random numbers are drawn in the order of the transforms. Color jitter does not affect the padding. Contrast changes
+    use the mean of the visible pixels.
 
     Raises:
         DataError: the sample, or the output of a custom transform, has the wrong dtype or shape.
@@ -78,12 +80,17 @@ def compose(
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
-    """Raise a ConfigError if another transform follows normalization or SegConvertToTensor."""
+    """Check the order of the transforms.
+
+    Raises:
+        ConfigError: a transform other than normalization or a final SegConvertToTensor follows normalization, or
+            SegConvertToTensor is not the last transform.
+    """
     _plan(transforms)
 
 
 def normalization(transforms: Sequence[Transform]) -> Floats | None:
-    """Return the scale and shift of each channel, float32 (6,), of the final normalization, or None without it."""
+    """Return the per-channel scale and shift of the final normalization, float32 (6,), or None if there is none."""
     plan = _plan(transforms)
     return _affine_params(plan.affine) if plan.affine else None
 
@@ -116,15 +123,20 @@ def _plan(transforms: Sequence[Transform]) -> _Plan:
 
 
 def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -> None:
+    """Raise a ConfigError if one of `pixels`, the transforms before the final normalization, must come later."""
     for position, transform in enumerate(pixels):
-        if isinstance(transform, Affine | SegConvertToTensor):
-            following = transforms[position + 1]
-            raise ConfigError(
-                f"{type(transform).__name__} precedes {getattr(following, '__name__', type(following).__name__)}, but "
-                "runs on the device, after all other transforms; the list must end with SegStandardize, SegNormalize "
-                "and SegConvertToTensor, in this order",
-                f"transforms[{position}]",
+        following = transforms[position + 1] if position + 1 < len(transforms) else None
+        if isinstance(transform, SegConvertToTensor):
+            problem = "it must be the last transform; move it to the end of the list"
+        elif isinstance(transform, Affine) and not isinstance(following, Affine | SegConvertToTensor):
+            problem = (
+                "normalization runs on the device, after all other transforms; move it to the end of the list, where "
+                "only SegConvertToTensor may follow"
             )
+        else:
+            continue
+        name, other = type(transform).__name__, getattr(following, "__name__", type(following).__name__)
+        raise ConfigError(f"{name} precedes {other}, but {problem}", f"transforms[{position}]")
 
 
 def _initial_region(sample: Sample, name: str) -> CropRegion:

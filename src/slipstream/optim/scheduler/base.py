@@ -60,7 +60,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         verbose: whether to log each value.
 
     Raises:
-        ConfigError: an argument is invalid; the message contains its name.
+        ConfigError: an argument is invalid; the message names it.
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results

@@ -97,7 +97,7 @@ def build_param_scheduler(
         max_iters: default of `end` for iteration-based schedulers.
 
     Raises:
-        ConfigError: a key is invalid (the message contains its name), a scheduler object belongs to a different
+        ConfigError: a key is invalid (the message names it), a scheduler object belongs to a different
             optimizer, or `by_epoch` is required but not set.
     """
     if isinstance(cfg, LRScheduler) or (

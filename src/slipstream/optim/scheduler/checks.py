@@ -1,4 +1,4 @@
-"""Checks for scheduler arguments. Each error message contains the argument name."""
+"""Checks for scheduler arguments. Each error message names the argument."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class OneCycleParamScheduler(_ParamScheduler):
         anneal_strategy: shape of each phase, cosine or linear.
         div_factor: ratio of the peak value to the start value.
         final_div_factor: ratio of the start value to the final value.
-        three_phase: whether to add a second phase of the same length as the first, which decreases from the peak value
-            to the start value.
+        three_phase: whether to add a phase after the first phase. It has the same length, and decreases the value from
+            the peak value to the start value.
     """
 
     _step_arguments: ClassVar[tuple[str, ...]] = ("total_steps",)

@@ -1,4 +1,4 @@
-"""`Config` with MMEngine's additional methods, and Python-style configurations."""
+"""`Config` with MMEngine's additional methods, and pure Python style configurations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["Config", "read_base"]
 
 
 class Config(OwnConfig):
-    """Slipstream's `Config`, with MMEngine's signatures, additional methods and Python-style configurations.
+    """Slipstream's `Config`, with MMEngine's signatures, additional methods and pure Python style configurations.
 
-    A file that contains `with read_base():`, or imports modules outside the standard library, is a Python-style
+    A file that contains `with read_base():`, or imports modules outside the standard library, is a pure Python style
     configuration. The objects that the file imports become configuration values, and are imported only when they are
     read.
 
@@ -73,12 +73,12 @@ class Config(OwnConfig):
             use_predefined_variables, use_environment_variables, format_python_code: ignored; accepted for compatibility
                 with MMEngine.
             import_custom_modules: import the modules listed in `custom_imports`.
-            lazy_import: whether the file is a Python-style configuration. Default: detected automatically.
+            lazy_import: whether the file is a pure Python style configuration. Default: detected automatically.
             trust: whether a YAML, JSON or TOML file may execute code.
 
         Raises:
             ConfigError: see `slipstream.config.Config.fromfile`.
-            ConfigParsingError: if a Python-style configuration contains an import that is not supported.
+            ConfigParsingError: if a pure Python style configuration contains an import that is not supported.
         """
         path = Path(filename).expanduser()
         if lazy_import is None:
@@ -192,5 +192,5 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 @contextmanager
 def read_base() -> Iterator[None]:
-    """Mark the imports of base files in a Python-style configuration; `Config.fromfile` loads these files."""
+    """Mark the imports of base files in a pure Python style configuration; `Config.fromfile` loads these files."""
     yield

@@ -1,4 +1,4 @@
-"""Lazy imports for Python-style configurations: an object is imported when it is read."""
+"""Lazy imports for pure Python style configurations: an object is imported when it is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ConfigParsingError", "LazyAttr", "LazyImportError", "LazyObject", "l
 
 
 class ConfigParsingError(ConfigError, RuntimeError):
-    """A Python-style configuration contains unsupported Python code."""
+    """A pure Python style configuration contains unsupported Python code."""
 
 
 class LazyImportError(ConfigError, ImportError):  # type: ignore[misc]  # both define `path`

@@ -1,4 +1,4 @@
-"""Read Python-style configurations: `with read_base():` imports base files, and other imports become lazy objects.
+"""Read pure Python style configurations: `with read_base():` imports base files, and other imports become lazy objects.
 
 The files are executed, like all Python configuration files, but the objects in their other `import` statements are not
 imported.
@@ -99,7 +99,7 @@ def load_lazy(path: Path, chain: tuple[Path, ...] = ()) -> LazyFile:
 
 
 def _with_location(error: Exception, path: Path) -> ConfigError:
-    """Return an error that contains the line number in the configuration at which `error` was raised."""
+    """Return an error that names the line of the configuration at which `error` was raised."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)][-1:]
     location = ":".join([str(path), *map(str, lines)])
     error_type = ConfigParsingError if isinstance(error, ConfigParsingError) else ConfigError
@@ -180,7 +180,7 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
     for node in tree.body:
         if _assigns_base(node):
             raise ConfigParsingError(
-                f"{path}:{node.lineno}: a Python-style configuration cannot use _base_; import the base with "
+                f"{path}:{node.lineno}: a pure Python style configuration cannot use _base_; import the base with "
                 "`with read_base():`, or use _base_ in all files"
             )
         if not isinstance(node, ast.With):

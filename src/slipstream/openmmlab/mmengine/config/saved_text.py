@@ -13,9 +13,10 @@ __all__ = ["saved_config"]
 
 
 def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the configuration in a checkpoint, which is stored as YAML (Slipstream) or Python (MMEngine) text.
+    """Return the configuration in a checkpoint.
 
-    Python text may contain only assignments of built-in values, because a checkpoint must not execute code.
+    Slipstream stores a configuration as YAML text, and MMEngine as Python text. Python text may contain only
+    assignments of built-in values, because reading a checkpoint must not execute code.
 
     Raises:
         CheckpointError: if the checkpoint does not contain a configuration, or the configuration contains other code.

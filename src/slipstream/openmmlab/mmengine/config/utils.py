@@ -1,4 +1,4 @@
-"""Package names, and the error raised for unsupported code in Python-style configurations."""
+"""Package names, and the error raised for unsupported code in pure Python style configurations."""
 
 from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError
 from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE

@@ -21,7 +21,7 @@ from slipstream.step.background import can_fork
 __all__ = ["Runner"]
 
 _COMPILE_BUDGET = "5m"
-"""Default time limit for compilation. Graphs with OpenMMLab's losses or post-processing can take longer to compile."""
+"""Default compilation time limit. OpenMMLab's losses and post-processing can take even longer to compile."""
 
 
 @RUNNERS.register_module()
@@ -30,13 +30,13 @@ class Runner(OwnRunner):
 
     Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
     logger and the message hub of the most recently created Runner are the current instances, even before and after a
-    run. Compilation has a time limit. The speed options in SLIPSTREAM_SPEED take precedence over those in the
-    configuration.
+    run. On a CPU under Linux, compilation with inductor has a time limit (`compile.budget`). The speed options in
+    SLIPSTREAM_SPEED take precedence over those in the configuration.
     """
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> OwnRunner:
-        """Build a Runner from a configuration. Names imported by a Python-style configuration are ignored."""
+        """Build a Runner from a configuration. Names imported by a pure Python style configuration are ignored."""
         return super().from_cfg(cfg.without_imported_names() if isinstance(cfg, Config) else cfg)
 
     def load_or_resume(self) -> None:
