@@ -20,8 +20,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import drop_unsharded_gradients
 from slipstream.optim import OptimWrapper
 from slipstream.runner import resume
-from slipstream.step import EagerStep
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep, EagerStep
 from slipstream.typecheck import matches
 
 if TYPE_CHECKING:
@@ -326,7 +325,7 @@ class Rollback:
         runner = self._runner
         optim = runner.optim_wrapper
         # A model that overrides `train_step` counts its own batches.
-        if isinstance(runner.step, EagerStep | GraphStep) and isinstance(optim, OptimWrapper):
+        if isinstance(runner.step, EagerStep | CompiledStep) and isinstance(optim, OptimWrapper):
             drop_unsharded_gradients(unwrap_model(runner.model))
             optim.zero_grad()
             optim.count_batch()

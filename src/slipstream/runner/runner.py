@@ -45,8 +45,7 @@ from slipstream.runner.user_config import (
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
 from slipstream.speed.apply import add_parts, fuse_optim, plan_optim
-from slipstream.step import Step
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep, Step
 
 if TYPE_CHECKING:
     from slipstream.config_types import (
@@ -343,7 +342,7 @@ class Runner:
             try:
                 self.train_loop.run()
             finally:
-                if isinstance(self.step, GraphStep):
+                if isinstance(self.step, CompiledStep):
                     self.step.pause()
             with self.phases.during("checkpoint"):
                 self.checkpoints.wait()
