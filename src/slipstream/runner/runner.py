@@ -34,8 +34,6 @@ from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
     AutoScaleLr,
-    LoaderArgument,
-    OptimArgument,
     add_config_path,
     check_arguments,
     constructor_arguments,
@@ -61,6 +59,7 @@ if TYPE_CHECKING:
         SpeedCfg,
         TrainableModel,
     )
+    from slipstream.runner.user_config import LoaderArgument, OptimArgument
     from slipstream.tune import Row, TuneResult
 
 __all__ = ["Runner"]
