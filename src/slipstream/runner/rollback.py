@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -80,8 +79,7 @@ class Passes:
         return indices if indices is None or iteration > steps_done + 1 else indices[used_samples:]
 
 
-@dataclass(frozen=True)
-class _Policy:
+class _Policy(NamedTuple):
     max_rollbacks: int
     skip_before: int
 

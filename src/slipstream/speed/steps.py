@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,8 +20,7 @@ from slipstream.step.trained_parameters import add_parameter_check
 __all__ = ["Training", "build_step", "compiled_scope"]
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """The components of a training step: the model, the optimizer, and the functions for data and losses.
 
     Args:
@@ -58,7 +56,7 @@ def build_step(
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, options = training.model, training.optim, plan.compile
-    training = replace(training, prepare=add_parameter_check(training.prepare, model, optim))
+    training = training._replace(prepare=add_parameter_check(training.prepare, model, optim))
 
     eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
     if options is None:
