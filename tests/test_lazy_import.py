@@ -1,4 +1,7 @@
-"""Public names are imported on first use. Imports change neither the garbage collector's nor the random state."""
+"""Public names are imported on first use, and modules that only some runs need are imported when they are needed.
+
+Imports change neither the garbage collector's nor the random state.
+"""
 
 import gc
 import subprocess
@@ -37,3 +40,21 @@ def test_an_unknown_name_raises_an_attribute_error():
 def test_first_use_does_not_change_the_random_state(statement):
     code = f"import random, slipstream; state = random.getstate(); {statement}; assert random.getstate() == state"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_runner_does_not_import_modules_that_only_some_runs_need():
+    unneeded = [
+        "slipstream.config_types",  # only for type checkers
+        "slipstream.report",  # until a run starts
+        "slipstream.speed.compile_report",
+        "slipstream.speed.compiled_modules",
+        "slipstream.speed.flops",
+        "slipstream.speed.graph_step",
+        "slipstream.step.graph",
+        "slipstream.tune",
+        "torch._dynamo",
+        "torch._inductor",
+    ]
+    code = f"import sys, slipstream; slipstream.Runner; print(*(name for name in {unneeded} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout.split() == []

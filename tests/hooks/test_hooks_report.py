@@ -208,7 +208,7 @@ def test_hook_can_be_removed(tmp_path):
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.hooks.report.is_main_process", lambda: False)
+    monkeypatch.setattr("slipstream.hooks.run_report.is_main_process", lambda: False)
     runner = run(tmp_path, **validation())
     assert not list(Path(runner.log_dir).glob("report.*"))
 
@@ -217,7 +217,7 @@ def test_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypat
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slipstream.hooks.report.write_report", full)
+    monkeypatch.setattr("slipstream.hooks.run_report.write_report", full)
     runner = run(tmp_path)
     log = next(Path(runner.log_dir).glob("*.log")).read_text(encoding="utf-8")
     assert "The report cannot be written: OSError: [Errno 28] No space left on device" in log

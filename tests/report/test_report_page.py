@@ -13,9 +13,9 @@ from slipstream.report import Curve, PhaseSplit, RunRecord, run_folder, write_re
 from slipstream.report.comparison import compare, comparison_csv
 from slipstream.report.page import duration, page
 from slipstream.report.record import Compute, Confusion, Example, LogMessage, OptionRow, TunedOptions
-from slipstream.report.scalars import number
 from slipstream.report.svg import Line, line_chart
 from slipstream.report.utilization import utilization
+from slipstream.scalars import number
 
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 EVIL = "<script>alert(1)</script>&\"'"

@@ -17,7 +17,8 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision, PowerSGD
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed import SpeedPlan
 from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
-from slipstream.speed.steps import Training, build_step, why_not_one_graph
+from slipstream.speed.graph_step import why_not_one_graph
+from slipstream.speed.steps import Training, build_step
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
 

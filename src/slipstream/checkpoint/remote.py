@@ -16,7 +16,7 @@ from slipstream.logging import print_log
 
 __all__ = ["download_checkpoint", "local_checkpoint", "redacted_source"]
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+")
+_URL = r"([a-zA-Z][a-zA-Z0-9+.-]+(::|://))+"
 _MAX_REASON_LENGTH = 200
 
 
@@ -40,7 +40,7 @@ def local_checkpoint(path: str | Path, sha256: str | None = None) -> Iterator[Pa
             f"must be 64 hexadecimal digits, not {sha256!r}", "checkpoint_params.checkpoint_sha256"
         )
     expected = None if sha256 is None else str(sha256).lower()
-    if not (isinstance(path, str) and _URL.match(path)):
+    if not (isinstance(path, str) and re.match(_URL, path)):
         local = checkpoint_of(Path(path).expanduser())
         _check(local, expected, str(path))
         yield local
@@ -106,7 +106,7 @@ def download_checkpoint(url: str, target: Path) -> None:
 
 def redacted_source(path: str | Path) -> str:
     """Return a path unchanged as a string, or a URL without its password and query, which may contain a signature."""
-    return _redact_url(path) if isinstance(path, str) and _URL.match(path) else str(path)
+    return _redact_url(path) if isinstance(path, str) and re.match(_URL, path) else str(path)
 
 
 def _redact_url(url: str) -> str:

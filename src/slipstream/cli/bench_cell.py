@@ -103,7 +103,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
     from slipstream.devices import default_device
     from slipstream.errors import ConfigError
     from slipstream.runner import Runner
-    from slipstream.step.graph import GraphStep
+    from slipstream.step import CompiledStep
     from slipstream.training.config_paths import at_user_paths
 
     device = default_device()
@@ -129,7 +129,7 @@ def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
             raise ConfigError(
                 f"training ended after {timer.done} of {cell.warmup + cell.steps} steps; reduce `--steps` or `--warmup`"
             )
-    graph = isinstance(runner.step, GraphStep) and timer.used_graph
+    graph = isinstance(runner.step, CompiledStep) and timer.used_graph
     if cell.compiled and not graph:
         raise ConfigError(
             "the timed steps did not run as one graph; run `slipstream train` with compile=True, and check its log"

@@ -134,7 +134,7 @@ def _metrics(rows: Sequence[RunRow]) -> list[str]:
 
 
 def _format(value: Any) -> str:
-    from slipstream.report.scalars import number
+    from slipstream.scalars import number
 
     if value is None:
         return "–"

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.cli.profiling import Finished
 from slipstream.hooks import Hook
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep
 from slipstream.tune.observer import total_loss
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StepTimer(Hook):
         if self.done >= self._warmup:
             self.seconds.append(now - self._last)
             self.samples += runner.train_loop.step_samples
-            self.used_graph &= isinstance(runner.step, GraphStep) and runner.step.has_graph
+            self.used_graph &= isinstance(runner.step, CompiledStep) and runner.step.has_graph
             self.finite &= bool(torch.isfinite(total_loss(outputs or {})).all())
         self.done += 1
         if self.done == self._warmup + self._steps:

@@ -12,9 +12,9 @@ from slipstream.errors import DistributedError
 
 __all__ = ["expand_nodelist", "first_host", "slurm_placement"]
 
-_OUTSIDE_BRACKETS = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
-_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_OUTSIDE_BRACKETS = r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)"
+_PIECE = r"\[([^\[\]]*)\]|([^\[\]]+)"
+_RANGE = r"(\d+)(?:-(\d+))?"
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
@@ -25,10 +25,11 @@ def expand_nodelist(nodelist: str) -> list[str]:
     """
     hosts: list[str] = []
     position = 0
-    while match := _OUTSIDE_BRACKETS.match(nodelist, position):
+    outside_brackets = re.compile(_OUTSIDE_BRACKETS)
+    while match := outside_brackets.match(nodelist, position):
         pieces = [
             [literal] if literal else list(_numbers(ranges, nodelist))
-            for ranges, literal in _PIECE.findall(match[1])
+            for ranges, literal in re.findall(_PIECE, match[1])
         ]
         hosts += ("".join(parts) for parts in itertools.product(*pieces))
         position = match.end()
@@ -106,7 +107,7 @@ def _local_size(environ: Mapping[str, str]) -> int | None:
 
 def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
     for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
+        match = re.fullmatch(_RANGE, part)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise DistributedError(
                 f"{nodelist!r} is not a valid Slurm node list: {part!r} is not a number or range"

@@ -15,9 +15,8 @@ from slipstream.model import BaseAveragedModel, ScheduledEMA, unwrap_model
 from slipstream.registry import HOOKS, MODELS
 from slipstream.sharding import mesh_of
 from slipstream.speed.ema import check_begin
-from slipstream.step import EagerStep
+from slipstream.step import CompiledStep, EagerStep
 from slipstream.step.average import AveragePart, update_count
-from slipstream.step.graph import GraphStep
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -130,7 +129,7 @@ class EMAHook(Hook):
             has_begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
             on_host=guarded or mesh_of(self.model) is not None,
         )
-        self._in_step = isinstance(runner.step, EagerStep | GraphStep)
+        self._in_step = isinstance(runner.step, EagerStep | CompiledStep)
         if self._in_step:
             optim.parts.append(self._part)
 

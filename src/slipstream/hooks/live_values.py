@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.hooks.checkpoint import CheckpointHook
-from slipstream.report.scalars import is_learning_rate, number
+from slipstream.scalars import is_learning_rate, number
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

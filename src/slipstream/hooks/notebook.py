@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.live_values import LiveValues
 from slipstream.registry import HOOKS
-from slipstream.report import Curve
 
 if TYPE_CHECKING:
+    from slipstream.report import Curve
     from slipstream.runner import Runner
 
 __all__ = ["NotebookHook", "in_notebook"]
@@ -59,7 +59,7 @@ class NotebookHook(Hook):
         new, self._num_read = self._num_losses(runner) - self._num_read, self._num_losses(runner)
         if new > 0:
             losses = runner.message_hub.get_scalar("train/loss").newest(new)
-            curve = self._curves.setdefault("train/loss", Curve())
+            curve = self._curve("train/loss")
             curve.add(runner.meter.newest or runner.iter, reversed(losses))  # in step order
         if perf_counter() >= self._next_draw:
             self._draw(runner)
@@ -71,7 +71,7 @@ class NotebookHook(Hook):
         self._values.add_metrics(runner, metrics)
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
-                self._curves.setdefault(f"val/{name}", Curve()).add(runner.iter, [value])
+                self._curve(f"val/{name}").add(runner.iter, [value])
         self._draw(runner)
 
     def after_rollback(self, runner: Runner) -> None:
@@ -85,6 +85,11 @@ class NotebookHook(Hook):
         if self._display is not None:
             self._draw(runner)
             self._display = None
+
+    def _curve(self, name: str) -> Curve:
+        from slipstream.report import Curve  # imported here, because only notebooks need it
+
+        return self._curves.setdefault(name, Curve())
 
     def _num_losses(self, runner: Runner) -> int:
         history = runner.message_hub.log_scalars.get("train/loss")

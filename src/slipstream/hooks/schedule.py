@@ -63,10 +63,8 @@ class ParamSchedulerHook(Hook):
             scheduler.step(metrics)
 
 
-_LESS = re.compile(r"loss|error|perplexity|(?<![a-z])(err|wer|mae|mse|rmse)(?![a-z])")
-_GREATER = re.compile(
-    r"accuracy|iou|dice|precision|recall|psnr|ssim|(?<![a-z])([abm]?acc|accu|top|m?ap|map|auc|f|auroc)(?![a-z])"
-)
+_LESS = r"loss|error|perplexity|(?<![a-z])(err|wer|mae|mse|rmse)(?![a-z])"
+_GREATER = r"accuracy|iou|dice|precision|recall|psnr|ssim|(?<![a-z])([abm]?acc|accu|top|m?ap|map|auc|f|auroc)(?![a-z])"
 
 
 def infer_rule(key: str, rule: str | None) -> str:
@@ -80,7 +78,7 @@ def infer_rule(key: str, rule: str | None) -> str:
             raise ConfigError(f"must be 'greater' or 'less', not {rule!r}", "rule")
         return rule
     name = key.lower()
-    less, greater = _LESS.search(name) is not None, _GREATER.search(name) is not None
+    less, greater = re.search(_LESS, name) is not None, re.search(_GREATER, name) is not None
     if less != greater:
         return "less" if less else "greater"
     raise ConfigError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -227,8 +227,7 @@ class BaseAveragedModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-@dataclass(frozen=True)
-class _AveragedTensors:
+class _AveragedTensors(NamedTuple):
     """The tensors of a model that are averaged."""
 
     params: list[Tensor]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from html import escape
 
 from slipstream.report.record import RunRecord
-from slipstream.report.scalars import is_learning_rate, number
 from slipstream.report.style import table
 from slipstream.report.svg import STYLES, Line, line_chart
+from slipstream.scalars import is_learning_rate, number
 
 __all__ = ["MAX_CHARTS", "curve_charts", "figure", "is_per_class"]
 

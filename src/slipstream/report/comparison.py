@@ -16,10 +16,10 @@ from slipstream.report.charts import MAX_CHARTS, figure
 from slipstream.report.config_values import has_unknown_value
 from slipstream.report.curve import Curve
 from slipstream.report.record import RunRecord
-from slipstream.report.scalars import number
 from slipstream.report.style import document, section, table
 from slipstream.report.svg import STYLES, Line, line_chart
 from slipstream.report.utilization import utilization
+from slipstream.scalars import number
 
 __all__ = ["MAX_RUNS", "ComparedRun", "compare", "comparison_csv", "comparison_page"]
 

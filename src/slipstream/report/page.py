@@ -19,9 +19,9 @@ from slipstream.report.classes import confusion_section
 from slipstream.report.curve import Curve
 from slipstream.report.examples import examples_section
 from slipstream.report.record import PNG_SIGNATURE, RunRecord
-from slipstream.report.scalars import number
 from slipstream.report.style import document, section, table
 from slipstream.report.utilization import utilization, utilization_note
+from slipstream.scalars import number
 
 __all__ = ["DESCRIPTIONS", "duration", "page"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from slipstream.report.curve import Curve
-from slipstream.report.scalars import number
+from slipstream.scalars import number
 
 __all__ = ["STYLES", "Line", "line_chart"]
 

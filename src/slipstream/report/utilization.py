@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.report.advice import mean_speed
 from slipstream.report.record import RunRecord
-from slipstream.report.scalars import number
+from slipstream.scalars import number
 
 __all__ = ["utilization", "utilization_note"]
 

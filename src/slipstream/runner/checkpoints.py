@@ -35,7 +35,6 @@ from slipstream.redaction import Redactor
 from slipstream.runner import resume, resume_check
 from slipstream.runner.checks import warn_of_generators, warn_of_sampler_state
 from slipstream.sharding import mesh_of
-from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -287,6 +286,8 @@ class Checkpoints:
             raise error
 
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
+        from slipstream.version import __version__  # reads the metadata of the installed package
+
         runner = self._runner
         loader = runner.train_dataloader if runner.is_training else None
         loop = runner.train_loop

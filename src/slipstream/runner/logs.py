@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.config import Config, config_text
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
@@ -25,8 +24,7 @@ from slipstream.visualization import Visualizer, default_backends
 __all__ = ["Logs", "RunName", "log_start", "name_run", "open_logs", "write_config"]
 
 
-@dataclass(frozen=True)
-class RunName:
+class RunName(NamedTuple):
     """Start time, experiment name and log folder of a run."""
 
     timestamp: str
@@ -34,8 +32,7 @@ class RunName:
     log_dir: Path
 
 
-@dataclass(frozen=True)
-class Logs:
+class Logs(NamedTuple):
     """The logging objects of a run."""
 
     logger: MMLogger

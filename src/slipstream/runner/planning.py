@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +64,7 @@ def _check_params(params: Any) -> None:
             )
 
 
-@dataclass(frozen=True)
-class PreparedModel:
+class PreparedModel(NamedTuple):
     """A Runner's model with the speed options applied, and the plan."""
 
     capabilities: Capabilities

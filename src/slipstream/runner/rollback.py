@@ -5,9 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -20,8 +19,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import drop_unsharded_gradients
 from slipstream.optim import OptimWrapper
 from slipstream.runner import resume
-from slipstream.step import EagerStep
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep, EagerStep
 from slipstream.typecheck import matches
 
 if TYPE_CHECKING:
@@ -81,8 +79,7 @@ class Passes:
         return indices if indices is None or iteration > steps_done + 1 else indices[used_samples:]
 
 
-@dataclass(frozen=True)
-class _Policy:
+class _Policy(NamedTuple):
     max_rollbacks: int
     skip_before: int
 
@@ -326,7 +323,7 @@ class Rollback:
         runner = self._runner
         optim = runner.optim_wrapper
         # A model that overrides `train_step` counts its own batches.
-        if isinstance(runner.step, EagerStep | GraphStep) and isinstance(optim, OptimWrapper):
+        if isinstance(runner.step, EagerStep | CompiledStep) and isinstance(optim, OptimWrapper):
             drop_unsharded_gradients(unwrap_model(runner.model))
             optim.zero_grad()
             optim.count_batch()

@@ -34,8 +34,6 @@ from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
     AutoScaleLr,
-    LoaderArgument,
-    OptimArgument,
     add_config_path,
     check_arguments,
     constructor_arguments,
@@ -45,8 +43,7 @@ from slipstream.runner.user_config import (
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
 from slipstream.speed.apply import add_parts, fuse_optim, plan_optim
-from slipstream.step import Step
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep, Step
 
 if TYPE_CHECKING:
     from slipstream.config_types import (
@@ -62,6 +59,7 @@ if TYPE_CHECKING:
         SpeedCfg,
         TrainableModel,
     )
+    from slipstream.runner.user_config import LoaderArgument, OptimArgument
     from slipstream.tune import Row, TuneResult
 
 __all__ = ["Runner"]
@@ -343,7 +341,7 @@ class Runner:
             try:
                 self.train_loop.run()
             finally:
-                if isinstance(self.step, GraphStep):
+                if isinstance(self.step, CompiledStep):
                     self.step.pause()
             with self.phases.during("checkpoint"):
                 self.checkpoints.wait()

@@ -8,29 +8,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
-
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config import options
-from slipstream.config_types import AnyMapping, DataLoaderCfg, LimitedLoaderCfg, OptimWrapperCfg
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.logging import MMLogger
-from slipstream.optim import OptimWrapper
 from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check, short_repr
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from slipstream.config_types import AnyMapping, DataLoaderCfg, LimitedLoaderCfg, OptimWrapperCfg
+    from slipstream.optim import OptimWrapper
+
+    LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
+    """The Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
+    OptimArgument = (
+        OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
+    )
+    """The Runner's `optim_wrapper` argument."""
+
 __all__ = [
     "DEFAULT_HOOKS",
     "LOOP_ARGUMENTS",
     "AutoScaleLr",
-    "LoaderArgument",
-    "OptimArgument",
     "add_config_path",
     "add_loop_path",
     "check_arguments",
@@ -40,11 +47,6 @@ __all__ = [
     "unknown_key_warnings",
     "with_defaults",
 ]
-
-LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
-"""The Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
-OptimArgument = OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
-"""The Runner's `optim_wrapper` argument."""
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},

@@ -39,9 +39,8 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.step_file import load_step, save_step
 from slipstream.speed.step_summary import describe_step
 from slipstream.speed.steps import Training, build_step, compiled_scope
-from slipstream.step import Step
+from slipstream.step import CompiledStep, Step
 from slipstream.step.average import AveragePart, update_count
-from slipstream.step.graph import GraphStep
 from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class TrainStep:
         """Log the compile report and restore process-wide settings; called automatically when the step is deleted."""
         training = Training(model, self.optim, losses[0], move.cast_data, losses[1])
         self._step: Step = build_step(training, plan, warn, logger.info)
-        if isinstance(self._step, GraphStep):
+        if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
         """The averaged weights, if the plan sets `ema`."""

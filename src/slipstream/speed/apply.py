@@ -31,8 +31,6 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
-from slipstream.speed.compile_cache import use_cache
-from slipstream.speed.compile_report import CompileReport
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
@@ -305,6 +303,10 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     if plan.compile is None:
         yield
         return
+    # Imported here, because most runs do not compile.
+    from slipstream.speed.compile_cache import use_cache
+    from slipstream.speed.compile_report import CompileReport
+
     core = unwrap_model(model)
     use_cache(core, plan.compile, plan, logger.warning)
     blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []

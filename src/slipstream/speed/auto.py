@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,8 +84,7 @@ def convolution_fraction(model: nn.Module) -> float:
     return sum(convolutions.values()) / total if total else 0.0
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """An option that `auto` enables or leaves disabled, and the reason."""
 
     option: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ _UNSUPPORTED = ("efficient_conv_bn_eval",)
 FrontEnd = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """The value of one option in one front end."""
 
     option: str

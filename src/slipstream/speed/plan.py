@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from slipstream.config import optional
 from slipstream.dataset.loading.feed import read_prefetch
@@ -60,8 +60,7 @@ PARAMS_OPTIONS = (
 """The keys of SuperGradients' `training_params` that set speed options."""
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """How to read an option, and its config paths in addition to `speed=`."""
 
     read: Callable[[Any], Any]
@@ -261,8 +260,7 @@ _CONFIG_PATHS: Mapping[str, list[str]] = {
 # ---- invalid combinations, and options without effect ---------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A condition under which a plan is invalid."""
 
     option: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from slipstream.dist import get_world_size
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep
 
 if TYPE_CHECKING:
     from slipstream.speed.accelerate import TrainStep
@@ -21,7 +21,9 @@ def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
 
 def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
-    by_graph = f", {step.inner.batches} of them with the graph" if isinstance(step.inner, GraphStep) else ""
+    by_graph = (
+        f", {step.inner.batches} of them with the graph" if isinstance(step.inner, CompiledStep) else ""
+    )
     yield f"step: {_compilation(step)}; trained on {batches}{by_graph}"
     if (processes := get_world_size()) > 1:
         yield f"processes: {processes}, with averaged gradients"
@@ -45,7 +47,7 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
 
 def _compilation(step: TrainStep) -> str:
     inner = step.inner
-    if isinstance(inner, GraphStep) and inner.uses_graph:
+    if isinstance(inner, CompiledStep) and inner.uses_graph:
         if inner.has_graph:
             return "compiled as one graph"
         if step.steps > 1:

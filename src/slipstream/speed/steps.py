@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
-from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
-from slipstream.model.wrappers.comm_hooks import HalfPrecision
-from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.speed.activation_checkpointing import is_recomputed
-from slipstream.speed.compile import CompileOptions, backend_options, backend_problem, compile_model
-from slipstream.speed.compile_cache import set_cache_folder
-from slipstream.speed.compile_report import explain_failure, failed_line
+from slipstream.model.wrappers import unwrap_model
+from slipstream.optim import OptimWrapper
+from slipstream.speed.compile import backend_problem, compile_model
 from slipstream.speed.plan import SpeedPlan
-from slipstream.step import EagerStep, Step
-from slipstream.step.background import BackgroundCompiler, can_fork
-from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
-from slipstream.step.dynamo import why_not_recomputed
+from slipstream.step import CompiledStep, EagerStep, Step
 from slipstream.step.eager import Losses
-from slipstream.step.graph import GraphStep
-from slipstream.step.sync import GradientSync
 from slipstream.step.trained_parameters import add_parameter_check
-from slipstream.step.verification import (
-    BudgetExceededError,
-    NotCapturedError,
-    OnlyEagerError,
-    WrongNumbersError,
-)
 
-__all__ = ["Training", "build_step", "compiled_scope", "why_not_one_graph"]
+__all__ = ["Training", "build_step", "compiled_scope"]
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """The components of a training step: the model, the optimizer, and the functions for data and losses.
 
     Args:
@@ -77,16 +56,19 @@ def build_step(
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, options = training.model, training.optim, plan.compile
-    training = replace(training, prepare=add_parameter_check(training.prepare, model, optim))
+    training = training._replace(prepare=add_parameter_check(training.prepare, model, optim))
 
     eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
     if options is None:
         return eager
     core = unwrap_model(model)
     if options.scope in (None, "step") and backend_problem(core, options) is None:
+        # Imported here, because most runs do not compile the step.
+        from slipstream.speed.graph_step import build_graph_step, why_not_one_graph
+
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _build_graph_step(training, eager, core, options, warn, info, plan.cuda_graph)
+            return build_graph_step(training, eager, core, options, warn, info, plan.cuda_graph)
         if options.scope == "step":
             raise ConfigError(
                 f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"
@@ -98,176 +80,10 @@ def build_step(
 
 def compiled_scope(step: Step, model: nn.Module) -> str | None:
     """Return the scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None."""
-    if isinstance(step, GraphStep) and step.uses_graph:
+    if isinstance(step, CompiledStep) and step.uses_graph:
         return "step"
     core = unwrap_model(model)
     compiled = [module for module in core.modules() if module._compiled_call_impl is not None]
     if not compiled:
         return None
     return "model" if compiled == [core] else "block"
-
-
-def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return the reason why the whole step cannot be compiled as one graph, or None."""
-    if isinstance(optim, OptimWrapperDict):
-        return "there are several optimizers"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return f"'{name}' has sparse gradients, which torch.compile does not support"
-    if any(map(is_recomputed, model.modules())):
-        if (reason := why_not_recomputed()) is not None:
-            return reason
-        if any(part.replaces_gradients for part in optim.parts):
-            return "activation_checkpointing in a graph supports only one backward pass, but sam runs two"
-    if model is unwrap_model(model):
-        return None
-    if not isinstance(model, MMDistributedDataParallel):
-        return f"{type(model).__name__} performs its own communication"
-    if model.find_unused_parameters:
-        return "find_unused_parameters searches the autograd graph in each step"
-    if not isinstance(model.comm_hook, HalfPrecision | None):
-        return f"the communication hook {type(model.comm_hook).__name__} is stateful"
-    return None
-
-
-def _build_graph_step(
-    training: Training,
-    eager: EagerStep,
-    core: nn.Module,
-    options: CompileOptions,
-    warn: Callable[[str], None],
-    info: Callable[[str], None],
-    cuda_graph: bool,
-) -> GraphStep:
-    def recover(error: Exception, problem: str | None) -> EagerStep:
-        _compile_less(core, options, warn, error, problem)
-        return eager
-
-    compile_model(core, options, warn)
-    if (compiled := core._compiled_call_impl) is not None:
-        core._compiled_call_impl = _EvaluationOnly(core, compiled)
-    device_type = next(core.parameters()).device.type
-    backend, uses_cuda_graph = _backend(options, device_type, cuda_graph)
-    forks = options.backend == "inductor" and can_fork(device_type)
-    if options.budget is not None and not forks:
-        warn(
-            "compile.budget does not limit the compilation of the step on this machine, because the step is compiled "
-            "in the training process"
-        )
-    in_background = forks and (options.budget is not None or not options.wait)
-    return GraphStep(
-        loss_of=partial(training.losses, core),
-        prepare=training.prepare,
-        model=core,
-        optim=training.optim,
-        eager=eager,
-        backend=backend,
-        recover=recover,
-        reduce=training.reduce,
-        sync=_sync(training.model),
-        verify=options.verify,
-        # A CUDA graph supports only one shape.
-        dynamic=False if uses_cuda_graph and options.dynamic is None else options.dynamic,
-        capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if uses_cuda_graph else None,
-        background=BackgroundCompiler(options.seconds, options.wait) if in_background else None,
-        info=info,
-    )
-
-
-def _compile_less(
-    core: nn.Module,
-    options: CompileOptions,
-    warn: Callable[[str], None],
-    error: Exception,
-    problem: str | None,
-) -> None:
-    """Compile only the model, or nothing, after the graph of the step has failed, and warn about it."""
-    core._compiled_call_impl = None
-    if isinstance(error, WrongNumbersError):
-        warn(_wrong_numbers(error, options))
-    elif isinstance(reason := NotCapturedError.find_in(error), OnlyEagerError):
-        warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
-    elif problem is not None:
-        warn(
-            f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
-            f"compiled, because {problem}. Training continues eagerly"
-        )
-    elif isinstance(error, BudgetExceededError):
-        warn(
-            f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
-        )
-        compile_model(core, options, warn, warn_limit=False)
-    else:
-        remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
-        warn(
-            f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
-            f"{remedy}To suppress this warning, set compile=dict(scope='model')"
-        )
-        # The warning above already reports the limit.
-        compile_model(core, options, warn, warn_limit=False)
-
-
-def _wrong_numbers(error: WrongNumbersError, options: CompileOptions) -> str:
-    if error.compiler:
-        return (
-            f"The step compiled by backend {options.backend!r} computes different gradients or updates than torch's "
-            f"eager operators ({error}). This is most likely a compiler bug. Training continues eagerly"
-        )
-    return (
-        f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
-        "numbers that are not generated by torch, state outside modules, an active TorchFunctionMode, and BatchNorm in "
-        "a checkpointed block, because the recomputation updates its statistics again. Training continues eagerly"
-    )
-
-
-def _sync(model: nn.Module) -> GradientSync | None:
-    if get_world_size() == 1 or not isinstance(model, DistributedDataParallel):
-        return None
-    hook = getattr(model, "comm_hook", None)
-    return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
-
-
-def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
-    """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
-    backend_kwargs = backend_options(options)
-    if options.backend == "inductor":
-        from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds
-
-        backend_kwargs = inductor_options(device_type) | backend_kwargs
-        if get_world_size() > 1:
-            from slipstream.speed.overlap import OVERLAP_OPTIONS
-
-            backend_kwargs = OVERLAP_OPTIONS | backend_kwargs
-        # One CUDA graph of the whole step replaces inductor's CUDA graphs.
-        cuda_graph = bool(backend_kwargs.pop("triton.cudagraphs", False)) or cuda_graph
-
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-        if options.backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx
-
-            with set_cache_folder(folder):
-                compiled = compile_fx(graph, inputs, config_patches=backend_kwargs)
-            # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
-            return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
-        own = options.backend
-        compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
-        kwargs = {"mode": options.mode, "options": backend_kwargs}
-        run: Callable[..., Any] = compiler(graph, inputs, **{k: v for k, v in kwargs.items() if v})
-        return run
-
-    return backend, cuda_graph and torch.cuda.is_available()
-
-
-class _EvaluationOnly:
-    """Calls a model's compiled code only in evaluation, because training uses the step's graph."""
-
-    def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.model, self.compiled = model, compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In an eager step, a loss may also call the model in training mode without gradients.
-        if torch.is_grad_enabled() or self.model.training:
-            return self.model._call_impl(*args, **kwargs)
-        return self.compiled(*args, **kwargs)

@@ -1,5 +1,6 @@
 """The training step: eager, or compiled as one graph.
 
+- `interface`: the interfaces of the steps.
 - `eager`: the step without compilation.
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
 - `parts`, `average`: operations around the optimizer update, shared by the eager and the compiled step.
@@ -12,6 +13,7 @@
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 
-from slipstream.step.eager import EagerStep, Step, sum_losses
+from slipstream.step.eager import EagerStep, sum_losses
+from slipstream.step.interface import CompiledStep, Step
 
-__all__ = ["EagerStep", "Step", "sum_losses"]
+__all__ = ["CompiledStep", "EagerStep", "Step", "sum_losses"]

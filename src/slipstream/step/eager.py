@@ -6,7 +6,7 @@ The step does not depend on the Runner or the registry. It returns device tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,9 @@ if TYPE_CHECKING:
     from slipstream.logging import Phase
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["EagerStep", "Step", "sum_losses"]
+__all__ = ["EagerStep", "sum_losses"]
 
 Losses = Mapping[str, Tensor | Iterable[Tensor]]
-
-
-class Step(Protocol):
-    """Interface of a training step."""
-
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on `batch`, and return the values to log, including `loss`, as 0-dim tensors on the device."""
-        ...
 
 
 class EagerStep:

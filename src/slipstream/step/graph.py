@@ -29,6 +29,7 @@ from slipstream.step.dynamo import (
     tracing,
 )
 from slipstream.step.eager import EagerStep, Losses, sum_losses
+from slipstream.step.interface import CompiledStep
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients, trained_params
 from slipstream.step.sync import GradientSync
@@ -61,7 +62,7 @@ class _StepCall(NamedTuple):
     """The arguments of a call through Dynamo, from which `DirectCalls` constructs a direct call."""
 
 
-class GraphStep:
+class GraphStep(CompiledStep):
     """The training step as one compiled graph, with an eager step as fallback.
 
     The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
@@ -115,7 +116,7 @@ class GraphStep:
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
         self.capture_calls, self.background, self.info = capture_calls, background, info
-        self.batches = 0  # number of batches that the compiled code has trained on
+        self.batches = 0
         self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._fallback: EagerStep | None = None
         self._shapes, self._changes = Shapes(), Changes()

@@ -25,7 +25,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.speed import Capabilities, SpeedPlan
-from slipstream.step.graph import GraphStep
+from slipstream.step import CompiledStep
 from slipstream.tune.measured_config import hook_class, keep_training_only
 from slipstream.tune.observer import Observer, shapes_of, total_loss
 
@@ -481,7 +481,7 @@ def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[
     """Return why the plan's compiled code is not in use, or None if it is in use."""
     if plan.compile is None:
         return None
-    if isinstance(step, GraphStep) and step.uses_graph:
+    if isinstance(step, CompiledStep) and step.uses_graph:
         return None
     compiled = any(module._compiled_call_impl is not None for module in core.modules())
     if compiled and plan.compile.scope not in (None, "step"):

@@ -28,14 +28,10 @@ STALL_WARNING = 60.0
 """Default number of seconds without a batch after which a run logs a warning."""
 
 _SHM = Path("/dev/shm")
-_TIMED_OUT = re.compile(r"DataLoader timed out after (\S+) seconds")
-_KILLED = re.compile(
-    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: \w+|exited unexpectedly)"
-)
-_SHARED_MEMORY = re.compile(r"dataloader's workers are out of shared memory|unable to [^\n]*</torch_")
-_OPEN_FILES = re.compile(
-    r"Communication with the workers is no longer possible|received \d+ items of ancdata"
-)
+_TIMED_OUT = r"DataLoader timed out after (\S+) seconds"
+_KILLED = r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: \w+|exited unexpectedly)"
+_SHARED_MEMORY = r"dataloader's workers are out of shared memory|unable to [^\n]*</torch_"
+_OPEN_FILES = r"Communication with the workers is no longer possible|received \d+ items of ancdata"
 
 
 class Loading:
@@ -181,20 +177,20 @@ def explain_worker_errors(name: str) -> Iterator[None]:
 
 
 def _explain(text: str, name: str) -> str | None:
-    if timed_out := _TIMED_OUT.search(text):
+    if timed_out := re.search(_TIMED_OUT, text):
         return (
             f"no batch arrived within {timed_out[1]} s ({name}.timeout): a worker process is slow or has hung"
             f"{_scarce_shared_memory()}. Set num_workers=0 to find the slow sample, or increase the timeout"
         )
-    if _SHARED_MEMORY.search(text):
+    if re.search(_SHARED_MEMORY, text):
         return _out_of_shared_memory(name)
-    if _OPEN_FILES.search(text):
+    if re.search(_OPEN_FILES, text):
         return (
             f"{name}: the worker processes have too many open files, because each tensor in a batch uses a file "
             "descriptor; raise the limit (ulimit -n 65536), or call "
             "torch.multiprocessing.set_sharing_strategy('file_system')"
         )
-    if died := _KILLED.search(text):
+    if died := re.search(_KILLED, text):
         cause = "it may have printed an error, or the system may have run out of memory"
         if "Killed" in died[1]:
             cause = "the system probably ran out of memory"
