@@ -116,7 +116,10 @@ def test_recipes_are_listed_with_descriptions(slipstream):
     listed = slipstream("recipes").stdout
     assert "street_scenes_pp_lite_t" in listed
     assert "camvid_pp_lite_t" in listed
-    assert all(len(line.split(maxsplit=1)) == 2 for line in listed.splitlines())
+    own, others = listed.split("\nWith SuperGradients' names and keys (docs/from_supergradients.md):\n")
+    assert all(len(line.split(maxsplit=1)) == 2 for line in (own + others).splitlines())
+    assert {line.split("_")[0] for line in own.splitlines()} == {"camvid", "street"}
+    assert {line.split("_")[0] for line in others.splitlines()} == {"cifar10", "cityscapes"}
 
 
 def test_doctor_reports_versions_options_and_misconfigurations(slipstream, monkeypatch):
