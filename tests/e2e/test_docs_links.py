@@ -49,7 +49,7 @@ def test_index_links_to_every_page():
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
     folders = {
-        ROOT / "docs" / folder for folder in ("options", "recipes")
+        ROOT / "docs" / folder for folder in ("options", "supergradients")
     }  # these folders have separate indexes
     assert (
         pages - {index} - {page for page in pages if page.parent in folders and page.name != "README.md"}
@@ -57,7 +57,7 @@ def test_index_links_to_every_page():
     )
 
 
-@pytest.mark.parametrize("folder", ["options", "recipes"])
+@pytest.mark.parametrize("folder", ["options", "supergradients"])
 def test_index_of_each_folder_links_to_every_page(folder):
     index = ROOT / "docs" / folder / "README.md"
     linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}

@@ -21,7 +21,7 @@ from predecessor_recipes import RECIPES
 
 # A folder with a recipe in SuperGradients' syntax that needs no data.
 COMPOSED = str(Path(__file__).resolve().parents[1] / "recipes/composed")
-DOCS = Path(__file__).resolve().parents[2] / "docs/recipes"
+DOCS = Path(__file__).resolve().parents[2] / "docs/supergradients"
 FEW = [
     "num_gpus=1", "epochs=1", "batch_size=2", "val_batch_size=1", "num_workers=0", "training_params.lr_warmup_epochs=0",
     "training_params.max_train_batches=2", "training_params.max_valid_batches=1",

@@ -160,7 +160,7 @@ def test_a_recipe_for_another_task_raises_an_error_before_its_values_are_read(tm
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("efficientnet_b0", "set architecture to timm:NAME"),
+        ("efficientnet_b0", "under the name timm:NAME"),
         ("ddrnet_32", "did you mean 'ddrnet_39'|did you mean 'ddrnet_23'"),
     ],
 )

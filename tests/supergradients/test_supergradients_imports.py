@@ -362,7 +362,7 @@ def test_error_for_a_misplaced_name_contains_its_module():
             "training.dataloaders.adapters.SegmentationDataloaderAdapterFactory",
             "dataloaders.get(dataset=...)",
         ),
-        ("training.processing.ComposeProcessing", "set_dataset_processing_params"),
+        ("training.processing.DetectionRescale", "only semantic segmentation and image classification"),
         ("training.utils.media.image.load_image", "predict"),
         ("common.environment.checkpoints_dir_utils.get_checkpoints_dir_path", "checkpoints_dir_path"),
         ("modules.skip_connections.Residual", "torch.nn"),
@@ -370,6 +370,8 @@ def test_error_for_a_misplaced_name_contains_its_module():
         ("training.utils.registry", "are in super_gradients.common.registry"),
         ("common.registry.register_dataloader", "dataloaders.get(dataset=...)"),
         ("training.params.TrainingParams", "pass training_params to Trainer.train as a dict"),
+        ("training.processing.SegmentationResize", "set_dataset_processing_params"),
+        ("training.datasets.SegmentationDataSet", "slipstream.dataset.ImageMaskFolder"),
         ("training.models.gett", "did you mean 'get'?"),
     ],
 )

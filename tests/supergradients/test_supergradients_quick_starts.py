@@ -22,6 +22,9 @@ from super_gradients import Trainer, init_trainer, setup_device
 from super_gradients.common.object_names import Models
 from super_gradients.training import dataloaders, models
 from super_gradients.training.metrics.classification_metrics import Accuracy, Top5
+from super_gradients.training.processing.processing import (
+    ComposeProcessing, ImagePermute, NormalizeImage, Resize, StandardizeImage
+)
 from super_gradients.training.utils.callbacks import EarlyStop, Phase
 
 init_trainer()
@@ -55,6 +58,13 @@ def fit(experiment_name, model, data, **changes):
     return trainer
 
 
+# Batches are pairs of normalized images and labels.
+train = loader("cifar10_train")
+images, labels = next(iter(train))
+assert images.is_floating_point() and images.shape == (4, 3, 32, 32) and labels.shape == (4,), labels
+assert train.dataloader_params["batch_size"] == 4 and train.dataset.dataset_params["root"]
+assert all(train.dataset.classes[label] for label in labels)
+
 # From scratch, on ten classes.
 model = models.get(Models.RESNET18_CIFAR, num_classes=10)
 trainer = fit("scratch", model, "cifar10")
@@ -74,7 +84,10 @@ assert before.equal(tuned.conv1.weight)
 
 best = models.get(Models.RESNET18_CIFAR, num_classes=100, checkpoint_path="checkpoints/transfer/ckpt_best.pth")
 best.eval()
-best.set_dataset_processing_params(class_names=loader("cifar100_val").dataset.metainfo["classes"])
+image_processor = ComposeProcessing(
+    [Resize(size=32), StandardizeImage(), NormalizeImage(mean=[0.5] * 3, std=[0.25] * 3), ImagePermute()]
+)
+best.set_dataset_processing_params(image_processor=image_processor, class_names=loader("cifar100_val").dataset.classes)
 Path("photos").mkdir()
 Image.new("RGB", (32, 32), (10, 200, 30)).save("photos/frog.png")
 predictions = best.predict("photos")
@@ -158,6 +171,65 @@ found.save("disc.png")
 print("shape", found.prediction.segmentation_map.shape)
 """
 
+TRANSFER = """
+import os
+import torch
+from PIL import Image
+from super_gradients import Trainer
+from super_gradients.common.object_names import Models
+from super_gradients.training import dataloaders, models
+from super_gradients.training.metrics.segmentation_metrics import BinaryIOU
+from super_gradients.training.utils.callbacks import BinarySegmentationVisualizationCallback, Phase
+
+trainer = Trainer(experiment_name="segmentation_transfer_learning", ckpt_root_dir="./checkpoints/")
+options = {
+    "dataset_params": {"root_dir": "persons", "transforms": ["SegStandardize", {"SegNormalize": {"mean": [0.5] * 3,
+        "std": [0.25] * 3}}, {"SegConvertToTensor": {"mask_output_dtype": "long"}}]},
+    "dataloader_params": {"batch_size": 4, "num_workers": 0},
+}
+train_loader = dataloaders.supervisely_persons_train(**options)
+valid_loader = dataloaders.supervisely_persons_val(**options)
+assert train_loader.dataloader_params["batch_size"] == 4
+assert train_loader.dataset.dataset_params["root_dir"] == "persons"
+for i in range(2):
+    img_path, target_path = train_loader.dataset.samples_targets_tuples_list[i]
+    assert Image.open(img_path).size == Image.open(target_path).size
+images, masks = next(iter(valid_loader))
+print("batch", images.dtype, masks.dtype)
+
+source = models.get(Models.PP_LITE_T_SEG75, num_classes=19, arch_params={"use_aux_heads": False})
+torch.save(source.state_dict(), "cityscapes.pth")
+model = models.get(
+    model_name=Models.PP_LITE_T_SEG75,
+    arch_params={"use_aux_heads": False},
+    num_classes=1,
+    checkpoint_path="cityscapes.pth",
+    checkpoint_num_classes=19,
+)
+callback = BinarySegmentationVisualizationCallback(
+    phase=Phase.VALIDATION_BATCH_END, freq=1, last_img_idx_in_batch=2
+)
+train_params = {
+    "max_epochs": 1, "lr_mode": "cosine", "initial_lr": 0.005, "lr_warmup_epochs": 5, "multiply_head_lr": 10,
+    "optimizer": "SGD", "loss": "BCEDiceLoss", "ema": True,
+    "ema_params": {"decay": 0.9999, "decay_type": "exp", "beta": 15},
+    "zero_weight_decay_on_bias_and_bn": True, "average_best_models": True, "metric_to_watch": "target_IOU",
+    "greater_metric_to_watch_is_better": True, "train_metrics_list": [BinaryIOU()],
+    "valid_metrics_list": [BinaryIOU()], "loss_logging_items_names": ["loss"], "phase_callbacks": [callback],
+}
+trainer.train(model=model, training_params=train_params, train_loader=train_loader, valid_loader=valid_loader)
+print("best " + str(trainer.best_metric))
+model = models.get(
+    model_name=Models.PP_LITE_T_SEG75,
+    arch_params={"use_aux_heads": False},
+    num_classes=1,
+    checkpoint_path=os.path.join(trainer.checkpoints_dir_path, "ckpt_best.pth"),
+).eval()
+model.predict("persons/images/0.png").save("person.png")
+model.prep_model_for_conversion(input_size=[1, 3, 64, 64])
+print("shape", tuple(model(torch.randn(1, 3, 64, 64)).shape))
+"""
+
 
 def run(folder: Path, text: str) -> dict[str, str]:
     """Run a script. Return a dict of the printed lines, keyed by their first word."""
@@ -199,3 +271,23 @@ def test_segmentation_runs_with_transfer_learning(tmp_path):
     assert printed["shape"] == "(64, 96)"
     assert Image.open(tmp_path / "disc.png").size == (96, 64)
     assert (tmp_path / "checkpoints/segmentation_example/average_model.pth").is_file()
+
+
+@pytest.mark.slow
+def test_transfer_learning_for_persons_runs(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(8):
+        for folder, shape, top in (("images", (64, 96, 3), 256), ("masks", (64, 96), 2)):
+            (tmp_path / "persons" / folder).mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(top, size=shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "persons" / folder / f"{i}.png")
+        rows.append(f"images/{i}.png,masks/{i}.png")
+    for name in ("train.csv", "val.csv"):
+        (tmp_path / "persons" / name).write_text("\n".join(rows))
+    printed = run(tmp_path, TRANSFER)
+    assert printed["batch"] == "torch.float32 torch.int64"
+    assert 0 <= float(printed["best"]) <= 1
+    assert printed["shape"] == "(1, 1, 64, 64)"
+    recorded = list((tmp_path / "checkpoints").rglob("batch_0_images*"))
+    assert recorded, "the callback must record images"

@@ -5,11 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+from slipstream import Trainer
 from slipstream.errors import ConfigError, DataError, UnknownNameError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.registry import HOOKS
 from slipstream.runner import Runner
+from slipstream.training.binary_visualization import BinarySegmentationVisualizationCallback
 from slipstream.training.callbacks import (
     Callback,
     CallbackHook,
@@ -182,6 +186,76 @@ def test_context_has_batches_losses_and_predictions(tmp_path):
         assert torch.equal(target, targets)
         with torch.no_grad():
             torch.testing.assert_close(scores, runner.model(inputs, target, "tensor"))
+
+
+class Named(Dataset):
+    """Samples with a dict as the third item."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.full((3, 4, 4), index / 40.0), index % 3, {"path": f"{index}.png", "index": index}
+
+
+def test_context_has_the_third_item_of_a_batch_and_its_entries(tmp_path):
+    def look(context):
+        return context.additional_batch_items, context.path, context.index.tolist()
+
+    trained, validated = At("TRAIN_BATCH_END", look), At("VALIDATION_BATCH_END", look)
+    batches = DataLoader(Named(), batch_size=20)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    params = {
+        "max_epochs": 1,
+        "initial_lr": 0.1,
+        "optimizer": "SGD",
+        "loss": "CrossEntropyLoss",
+        "save_model": False,
+    }
+    params |= {"valid_metrics_list": ["Accuracy"], "phase_callbacks": [trained, validated]}
+    Trainer("named", tmp_path).train(network, params, batches, batches)
+    for seen in (trained.seen, validated.seen):
+        items, paths, indices = seen[1]
+        assert items.keys() == {"path", "index"}
+        assert indices == list(range(20, 40))
+        assert list(paths) == [f"{index}.png" for index in indices]
+
+
+def test_context_has_no_additional_items_for_pairs(tmp_path):
+    pairs = At("TRAIN_BATCH_END", lambda context: context.additional_batch_items)
+    called(tmp_path, pairs)
+    assert pairs.seen == [{}, {}]
+
+
+def test_binary_visualization_records_colored_images(tmp_path):
+    recorded = []
+    logger = SimpleNamespace(add_images=lambda *arguments: recorded.append(arguments))
+    callback = BinarySegmentationVisualizationCallback(
+        "VALIDATION_BATCH_END", freq=2, last_img_idx_in_batch=1
+    )
+    masks = {"preds": torch.tensor([[[1, 1, 0, 0]]] * 2), "target": torch.tensor([[[1, 0, 1, 0]]] * 2)}
+    images = torch.full((2, 3, 1, 4), 100, dtype=torch.uint8)
+    for epoch, batch in ((0, 0), (0, 1), (1, 0), (2, 0)):
+        callback(SimpleNamespace(epoch=epoch, batch_idx=batch, inputs=images, sg_logger=logger, **masks))
+    assert [(name, layout, epoch) for name, _, layout, epoch in recorded] == [
+        ("batch_0_images", "NCHW", 0),
+        ("batch_0_images", "NCHW", 2),
+    ]
+    found = recorded[0][1]
+    assert found.dtype == torch.uint8
+    assert found[:, :, 0].permute(0, 2, 1).tolist() == [
+        [[20, 122, 20], [224, 20, 20], [20, 20, 224], [100, 100, 100]]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"phase": "TRAIN_BATCH_END", "freq": 1}, "phase: must be VALIDATION_BATCH_END"),
+     ({"phase": "VALIDATION_BATCH_END", "freq": 0}, "freq: must be at least 1")],
+)  # fmt: skip
+def test_binary_visualization_rejects_invalid_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        BinarySegmentationVisualizationCallback(**arguments)
 
 
 def test_metrics_dict_has_mean_losses_and_validation_metrics(tmp_path):

@@ -18,6 +18,7 @@ from slipstream.recipes.data_root import set_data_root
 from slipstream.recipes.find import FOLDER, find_recipe, read_yaml, recipes_extending
 from slipstream.recipes.interpolations import check_interpolations
 from slipstream.recipes.resolvers import register_resolvers
+from slipstream.recipes.shortcuts import SYNONYMS
 from slipstream.recipes.targets import replace_targets
 from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
 from slipstream.redaction import Reference
@@ -41,9 +42,6 @@ _SHORTCUTS = {
         "dataset_params.val_dataloader_params.num_workers",
     ],
 }
-# Names that other tools use for the shortcuts.
-_SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
-             "workers": "num_workers"}  # fmt: skip
 # Keys that overrides can set without a +, even if the recipe does not contain them.
 _TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
@@ -333,8 +331,8 @@ def _raise_unknown_key(
     if (found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))) is None:
         return
     key = found[1]
-    if key in _SYNONYMS:
-        raise UnknownNameError(f"unknown key; did you mean '{_SYNONYMS[key]}'? (in {path})", key)
+    if key in SYNONYMS:
+        raise UnknownNameError(f"unknown key; did you mean '{SYNONYMS[key]}'? (in {path})", key)
     others = [override for override in overrides if re.split("[=@]", override.lstrip("+~"))[0] != key]
     tree: Any = OmegaConf.to_container(load(path, others, config_dir), resolve=False)
     check_override(

@@ -10,7 +10,7 @@ from slipstream.config import Config
 from slipstream.config.flow import parse_value
 from slipstream.errors import ConfigError
 
-__all__ = ["hints", "runner_overrides", "set_ema"]
+__all__ = ["SYNONYMS", "hints", "runner_overrides", "set_ema"]
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _ROOTS = ("data_root", "root_dir", "root")
@@ -23,11 +23,16 @@ _KEYS = {
     "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
 }
 """Maps each shortcut to the Runner keys that it sets."""
-_SYNONYMS = {
+SYNONYMS = {
     "learning_rate": "lr",
+    "initial_lr": "lr",
     "num_epochs": "epochs",
+    "max_epochs": "epochs",
     "workers": "num_workers",
     "data_root": "data_root_dir",
+    "data_dir": "data_root_dir",
+    "root_dir": "data_root_dir",
+    "root": "data_root_dir",
 }
 """Names that other tools use for the shortcuts."""
 
@@ -75,7 +80,7 @@ def hints(cfg: Config) -> dict[str, str]:
     return {
         **names,
         "ema": "ema",
-        **{other: shortcut for other, shortcut in _SYNONYMS.items() if shortcut in names},
+        **{other: shortcut for other, shortcut in SYNONYMS.items() if shortcut in names},
     }
 
 

@@ -30,6 +30,7 @@ def get(
     download_required_code: bool = True,
     checkpoint_num_classes: int | None = None,
     num_input_channels: int | None = None,
+    checkpoint_sha256: str | None = None,
 ) -> nn.Module:
     """Return one of Slipstream's networks, or an instance of a class registered with `register_model`.
 
@@ -41,6 +42,7 @@ def get(
         pretrained_weights: must be None, except for timm networks; see `slipstream.apps.zoo.models.get`.
         download_required_code: has no effect, because nothing is downloaded.
         num_input_channels: number of image channels. Default: the network's own default, usually 3.
+        checkpoint_sha256: the SHA-256 checksum of the checkpoint; SuperGradients does not have this argument.
 
     Raises:
         UnknownNameError: if the network does not exist.
@@ -53,9 +55,12 @@ def get(
     if num_input_channels not in (None, 3):
         options["in_channels"] = num_input_channels
     if model_name not in models.names() and model_name in MODELS:
-        return _build_registered(
-            model_name, options, num_classes, strict_load, checkpoint_path, load_backbone
-        )
+        network = _build_registered(model_name, options, num_classes)
+        if checkpoint_path is not None:
+            models.load(
+                network, checkpoint_path, strict_load, load_backbone, checkpoint_sha256=checkpoint_sha256
+            )
+        return network
     return models.get(
         model_name,
         num_classes,
@@ -64,6 +69,7 @@ def get(
         strict_load=strict_load,
         load_backbone=load_backbone,
         checkpoint_num_classes=checkpoint_num_classes,
+        checkpoint_sha256=checkpoint_sha256,
         pretrained_weights=pretrained_weights,
     )
 
@@ -85,19 +91,10 @@ def load_checkpoint_to_model(
     models.load(net, ckpt_local_path, strict, load_backbone)
 
 
-def _build_registered(
-    name: str,
-    options: dict[str, Any],
-    num_classes: int | None,
-    strict_load: Any,
-    checkpoint_path: str | Path | None,
-    load_backbone: bool,
-) -> nn.Module:
+def _build_registered(name: str, options: dict[str, Any], num_classes: int | None) -> nn.Module:
     known = inspect.signature(MODELS.resolve(name)).parameters
     if num_classes is not None and "num_classes" in known:
         options["num_classes"] = num_classes
     arguments = {"arch_params": options} if "arch_params" in known else options
     network: nn.Module = MODELS.build({"type": name, **arguments})
-    if checkpoint_path is not None:
-        models.load(network, checkpoint_path, strict_load, load_backbone)
     return network

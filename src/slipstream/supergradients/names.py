@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from slipstream import dataset
 from slipstream.errors import did_you_mean
 
-__all__ = ["MODULES", "missing_message"]
+__all__ = ["MODULES", "TRANSFORMS", "missing_message"]
 
 _OWN = "slipstream.supergradients"
 _TRAINER = {"Trainer": f"{_OWN}.trainer:Trainer"}
@@ -65,15 +66,15 @@ _CALLBACKS = {
         "PhaseContext",
         "SlidingWindowValidationCallback",
     )
-} | {"LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase"}
-_TRANSFORMS = {
-    name: f"{_OWN}.transforms:{name}"
-    for name in (
-        "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize", "SegPadShortToCropSize",
-        "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale", "SegRandomRotate",
-        "SegRescale", "SegResize", "SegStandardize",
-    )
-}  # fmt: skip
+} | {
+    "BinarySegmentationVisualizationCallback": (
+        "slipstream.training.binary_visualization:BinarySegmentationVisualizationCallback"
+    ),
+    "LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase",
+}
+TRANSFORMS = sorted(name for name in dataset.__all__ if re.match("Seg[A-Z]", name))
+"""Names of the transforms for segmentation, which SuperGradients' transforms have in common with Slipstream's."""
+_TRANSFORMS = {name: f"{_OWN}.transforms:{name}" for name in TRANSFORMS}
 _CLASSIFICATION = {
     "Cifar10": "slipstream.dataset:CIFAR10",
     "Cifar100": "slipstream.dataset:CIFAR100",
@@ -86,10 +87,10 @@ _SEGMENTATION = {
     )
 }  # fmt: skip
 _LOADERS = {
-    "get": "slipstream.training.dataloaders:get",
-    "get_data_loader": "slipstream.training.dataloaders:get",
+    "get": f"{_OWN}.dataloaders:get",
+    "get_data_loader": f"{_OWN}.dataloaders:get",
     **{
-        f"{name}_{split}": f"slipstream.training.dataloaders:{name}_{split}"
+        f"{name}_{split}": f"{_OWN}.dataloaders:{name}_{split}"
         for name in (
             "cifar10", "cifar100", "cityscapes", "cityscapes_ddrnet", "cityscapes_regseg48", "cityscapes_stdc_seg50",
             "cityscapes_stdc_seg75", "coco_segmentation", "imagenet", "imagenet_resnet50", "supervisely_persons",
@@ -102,6 +103,13 @@ _PREDICTIONS = {
     for name in (
         "ClassificationPrediction", "ImageClassificationPrediction", "ImagePrediction", "ImageSegmentationPrediction",
         "ImagesPredictions", "SegmentationPrediction",
+    )
+}  # fmt: skip
+_PROCESSING = {
+    name: f"{_OWN}.processing:{name}"
+    for name in (
+        "CenterCrop", "ComposeProcessing", "ImagePermute", "NormalizeImage", "Resize", "SegmentationPadShortToCropSize",
+        "SegmentationRescale", "StandardizeImage",
     )
 }  # fmt: skip
 _MODELS = {"get": f"{_OWN}.models:get", **_NAMES}
@@ -150,6 +158,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "KDOutput": f"{_ZOO}:KDOutput",
     },
     "super_gradients.training.models.model_factory": {"get": f"{_OWN}.models:get"},
+    "super_gradients.training.processing": _PROCESSING,
+    "super_gradients.training.processing.processing": _PROCESSING,
     "super_gradients.training.sg_trainer": {**_TRAINER, "StrictLoad": _ENUMS["StrictLoad"]},
     "super_gradients.training.training_hyperparams": {"get": f"{_OWN}.hyperparams:get"},
     "super_gradients.training.transforms": _TRANSFORMS,
@@ -205,6 +215,10 @@ _TOPICS = (
         r"factor(y|ies)|resolve_param",
         "pass transforms and other components as names or {Name: {arguments}}, as in recipes; register_loss and the "
         "other decorators are in super_gradients.common.registry",
+    ),
+    (
+        r"(segmentation|directory|list|vision)_?data_?set",
+        "write a torch Dataset that returns (image, class ids), or use slipstream.dataset.ImageMaskFolder",
     ),
     (
         r"register_dataloader",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import Enum, StrEnum
 
 from slipstream.apps.zoo import models
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.apps.zoo.network_names import TIMM_REMEDY, network_hint
+from slipstream.errors import SlipstreamError
 
 __all__ = ["Losses", "Models", "MultiGPUMode", "StrictLoad"]
 
@@ -23,8 +24,9 @@ class _Networks(type):
             raise AttributeError(name)
         if name not in known:
             raise MissingNetworkError(
-                f"Models.{name} is not one of Slipstream's networks{did_you_mean(name, known)} "
-                f"(available: {', '.join(sorted(known))}); networks from other libraries can be passed to Trainer.train"
+                f"Models.{name} is not one of Slipstream's networks{network_hint(name, models.names())} "
+                f"(available: {', '.join(sorted(known))}; {TIMM_REMEDY}); your own networks can be passed to "
+                "Trainer.train"
             )
         return known[name]
 

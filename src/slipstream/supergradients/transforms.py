@@ -11,23 +11,10 @@ import torch
 
 from slipstream import dataset
 from slipstream.extras import extra
+from slipstream.supergradients.names import TRANSFORMS
 from slipstream.training.factories import default_fill_mask
 
-__all__ = [
-    "SegColorJitter",
-    "SegConvertToTensor",
-    "SegCropImageAndMask",
-    "SegNormalize",
-    "SegPadShortToCropSize",
-    "SegPadToDivisible",
-    "SegRandomFlip",
-    "SegRandomGaussianBlur",
-    "SegRandomRescale",
-    "SegRandomRotate",
-    "SegRescale",
-    "SegResize",
-    "SegStandardize",
-]
+__all__ = [*TRANSFORMS]
 
 
 class _Callable:
@@ -55,10 +42,6 @@ class _Callable:
         return {**sample, **changed}
 
 
-class SegColorJitter(_Callable, dataset.SegColorJitter):
-    """See `slipstream.dataset.SegColorJitter`."""
-
-
 class SegConvertToTensor(_Callable, dataset.SegConvertToTensor):
     """Convert the image to a float32 tensor (C, H, W), and the mask to a tensor (H, W).
 
@@ -72,14 +55,6 @@ class SegConvertToTensor(_Callable, dataset.SegConvertToTensor):
         image, mask = (torch.from_numpy(np.array(sample[key])) for key in ("image", "mask"))
         is_int64 = self.mask_output_dtype is not None
         return {**sample, "image": image.permute(2, 0, 1).float(), "mask": mask.long() if is_int64 else mask}
-
-
-class SegCropImageAndMask(_Callable, dataset.SegCropImageAndMask):
-    """See `slipstream.dataset.SegCropImageAndMask`."""
-
-
-class SegNormalize(_Callable, dataset.SegNormalize):
-    """See `slipstream.dataset.SegNormalize`."""
 
 
 class SegPadShortToCropSize(_Callable, dataset.SegPadShortToCropSize):
@@ -96,33 +71,10 @@ class SegPadShortToCropSize(_Callable, dataset.SegPadShortToCropSize):
         super().__init__(crop_size, fill_mask, fill_image, **options)
 
 
-class SegPadToDivisible(_Callable, dataset.SegPadToDivisible):
-    """See `slipstream.dataset.SegPadToDivisible`."""
+def _callable(name: str) -> type:
+    """Return a subclass of Slipstream's transform that can be called with a single argument."""
+    doc = f"See `slipstream.dataset.{name}`."
+    return type(name, (_Callable, getattr(dataset, name)), {"__module__": __name__, "__doc__": doc})
 
 
-class SegRandomFlip(_Callable, dataset.SegRandomFlip):
-    """See `slipstream.dataset.SegRandomFlip`."""
-
-
-class SegRandomGaussianBlur(_Callable, dataset.SegRandomGaussianBlur):
-    """See `slipstream.dataset.SegRandomGaussianBlur`."""
-
-
-class SegRandomRescale(_Callable, dataset.SegRandomRescale):
-    """See `slipstream.dataset.SegRandomRescale`."""
-
-
-class SegRandomRotate(_Callable, dataset.SegRandomRotate):
-    """See `slipstream.dataset.SegRandomRotate`."""
-
-
-class SegRescale(_Callable, dataset.SegRescale):
-    """See `slipstream.dataset.SegRescale`."""
-
-
-class SegResize(_Callable, dataset.SegResize):
-    """See `slipstream.dataset.SegResize`."""
-
-
-class SegStandardize(_Callable, dataset.SegStandardize):
-    """See `slipstream.dataset.SegStandardize`."""
+globals().update({name: _callable(name) for name in TRANSFORMS if name not in globals()})

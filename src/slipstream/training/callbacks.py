@@ -182,12 +182,20 @@ def _values(
     if batch_idx is not None:
         is_mapping = isinstance(data_batch, Mapping)
         parts = {"inputs": "inputs", "target": "targets"} if is_mapping else {"inputs": 0, "target": 1}
+        values |= _additional_items(data_batch)
         values |= {"batch_idx": batch_idx} | {name: data_batch[key] for name, key in parts.items()}
     if outputs is not None and "train" in event:
         values["loss_log_items"] = outputs
     elif outputs is not None:
         values["preds"] = outputs.get("preds", outputs) if isinstance(outputs, Mapping) else outputs
     return values
+
+
+def _additional_items(batch: Any) -> dict[str, Any]:
+    """Return the third item of a batch (inputs, targets, dict), and its entries under their own names."""
+    is_triple = isinstance(batch, tuple | list) and len(batch) == 3
+    items = batch[2] if is_triple else {}
+    return {**(items if isinstance(items, Mapping) else {}), "additional_batch_items": items}
 
 
 # ---- SuperGradients' built-in callbacks -----------------------------------------------------------------

@@ -19,7 +19,7 @@ from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.training.factories import configuration, default_fill_mask, read_factory
 from slipstream.training.params import plain
 
-__all__ = ["config", "get"]
+__all__ = ["arguments", "config", "get"]
 
 # Maps each name to its dataset class. The defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
@@ -124,6 +124,19 @@ def get(
                 "`dataloader` cannot be combined with other arguments; remove them", "dataloader"
             )
         return dataloader
+    data, options = arguments(name, dataset_params, dataloader_params, dataset)
+    loader: Any = DataLoader(data, **options)
+    loader.dataloader_params = options
+    return loader  # type: ignore[no-any-return]
+
+
+def arguments(
+    name: str | None = None,
+    dataset_params: Mapping[str, Any] | None = None,
+    dataloader_params: Mapping[str, Any] | None = None,
+    dataset: Dataset[Any] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset, and the other arguments of torch's `DataLoader`. For arguments and errors, see `config`."""
     options = config(name, dataset_params, dataloader_params, dataset)
     data, sampler = options.pop("dataset"), options.pop("sampler")
     if isinstance(data, Mapping):
@@ -132,13 +145,21 @@ def get(
         # Use torch's own sampler. The Runner replaces it after the process group is initialized.
         options["shuffle"] = sampler.get("shuffle", True)
     elif isinstance(sampler, Mapping):
-        arguments = {key: value for key, value in sampler.items() if key != "type"}
-        options["sampler"] = DATA_SAMPLERS.resolve(sampler["type"])(data, **arguments)
+        sampler_options = {key: value for key, value in sampler.items() if key != "type"}
+        options["sampler"] = DATA_SAMPLERS.resolve(sampler["type"])(data, **sampler_options)
     else:
         options["sampler"] = sampler
     if isinstance(collate := options.get("collate_fn"), Mapping):
-        arguments = {key: value for key, value in collate.items() if key != "type"}
-        options["collate_fn"] = partial(FUNCTIONS.resolve(collate["type"]), **arguments)
+        collate_options = {key: value for key, value in collate.items() if key != "type"}
+        options["collate_fn"] = partial(FUNCTIONS.resolve(collate["type"]), **collate_options)
+    _check_runner_options(options)
+    if not options["num_workers"]:
+        options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
+    return data, options
+
+
+def _check_runner_options(options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for an option that torch's `DataLoader` does not have."""
     if "auto" in (options["num_workers"], options.get("prefetch_factor")):
         raise ConfigError(
             "'auto' requires a Runner, which finds the best value by measurement; use a number, or pass "
@@ -151,11 +172,6 @@ def get(
                 "requires a Runner; pass dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
                 f"dataloader_params.{key}",
             )
-    if not options["num_workers"]:
-        options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
-    loader: Any = DataLoader(data, **options)
-    loader.dataloader_params = options
-    return loader  # type: ignore[no-any-return]
 
 
 def _built(cfg: Mapping[str, Any]) -> Any:

@@ -57,9 +57,11 @@ class PhaseContext:
 
     Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
     `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`, `sg_logger`. During training: `optimizer`,
-    `criterion`, `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and
-    `target` as returned by the data loader. After a training step: `loss_log_items`, a dict of 0-dim tensors on the
-    device. After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
+    `criterion`, `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs`, `target`
+    and `additional_batch_items` as returned by the data loader. `additional_batch_items` is the third item of a batch
+    (inputs, targets, dict); its entries are also available under their own names. After a training step:
+    `loss_log_items`, a dict of 0-dim tensors on the device. After an evaluation batch: `preds`. At the end of an epoch:
+    `metrics_dict`.
 
     Set `stop_training` to True to stop training after the current epoch and its validation. Additional attributes that
     callbacks set are available at all later events.
@@ -133,6 +135,7 @@ _OTHER_EVENTS = {
     "metrics_dict": "metrics are available when an epoch or a validation run ends",
     "loss_log_items": "losses are available after a training step",
     "batch_idx": "available only at batch events",
+    "additional_batch_items": "available only at batch events",
     "inputs": "available only at batch events",
     "target": "available only at batch events",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from slipstream.apps.zoo.models import names, network_config
+from slipstream.apps.zoo.models import missing_weights, network_config, unknown_network
 from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import MODELS
@@ -143,9 +143,7 @@ def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
     name = _require(recipe, "architecture", str)
     if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
         raise UnknownNameError(
-            f"no network is named '{name}'{did_you_mean(name, names())}; for a classification network from timm, set "
-            f"architecture to {PREFIX}NAME; for your own network, register its class (available: {', '.join(names())})",
-            "architecture",
+            f"{unknown_network(name)}; for your own network, register its class", "architecture"
         )
     return network_config(name, kept)
 
@@ -182,8 +180,7 @@ def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str,
             raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
     if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
         raise ConfigError(
-            "weights are not downloaded by name; set checkpoint_path to the path or URL of a checkpoint",
-            "checkpoint_params.pretrained_weights",
+            missing_weights(params["pretrained_weights"]), "checkpoint_params.pretrained_weights"
         )
     if not params.get("checkpoint_path"):
         return None

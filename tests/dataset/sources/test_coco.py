@@ -76,6 +76,8 @@ def test_masks_show_the_listed_classes_and_the_first_of_overlapping_instances(fo
     assert np.array_equal(dataset[1]["targets"].numpy(), crowd)
     assert dataset[1]["inputs"].float().mean((1, 2)).round().tolist() == [8, 0, 0]
     assert dataset.get_cat_ids(0) == [0, 1, 2]
+    paths_and_images = [(str(folder / f"images/{number}.jpg"), (number, HEIGHT, WIDTH)) for number in (7, 8)]
+    assert dataset.samples_targets_tuples_list == paths_and_images
 
 
 def test_all_categories_have_their_ids_by_default(folder):

@@ -36,6 +36,9 @@ def test_samples_are_listed_in_the_order_of_the_table(folder):
             sample["targets"].numpy(), np.asarray(Image.open(folder / f"masks/{index}.png"))
         )
     assert dataset.metainfo["classes"] == ("background", "person")
+    assert dataset.samples_targets_tuples_list == [
+        (str(folder / f"images/{index}.png"), str(folder / f"masks/{index}.png")) for index in (2, 1, 0)
+    ]
 
 
 def test_the_supergradients_loader_reads_the_folder(folder):

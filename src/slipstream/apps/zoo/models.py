@@ -11,14 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from slipstream.apps.zoo.network import Network
+from slipstream.apps.zoo.network_names import TIMM_REMEDY, network_hint
 from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, redacted_source, revise
-from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
 from slipstream.logging import print_log
 from slipstream.model.pretrained import load_pretrained
 from slipstream.registry import MODELS
 
-__all__ = ["get", "load", "names", "network_config"]
+__all__ = ["get", "load", "missing_weights", "names", "network_config", "unknown_network"]
 
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
@@ -109,16 +110,25 @@ def get(
 def _check_name(name: str, pretrained_weights: str | None) -> None:
     if name.startswith(PREFIX):
         return
-    if name not in (known := names()):
-        raise UnknownNameError(
-            f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
-        )
+    if name not in names():
+        raise UnknownNameError(unknown_network(name))
     if pretrained_weights is not None:
-        raise ConfigError(
-            f"weights are not downloaded by name ('{pretrained_weights}'); set checkpoint_path to a file or URL that "
-            "contains them (for backbone weights, also set load_backbone=True)",
-            "pretrained_weights",
-        )
+        raise ConfigError(missing_weights(pretrained_weights), "pretrained_weights")
+
+
+def unknown_network(name: str) -> str:
+    """Return the error message for an unknown network, which suggests the nearest name."""
+    known = names()
+    return f"no network is named '{name}'{network_hint(name, known)} (available: {', '.join(known)}; {TIMM_REMEDY})"
+
+
+def missing_weights(name: str) -> str:
+    """Return the error message for pretrained weights that are requested by name, such as `cityscapes`."""
+    return (
+        f"weights are not downloaded by name ('{name}'); set checkpoint_path to a file, or to a URL such as "
+        "hf://ORG/REPO/FILE, with its SHA-256 checksum as checkpoint_sha256 (if the checkpoint has a different number "
+        "of classes, also set checkpoint_num_classes; if it contains only a backbone, also set load_backbone=True)"
+    )
 
 
 def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> int:

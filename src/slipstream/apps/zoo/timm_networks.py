@@ -22,7 +22,7 @@ from slipstream.extras import extra
 from slipstream.model.pretrained import PretrainedWeights, load_pretrained
 from slipstream.registry import MODELS
 
-__all__ = ["PREFIX", "TimmClassifier"]
+__all__ = ["PREFIX", "TimmClassifier", "import_timm"]
 
 PREFIX = "timm:"
 """Prefix of the names of timm's networks in `models.get` and in `architecture`."""
@@ -66,7 +66,7 @@ class TimmClassifier(Network, PretrainedWeights):
         super().__init__()
         check_num_classes(num_classes)
         _check_options(options)
-        timm = _timm()
+        timm = import_timm()
         if not timm.is_model(name):
             hint = did_you_mean(name, timm.list_models())
             raise UnknownNameError(
@@ -89,7 +89,7 @@ class TimmClassifier(Network, PretrainedWeights):
     def _load_pretrained(self) -> None:
         try:
             # timm adapts its weights to the options only in the function that creates the network.
-            source = _timm().create_model(self._name, pretrained=True, **self._arguments)
+            source = import_timm().create_model(self._name, pretrained=True, **self._arguments)
         except Exception as error:  # a download can raise any exception
             reason = " ".join(str(error).split()) or type(error).__name__
             raise CheckpointError(
@@ -113,7 +113,7 @@ class TimmClassifier(Network, PretrainedWeights):
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
         """Merge timm's parallel branches into single convolutions, then prepare the network; see `Network`."""
         self.eval()
-        self.model = _timm().utils.reparameterize_model(self.model, inplace=True)
+        self.model = import_timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)
 
     def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
@@ -144,7 +144,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _timm() -> ModuleType:
+def import_timm() -> ModuleType:
+    """Return the module timm.
+
+    Raises:
+        MissingPackageError: if timm is not installed, or cannot be imported.
+    """
     with extra("timm"):
         try:
             import timm

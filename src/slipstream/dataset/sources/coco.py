@@ -114,6 +114,11 @@ class CoCoSegmentationDataSet(SegmentationDataset):
     def __len__(self) -> int:
         return len(self._images)
 
+    @property
+    def samples_targets_tuples_list(self) -> list[tuple[str, tuple[int, int, int]]]:
+        """The image's path, and (image id, height, width), of each sample; SuperGradients' name for this list."""
+        return [(str(self.image_folder / i.name), (i.image_id, *i.shape)) for i in self._images]
+
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
         entry = self._images[index]

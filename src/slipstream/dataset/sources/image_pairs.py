@@ -84,6 +84,13 @@ class ImageMaskPairs(SegmentationDataset):
     def __len__(self) -> int:
         return len(self.image_paths)
 
+    @property
+    def samples_targets_tuples_list(self) -> list[tuple[str, str]]:
+        """The paths of the image and the mask of each sample; SuperGradients' name for this list."""
+        return [
+            (str(image), str(mask)) for image, mask in zip(self.image_paths, self.mask_paths, strict=True)
+        ]
+
     @abstractmethod
     def mask_ids(self, path: Path) -> MaskIds:
         """Return the mapping from pixel values to class ids for the mask file `path`."""

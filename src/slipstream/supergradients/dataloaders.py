@@ -1,0 +1,97 @@
+"""SuperGradients' data loaders, which yield (images, targets) when a script iterates over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream.dataset import apply_device_transforms
+from slipstream.errors import ConfigError
+from slipstream.training import dataloaders
+
+__all__ = ["TupleLoader", "get"]
+
+_TORCHVISION: Mapping[str, tuple[str, ...]] = {
+    "Normalize": ("mean", "std"),
+    "RandomCrop": ("size", "padding"),
+    "RandomHorizontalFlip": ("p",),
+    "ToTensor": (),
+}
+"""torchvision's transforms that have an equivalent of the same name, and their arguments."""
+
+
+class TupleLoader(DataLoader[Any]):
+    """A data loader whose batches are pairs of images and targets.
+
+    Images are transformed completely, including the transforms that Slipstream otherwise applies on the device, and
+    class ids are int64. Batches of a user's own dataset are not changed. Training does not use this iterator: the
+    Trainer rebuilds the loader, and applies color jitter and normalization on the device.
+    """
+
+    def __iter__(self) -> Any:
+        return _pairs(super().__iter__())
+
+
+def get(
+    name: str | None = None,
+    dataset_params: Mapping[str, Any] | None = None,
+    dataloader_params: Mapping[str, Any] | None = None,
+    dataset: Dataset[Any] | None = None,
+    dataloader: DataLoader[Any] | None = None,
+) -> DataLoader[Any]:
+    """Return a loader that yields (images, targets); for arguments and errors, see `slipstream.training.dataloaders`.
+
+    `dataset_params.transforms` may contain torchvision's `ToTensor`, `Normalize`, `RandomCrop` and
+    `RandomHorizontalFlip`.
+    """
+    if dataloader is not None:
+        return dataloaders.get(name, dataset_params, dataloader_params, dataset, dataloader)
+    data, options = dataloaders.arguments(name, _own_transforms(dataset_params), dataloader_params, dataset)
+    loader: Any = TupleLoader(data, **options)
+    loader.dataloader_params = options
+    return loader  # type: ignore[no-any-return]
+
+
+def _pairs(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        yield _pair(batch)
+
+
+def _pair(batch: Any) -> Any:
+    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= batch.keys():
+        return batch
+    images, targets = apply_device_transforms(batch)["inputs"], batch["targets"]
+    is_ids = isinstance(targets, Tensor) and not targets.is_floating_point()
+    return images, targets.long() if is_ids else targets
+
+
+def _own_transforms(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the arguments of a dataset, with torchvision's transforms replaced by Slipstream's."""
+    transforms = (params or {}).get("transforms")
+    if params is None or not isinstance(transforms, list | tuple):
+        return params
+    return {**params, "transforms": [_own_transform(entry, i) for i, entry in enumerate(transforms)]}
+
+
+def _own_transform(transform: Any, index: int) -> Any:
+    kind = type(transform)
+    if not kind.__module__.startswith("torchvision.transforms"):
+        return transform
+    if kind.__name__ not in _TORCHVISION:
+        raise ConfigError(
+            f"torchvision's {kind.__name__} is not supported; use {', '.join(_TORCHVISION)}, the name of one of "
+            "Slipstream's transforms, or a function of an image (uint8, 3 x H x W) and a NumPy generator",
+            f"dataset_params.transforms[{index}]",
+        )
+    arguments = {key: getattr(transform, key) for key in _TORCHVISION[kind.__name__]}
+    return {kind.__name__: {key: value for key, value in arguments.items() if value is not None}}
+
+
+def __getattr__(name: str) -> Callable[..., DataLoader[Any]]:
+    """Return `get` bound to the name of a loader: `cifar10_train(dataset_params={...})`."""
+    getattr(dataloaders, name)  # raises an AttributeError with a hint if there is no such loader
+    return partial(get, name)
