@@ -160,7 +160,8 @@ def test_missing_variable_error_names_the_variable_and_the_launcher(launcher, en
     for name in names:
         for rest in ({k: v for k, v in environ.items() if k != name}, {**environ, name: ""}):
             with pytest.raises(
-                DistributedError, match=rf"launcher '{launcher}' requires .* {name}, which is not set"
+                DistributedError,
+                match=rf"launcher '{launcher}' requires .* {name}, (which is not set|because)",
             ):
                 read_placement(launcher, rest)
 
@@ -180,7 +181,7 @@ def test_slurm_job_without_srun_raises_an_error(environ):
 
 def test_error_for_missing_master_addr_on_several_machines_suggests_a_remedy():
     with pytest.raises(
-        DistributedError, match=r"OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 .*mpirun -x MASTER_ADDR="
+        DistributedError, match=r"4 processes .*OMPI_COMM_WORLD_LOCAL_SIZE=2.*mpirun -x MASTER_ADDR="
     ) as info:
         read_placement("mpi", {**OPEN_MPI, "MASTER_ADDR": ""})
     assert "mpiexec -genv" in str(info.value)
