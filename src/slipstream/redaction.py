@@ -112,7 +112,7 @@ class Redactor(logging.Filter):
 
 
 def redact_text(text: str) -> str:
-    """Return `text` without the values of secret environment variables and without known tokens."""
+    """Remove the values of secret environment variables and known tokens from `text`, and return the result."""
     return Redactor()(text)
 
 

@@ -43,7 +43,7 @@ def test_update_scalars_accepts_counts():
     hub.update_scalars({"x": 1.0, "y": {"value": 1.0, "count": 3}})
     hub.update_scalars({"y": {"value": 5.0}})
     assert hub.get_scalar("y").mean() == 2.0
-    with pytest.raises(DataError, match="scalar 'z' must have the key 'value'"):
+    with pytest.raises(DataError, match="scalar 'z' must have a 'value' key"):
         hub.update_scalars({"z": {"count": 1}})
 
 

@@ -86,7 +86,7 @@ def test_input_batch_is_not_changed():
 
 
 def test_error_for_a_batch_without_inputs_lists_its_keys():
-    with pytest.raises(DataError, match=r"no key 'inputs', only \['image'\]"):
+    with pytest.raises(DataError, match=r"no 'inputs' key, only \['image'\]"):
         ImgDataPreprocessor()({"image": torch.zeros(1)})
     with pytest.raises(DataError, match="not Tensor"):
         ImgDataPreprocessor()(torch.zeros(1, 3, 2, 2))

@@ -88,7 +88,7 @@ def test_wrapper_without_module_raises_an_error():
         pass
 
     try:
-        with pytest.raises(ModelError, match=r"Odd must store its model in the attribute `module`"):
+        with pytest.raises(ModelError, match=r"Odd must store its model in its `module` attribute"):
             unwrap_model(Odd())
     finally:
         del MODEL_WRAPPERS.module_dict["Odd"]

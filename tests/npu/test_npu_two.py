@@ -89,6 +89,6 @@ def test_missing_backend_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NPU_HCCL", "0")
     for answer in run_in_two([without_a_backend], tmp_path, start_method="spawn")["without_a_backend"]:
         assert (
-            "does not support tensors on npu; install a build of torch_npu that includes the backend 'hccl'"
+            "does not support tensors on npu; install a build of torch_npu that includes the 'hccl' backend"
             in answer
         )

@@ -134,7 +134,7 @@ def test_text_for_a_result_of_tune_states_what_was_measured():
         in text
     )
     found.is_product = True
-    assert "(the product of the ratios of the individual options; validation is not" in tuned_text(
+    assert "(the product of the ratios measured for each option; validation is not" in tuned_text(
         record(tuned=[found])
     )
     assert tuned_text(record()) == ""

@@ -210,7 +210,7 @@ def _signature(data: Tensor) -> tuple[list[int], str]:
 
 
 def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise a `DistributedError` on every rank if the ranks call different functions or pass different signatures."""
+    """Raise a `DistributedError` on every rank if the ranks' calls differ in function, options, shapes or dtypes."""
     if flag_device(group).type != "cpu":
         return
     call = (function, signature)

@@ -70,7 +70,7 @@ def announce_failure(text: str) -> None:
 
 
 def another_rank_failed() -> bool:
-    """Return whether another rank has failed, so that this process is about to exit."""
+    """Return whether another rank has failed, in which case this process is about to exit."""
     return _detector is not None and _detector.peer_failed.is_set()
 
 

@@ -122,7 +122,7 @@ def _check_supports(backend: str, device: str) -> None:
     elif native in supported:
         remedy = f"use '{native}' or 'cpu:gloo,{device}:{native}', or remove the option"
     else:
-        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the backend '{native}'"
+        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the '{native}' backend"
     raise DistributedError(f"dist_cfg.backend: '{backend}' does not support tensors on {device}; {remedy}")
 
 

@@ -100,7 +100,7 @@ def collect_results(
     """Return the results from all ranks, in sample order, on rank 0, and None on the other ranks.
 
     Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
-    removes samples that a sampler repeated to give every rank the same number. `device` (cpu, gpu or the name of
+    removes the repeated samples with which the sampler padded the ranks. `device` (cpu, gpu or the name of
     an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:

@@ -19,15 +19,15 @@ class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
     Counts are updated on the device of the predictions, without a device synchronization. At the end, `evaluate` sums
-    the counts across ranks and copies them to the host once. Every processed sample is counted, so a sampler must not
-    repeat samples to give every rank the same number (Slipstream's sampler does not do this during evaluation).
+    the counts across ranks and copies them to the host once. Every processed sample is counted, so the sampler must
+    not pad ranks with repeated samples (Slipstream's sampler does not do this during evaluation).
 
     Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """
 
     _counts: Tensor | None = None
     confusion: list[list[int]] | None = None
-    """The confusion matrix of the last evaluation (rows: targets, columns: predictions), if the metric computes one."""
+    """The confusion matrix from the last evaluation (rows: targets, columns: predictions), if the metric has one."""
     uses_scores: ClassVar[bool] = False
     """Whether the metric uses the scores of networks with one output channel instead of their class ids."""
 

@@ -83,7 +83,7 @@ class Evaluator:
     def offline_evaluate(
         self, data_samples: Sequence[Any], data: Sequence[Any] | None = None, chunk_size: int = 1
     ) -> dict[str, float]:
-        """Return the metrics for stored predictions in the format of `DumpResults`.
+        """Return the metrics for stored predictions in the `DumpResults` format.
 
         Args:
             data_samples: one prediction per sample.

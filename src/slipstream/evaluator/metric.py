@@ -23,7 +23,7 @@ class BaseMetric(ABC):
 
     Args:
         collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
-        prefix: prefix of the metric names, as in `prefix/name`. Default: the class attribute `default_prefix`,
+        prefix: prefix of the metric names, as in `prefix/name`. Default: the `default_prefix` class attribute,
             which may be None.
         collect_dir: a folder shared by all ranks; allowed only with `collect_device='cpu'`.
 
@@ -79,8 +79,8 @@ class BaseMetric(ABC):
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: number of samples in the dataset. Results beyond this number are dropped; they come from samples that
-                were repeated to give every rank the same number.
+            size: number of samples in the dataset. Results beyond this number are dropped; they come from repeated
+                samples with which the sampler padded the ranks.
 
         Raises:
             DistributedError: if `compute_metrics` failed on rank 0 (rank 0 raises the original error).

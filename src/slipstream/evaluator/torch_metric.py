@@ -27,10 +27,9 @@ class TorchMetric(BaseMetric):
     such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as `<name>/0`,
     `<name>/1` and so on. The values of a collection keep their names.
 
-    torchmetrics reduces the values across ranks. Every processed sample is counted, so a sampler must not repeat
-    samples to give every rank the same number (Slipstream's sampler does not do this during evaluation). Many
-    torchmetrics classes validate each batch on the host, which synchronizes with the device; `validate_args=False`
-    prevents this.
+    torchmetrics reduces the values across ranks. Every processed sample is counted, so the sampler must not pad ranks
+    with repeated samples (Slipstream's sampler does not do this during evaluation). Many torchmetrics classes validate
+    each batch on the host, which synchronizes with the device; `validate_args=False` prevents this.
 
     Args:
         metric: a torchmetrics object, or a dict whose `type` is a torchmetrics class.
@@ -97,7 +96,7 @@ def is_torchmetrics(value: Any) -> bool:
 
 
 def is_torchmetrics_class(value: Any) -> bool:
-    """Return whether `value` is a subclass of torchmetrics' `Metric`, without importing the library."""
+    """Return whether `value` is a subclass of the torchmetrics `Metric` class, without importing the library."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, type) and issubclass(value, torchmetrics.Metric)
 

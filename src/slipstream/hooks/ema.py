@@ -214,7 +214,7 @@ class EMAHook(Hook):
         }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """If the run is resumed, restore the average and the weights; otherwise, load the average as weights.
+        """If the run is resumed, restore the average and the weights; otherwise, load the average as the weights.
 
         `before_train` or `after_rollback` changes the average, after all entries of the checkpoint have been checked.
         """

@@ -1,4 +1,4 @@
-"""Profile a few steps with torch's profiler."""
+"""Profile a few steps with the torch profiler."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class RunReport:
         self._read_speed(runner, iteration)
 
     def _read_speed(self, runner: Runner, iteration: int) -> None:
-        """Add the training speed since the last call (without validation and checkpoints) and the memory use."""
+        """Add the training speed since the last call (without validation or checkpoints) and the memory use."""
         phases = runner.phases
         if phases.steps == 0:
             return
@@ -303,12 +303,12 @@ def _class_names(loop: Any) -> list[str]:
     dataset = getattr(getattr(loop, "dataloader", None), "dataset", None)
     meta = getattr(dataset, "metainfo", None)
     names = (meta or {}).get("classes") if isinstance(meta, Mapping | None) else None
-    names = names or getattr(dataset, "classes", None)  # torchvision's datasets have this attribute
+    names = names or getattr(dataset, "classes", None)  # torchvision datasets have this attribute
     return list(map(str, names)) if isinstance(names, list | tuple) else []
 
 
 def _seconds_of_steps(phases: PhaseTimes) -> float:
-    """Return the training time so far, without the first step, validation and checkpoints."""
+    """Return the training time so far, excluding the first step, validation and checkpoints."""
     phases.switch(phases.current)
     return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
 

@@ -156,7 +156,7 @@ def build_logger(
         redactor: replaces secrets in log lines. The default replaces known tokens and secrets from the environment.
 
     Raises:
-        ConfigError: if `level` is not a log level of Python's `logging` module.
+        ConfigError: if `level` is not a log level in Python's `logging` module.
     """
     console_level = _level_number(level)
     logger = _console_logger(

@@ -19,7 +19,7 @@ _hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", defa
 
 
 class MessageHub:
-    """The scalars (such as `train/loss`) and other values (such as `eta`; `get_info`) of one Runner.
+    """The scalars of one Runner, such as `train/loss`, and its runtime values, such as `eta`.
 
     Args:
         name: name of the run.
@@ -30,7 +30,7 @@ class MessageHub:
         self._scalars: dict[str, HistoryBuffer] = {}
         self._infos: dict[str, Any] = {}
         self._resumed: dict[str, bool] = {}
-        self._warned: set[str] = set()  # infos for which `state_dict` has warned
+        self._warned: set[str] = set()  # runtime values for which `state_dict` has warned
 
     def __repr__(self) -> str:
         return f"MessageHub({self.name!r}, scalars={sorted(self._scalars)}, infos={sorted(self._infos)})"
@@ -42,7 +42,7 @@ class MessageHub:
 
     @property
     def runtime_info(self) -> Mapping[str, Any]:
-        """The latest value of every info, by key; read-only."""
+        """The runtime values by key; read-only."""
         return MappingProxyType(self._infos)
 
     def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
@@ -73,7 +73,7 @@ class MessageHub:
             elif "value" in value:
                 self.update_scalar(key, value["value"], value.get("count", 1), resumed)
             else:
-                raise DataError(f"the dict for the scalar '{key}' must have the key 'value', not {value!r}")
+                raise DataError(f"the dict for the scalar '{key}' must have a 'value' key, not {value!r}")
 
     def update_metric(self, key: str, value: Any) -> None:
         """Append an evaluation result; log lines show the latest result instead of a mean over a window."""
@@ -81,23 +81,23 @@ class MessageHub:
         self._scalars[key].averaged = False
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info of any type.
+        """Set a runtime value of any type.
 
-        If `resumed` is True, checkpoints include the info. They contain only tensors and built-in Python values: NumPy
-        scalars become numbers, arrays become tensors, sets become lists, paths become strings, and subclasses of
-        built-in types become these types. A value that is or contains an object of another type is omitted with a
-        warning.
+        If `resumed` is True, checkpoints include the value. They contain only tensors and built-in Python values: NumPy
+        scalars are converted to numbers, arrays to tensors, sets to lists, paths to strings, and instances of
+        subclasses to their built-in base types. A value that is or contains an object of another type is omitted, and
+        a warning is issued.
         """
         self._infos[key] = value
         self._resumed[key] = resumed
 
     def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
-        """Set several infos."""
+        """Set several runtime values."""
         for key, value in info_dict.items():
             self.update_info(key, value, resumed)
 
     def pop_info(self, key: str, default: Any = None) -> Any:
-        """Remove the info `key` and return its value, or `default` if it is not set."""
+        """Remove and return the runtime value `key`, or return `default` if it is not set."""
         return self._infos.pop(key, default)
 
     def get_scalar(self, key: str) -> HistoryBuffer:
@@ -114,7 +114,7 @@ class MessageHub:
         return self._scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
-        """Return the value of the info `key`, or `default` if it is not set."""
+        """Return the runtime value `key`, or `default` if it is not set."""
         return self._infos.get(key, default)
 
     def state_dict(self, warn: Callable[[str], None] = lambda message: None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class MessageHub:
         }
 
     def _saved_infos(self, warn: Callable[[str], None] | None) -> dict[str, Any]:
-        """Return the infos whose values can be saved completely."""
+        """Return the runtime values that can be saved completely."""
         saved: dict[str, Any] = {}
         for key, value in self._infos.items():
             if not self._resumed[key]:
@@ -155,7 +155,7 @@ class MessageHub:
             del self._infos[name]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load saved scalars and infos; entries with other keys are kept.
+        """Load saved scalars and runtime values; entries with other keys are kept.
 
         Raises:
             CheckpointError: if `state_dict` was not returned by `MessageHub.state_dict`.

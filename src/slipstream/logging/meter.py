@@ -140,6 +140,6 @@ def _non_finite(iteration: int, name: str, value: float, where: str) -> NonFinit
     return NonFiniteLossError(
         f"'{name}' became {value} at iteration {iteration}. {where}{'. ' if where else ''}"
         "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0)), "
-        "check the data for NaN and wrong labels, or use bf16 instead of fp16",
+        "check the data for NaN or wrong labels, or use bf16 instead of fp16",
         iteration,
     )

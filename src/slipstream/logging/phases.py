@@ -21,7 +21,7 @@ one graph. `logging`: reading the losses from the device, log lines and scalars.
 STEP_PHASES: tuple[Phase, ...] = (
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
 )  # fmt: skip
-"""The phases of training, without validation and checkpoints."""
+"""The phases of training, excluding validation and checkpoints."""
 
 
 class PhaseTimes:
@@ -48,7 +48,7 @@ class PhaseTimes:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Start or resume the timer in the phase `other`; the time since `stop` is not counted."""
+        """Start or resume the timer in the `other` phase; the time since `stop` is not counted."""
         self.current, self._since = "other", perf_counter()
 
     def stop(self) -> None:

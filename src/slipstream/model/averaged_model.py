@@ -170,7 +170,7 @@ class BaseAveragedModel(nn.Module):
 
     @contextmanager
     def swapped_in(self, model: nn.Module, average: bool) -> Iterator[None]:
-        """Within the context, the model contains the averaged (`average=True`) or the training weights."""
+        """Context manager within which the model contains the averaged (`average=True`) or the training weights."""
         before = self.swapped
         self.swap_in(model, average)
         try:
@@ -379,7 +379,7 @@ class DecaySchedule:
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Rate at which the decay approaches its maximum. Default: 15. Applies only to the type `exp`."""
+    """Rate at which the decay approaches its maximum. Default: 15. Applies only to `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 

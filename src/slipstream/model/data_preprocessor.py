@@ -119,7 +119,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if not isinstance(data, Mapping):
             raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}; check collate_fn")
         if "inputs" not in data:
-            raise DataError(f"the batch has no key 'inputs', only {sorted(data)}; the dataset must return it")
+            raise DataError(f"the batch has no 'inputs' key, only {sorted(data)}; the dataset must return it")
         if self.normalizes and normalizes(data):
             raise ConfigError(
                 "the dataset's transforms already normalize the images; remove mean and std here, or remove "

@@ -22,7 +22,7 @@ class PretrainedWeights:
 
 
 def needs_pretrained(model: nn.Module) -> bool:
-    """Return whether the model or one of its submodules has pretrained weights that are not loaded yet."""
+    """Return whether the model or one of its submodules has pretrained weights that have not been loaded yet."""
     return any(
         isinstance(module, PretrainedWeights) and module.pretrained_pending for module in model.modules()
     )

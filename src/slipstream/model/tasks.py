@@ -46,7 +46,7 @@ class Task(BaseModel):
         """
         if targets is None:
             raise DataError(
-                "the batch has no 'targets', which mode 'loss' requires; return them from the dataset"
+                "the batch has no 'targets', which the 'loss' mode requires; return them from the dataset"
             )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True

@@ -1,4 +1,4 @@
-"""Run OpenMMLab's libraries on Slipstream: importing this package makes `import mmengine` import Slipstream.
+"""Run OpenMMLab libraries on Slipstream: importing this package makes `import mmengine` import Slipstream.
 
 Import this package before any library that imports MMEngine, or start a script with
 `python -m slipstream.openmmlab SCRIPT`.

@@ -347,7 +347,7 @@ class OptimWrapper:
         Args:
             unfinished: number of batches in the checkpoint since the end of the last window.
             window: number of batches in the whole window, as in the checkpoint; None if it is unknown.
-            ratio: number of batches of this wrapper per batch of the checkpoint, if the batch size has changed.
+            ratio: number of this wrapper's batches per batch in the checkpoint, if the batch size has changed.
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         own = max(1, round(unfinished * ratio)) if unfinished and grads else 0

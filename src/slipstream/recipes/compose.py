@@ -1,4 +1,4 @@
-"""Use Hydra to compose a recipe in SuperGradients' syntax into built-in Python values."""
+"""Use Hydra to compose a recipe in SuperGradients syntax into built-in Python values."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def load(
 def _searchpath(
     path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool
 ) -> list[str]:
-    """Return an override that adds `search_folders` to the search path and removes SuperGradients' package."""
+    """Return an override that adds `search_folders` to the search path and removes the SuperGradients package."""
     value = next(
         (override.partition("=")[2] for override in overrides if override.startswith("hydra.searchpath=")), ""
     )

@@ -1,4 +1,4 @@
-"""The shortcut `data_root_dir` for recipes that contain the paths of their datasets."""
+"""The `data_root_dir` shortcut for recipes that contain the paths of their datasets."""
 
 from __future__ import annotations
 

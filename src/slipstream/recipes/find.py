@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 # Recipes include this file for its shortcuts. It is not a recipe itself.
 _SHORTCUTS_FILE = "variable_setup"
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
-"""A recipe in SuperGradients' syntax has at least one of these keys."""
+"""A recipe in SuperGradients syntax has at least one of these keys."""
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
@@ -78,7 +78,7 @@ def recipes_extending(name: str, folders: Iterable[Path]) -> list[str]:
 
 
 def is_composed(path: Path) -> bool:
-    """Return whether a recipe is written in SuperGradients' syntax and composed by Hydra.
+    """Return whether a recipe is written in SuperGradients syntax and composed by Hydra.
 
     Raises:
         ConfigError: if the file cannot be read, or if it is a composed recipe whose extension is not `.yaml`.

@@ -20,7 +20,7 @@ def output_dir(ckpt_root_dir: str | None, experiment_name: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Register SuperGradients' resolvers with OmegaConf. Repeated calls have no effect."""
+    """Register the SuperGradients resolvers with OmegaConf. Repeated calls have no effect."""
     from omegaconf import OmegaConf
 
     functions: dict[str, Callable[..., Any]] = {

@@ -41,7 +41,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Return the overrides, with each shortcut replaced by the Runner keys that it sets.
 
     The shortcuts are `lr`, `batch_size`, `val_batch_size`, `epochs`, `num_workers` and `data_root_dir`, as in recipes
-    in SuperGradients' syntax. A shortcut is not replaced if the configuration has a key of the same name. If the
+    in SuperGradients syntax. A shortcut is not replaced if the configuration has a key of the same name. If the
     configuration sets no dataset folder, `data_root_dir` is removed, and a warning is logged.
 
     Raises:
@@ -63,7 +63,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
         else:
             section = _KEYS[shortcut][0].rpartition(".")[0]
             raise ConfigError(
-                f"sets {_KEYS[shortcut][0]}, but the configuration has no section '{section}'; add it or "
+                f"sets {_KEYS[shortcut][0]}, but the configuration has no '{section}' section; add it or "
                 f"remove {shortcut}",
                 shortcut,
             )
@@ -85,9 +85,9 @@ def hints(cfg: Config) -> dict[str, str]:
 
 
 def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
-    """Apply the shortcut `ema=True` or `ema=False`, and return the other overrides.
+    """Apply the `ema=True` or `ema=False` shortcut, and return the other overrides.
 
-    `False` removes each `EMAHook` from the recipe. `True` enables the speed option `ema` if the recipe has no
+    `False` removes each `EMAHook` from the recipe. `True` enables the `ema` speed option if the recipe has no
     `EMAHook`. Overrides with other values are returned unchanged, and later raise an error for an unknown key.
     """
     rest = []

@@ -1,4 +1,4 @@
-"""Compute the values of `_target_` dicts in SuperGradients' recipes without importing anything."""
+"""Compute the values of `_target_` dicts in SuperGradients recipes without importing anything."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
 
     Args:
         cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
-            arguments. `cfg` is not modified. The key `_scope_`, which is not an argument, sets the default scope
+            arguments. `cfg` is not modified. The `_scope_` key, which is not an argument, sets the default scope
             while the object is built.
         registry: the registry in which names are looked up.
         default_args: default arguments, which `cfg` overrides; may contain `type`.

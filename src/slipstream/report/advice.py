@@ -167,7 +167,7 @@ def tuned_text(record: RunRecord) -> str:
         return ""
     tuned = record.tuned[0]
     interval = (
-        "the product of the ratios of the individual options"
+        "the product of the ratios measured for each option"
         if tuned.is_product
         else f"{tuned.low:.2f} to {tuned.high:.2f}"
     )

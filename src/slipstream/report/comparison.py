@@ -164,7 +164,7 @@ def _setting(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    # In JSON, unlike in Python, 1, 1.0 and true differ, also inside lists.
+    # In JSON, unlike in Python, 1, 1.0 and true differ, even inside lists.
     return len({(value is _NOT_SET, json.dumps(value)) for value in values}) > 1
 
 

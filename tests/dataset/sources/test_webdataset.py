@@ -284,7 +284,7 @@ def test_damaged_file_raises_an_error_that_names_it(tmp_path, extension, data, e
 def test_a_tensor_that_is_not_an_image_cannot_be_transformed(tmp_path):
     path = write(tmp_path / "a.tar", {"x": {"cls": b"1"}})
     dataset = WebDataset(path, {"inputs": "cls"}, [dict(type="RandomHorizontalFlip")])
-    with pytest.raises(DataError, match=r"in the field 'inputs', not a torch\.int64 tensor of shape \(\)"):
+    with pytest.raises(DataError, match=r"in the 'inputs' field, not a torch\.int64 tensor of shape \(\)"):
         dataset[0]
 
 

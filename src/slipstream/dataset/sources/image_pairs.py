@@ -86,7 +86,7 @@ class ImageMaskPairs(SegmentationDataset):
 
     @property
     def samples_targets_tuples_list(self) -> list[tuple[str, str]]:
-        """The paths of the image and the mask of each sample; SuperGradients' name for this list."""
+        """The paths of the image and the mask of each sample; the SuperGradients name for this list."""
         return [
             (str(image), str(mask)) for image, mask in zip(self.image_paths, self.mask_paths, strict=True)
         ]

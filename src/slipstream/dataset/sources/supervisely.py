@@ -1,4 +1,4 @@
-"""Supervisely persons dataset, read with SuperGradients' list files."""
+"""Supervisely Persons dataset, read from SuperGradients list files."""
 
 from __future__ import annotations
 

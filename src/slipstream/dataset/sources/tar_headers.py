@@ -143,7 +143,7 @@ def _parse(block: bytes, path: Path, position: int) -> _Header | None:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Parse a number in a header, which is octal or, in GNU's format, binary; return None if it is invalid."""
+    """Parse a number in a header, which is octal or, in the GNU format, binary; return None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
     digits = field.strip(b" \0")

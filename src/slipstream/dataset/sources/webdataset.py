@@ -100,7 +100,7 @@ class WebDataset(Dataset[dict[str, Any]]):
         """Return a list that contains the class id of sample `index`.
 
         Raises:
-            ConfigError: there is no field `targets`.
+            ConfigError: there is no `targets` field.
             DataError: the file for this field does not contain a class id.
         """
         if "targets" not in self.shards.fields:
@@ -139,7 +139,7 @@ class WebDataset(Dataset[dict[str, Any]]):
             if isinstance(image, torch.Tensor):
                 kind = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
             raise DataError(
-                f"transforms require an image, a uint8 tensor of shape (3, H, W), in the field 'inputs', not {kind}; "
+                f"transforms require an image, a uint8 tensor of shape (3, H, W), in the 'inputs' field, not {kind}; "
                 "set fields['inputs'] to the extensions of the images"
             )
         pixels, rng = image.numpy(), sample_rng(index)

@@ -177,7 +177,7 @@ def _check_index(index: int, length: int) -> None:
 
 
 def _inner_index(index: int, inner: int, repeat: int = 0, times: int = 1) -> SampleIndex:
-    """Return the index `inner` with the seed of `index` and an epoch that is unique for each epoch and repeat."""
+    """Return a `SampleIndex` for `inner` with the seed of `index`; each repeat gets its own epoch number."""
     epoch = getattr(index, "epoch", 0) * times + repeat
     return SampleIndex(inner, getattr(index, "seed", 0), epoch)
 

@@ -20,9 +20,9 @@ Sample: TypeAlias = dict[str, Pixels]
 class CropRegion:
     """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
 
-    Sizes are (width, height), and boxes are (left, top, right, bottom). The methods `resized`, `padded`, `cropped` and
-    `flipped` return the region with an additional transform. The first two return None if a single region cannot
-    represent the result; the sample must then be rendered first.
+    Sizes are (width, height), and boxes are (left, top, right, bottom). The `resized`, `padded`, `cropped` and
+    `flipped` methods return the region with an additional transform. The first two return None if a single region
+    cannot represent the result; the sample must then be rendered first.
     """
 
     source: Pair

@@ -1,7 +1,7 @@
 """Transforms for image-mask pairs, named as in SuperGradients.
 
 A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's random
-generator, and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled
+generator, and returns a new sample. Sizes are (width, height), as in SuperGradients recipes. Images are resampled
 bilinearly (with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
 A dataset does not call the transforms one by one. It composes the geometric transforms into one `CropRegion`. Color
@@ -74,7 +74,7 @@ class SegResize(Geometric):
 
 @TRANSFORMS.register_module()
 class SegRescale(Geometric):
-    """Scale the image and the mask by a factor, or so that the short or long side has a given length.
+    """Scale the image and the mask by a factor, or so that the shorter or longer side has a given length.
 
     Exactly one of the three arguments is required. Sides are rounded down to whole pixels, as in SuperGradients. The
     side set by `short_size` or `long_size` has exactly that length.
@@ -131,7 +131,7 @@ class SegPadShortToCropSize(Geometric):
     Args:
         crop_size: (width, height), or one number for both.
         fill_mask: class id of the padding, usually the dataset's `ignore_index`. There is no default, because 0,
-            SuperGradients' default, is a class in many datasets (road in Cityscapes), and the network would
+            the SuperGradients default, is a class in many datasets (road in Cityscapes), and the network would
             silently learn to predict that class for the padding.
         fill_image: color of the padding, a gray value or [r, g, b].
         padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as in SuperGradients;
@@ -325,7 +325,7 @@ class SegNormalize(Affine):
 
 @TRANSFORMS.register_module()
 class SegConvertToTensor:
-    """No-op for compatibility with SuperGradients' recipes; datasets always return tensors.
+    """No-op for compatibility with SuperGradients recipes; datasets always return tensors.
 
     Args:
         mask_output_dtype: must be None or int64 (or `long`), because the loss always receives int64 masks.

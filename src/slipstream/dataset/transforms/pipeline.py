@@ -1,4 +1,4 @@
-"""Apply a list of transforms to a sample: one crop-resize on the CPU; color jitter and normalization on the device."""
+"""Apply transforms to a sample: a single crop-resize on the CPU, and color jitter and normalization on the device."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def apply_transforms(
 
     The keys are `inputs` (uint8, shape (3, H, W)), `targets` (uint8, shape (H, W)) and, if there are device transforms,
     `device_params`, their float32 parameters (see `slipstream.dataset.transforms.device_transforms`). Normalization is
-    a device transform. Color jitter is one if only geometric transforms, normalization and SegConvertToTensor follow
-    it; otherwise, it runs on the CPU with Pillow.
+    a device transform. Color jitter is also a device transform if only geometric transforms, normalization and
+    SegConvertToTensor follow it; otherwise, it runs on the CPU with Pillow.
 
     Random numbers are drawn in the order of the transforms. Color jitter does not affect the padding. Contrast changes
     use the mean of the visible pixels.

@@ -1,4 +1,4 @@
-"""RandAugment (arXiv 1909.13719): random Pillow operations, configured by a string in SuperGradients' format."""
+"""RandAugment (arXiv 1909.13719): random Pillow operations, configured by a string in the SuperGradients format."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while is_model_wrapper(model):
         if not isinstance(inner := getattr(model, "module", None), nn.Module):
             raise ModelError(
-                f"the wrapper {type(model).__name__} must store its model in the attribute `module`"
+                f"the wrapper {type(model).__name__} must store its model in its `module` attribute"
             )
         model = inner
     return model

@@ -1,4 +1,4 @@
-"""Slipstream's versions of MMEngine's modules; `import slipstream.openmmlab` makes `mmengine` refer to this package."""
+"""Slipstream's versions of MMEngine modules; `import slipstream.openmmlab` makes `mmengine` refer to this package."""
 
 from slipstream.openmmlab.mmengine.config import Config, ConfigDict, DictAction, read_base
 from slipstream.openmmlab.mmengine.fileio import *  # noqa: F403

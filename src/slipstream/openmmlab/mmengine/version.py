@@ -1,4 +1,4 @@
-"""The version of MMEngine whose interface this package provides. OpenMMLab's libraries check this version."""
+"""The version of MMEngine whose interface this package provides. OpenMMLab libraries check this version."""
 
 __all__ = ["__version__", "version_info"]
 

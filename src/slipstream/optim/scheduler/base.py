@@ -151,7 +151,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's progress as numbers and lists, without its arguments.
 
-        The key `attributes` contains any other attributes that have changed.
+        The `attributes` key contains any other attributes that have changed.
         """
         state = {key: getattr(self, key) for key in self._state_keys}
         state = {key: list(value) if isinstance(value, list) else value for key, value in state.items()}

@@ -32,7 +32,7 @@ class TorchSchedulerAdapter:
     def __init__(self, scheduler: LRScheduler, by_epoch: bool = True, end: int = INF) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
-                "torch's ReduceLROnPlateau is not supported; use ReduceOnPlateauLR, which has the option 'monitor'"
+                "torch's ReduceLROnPlateau is not supported; use ReduceOnPlateauLR, which has a 'monitor' option"
             )
         self.scheduler = scheduler
         self.by_epoch = by_epoch
@@ -89,7 +89,7 @@ def build_param_scheduler(
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
             `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
             iterations. `dict(scheduler=..., by_epoch=...)` contains a torch scheduler object. Without `by_epoch`,
-            torch's schedulers step as torch's documentation recommends: `OneCycleLR` and `CyclicLR` after each
+            torch schedulers step as the torch documentation recommends: `OneCycleLR` and `CyclicLR` after each
             iteration, and most others after each epoch.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
@@ -171,7 +171,7 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
 def _build_torch(
     cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
 ) -> TorchSchedulerAdapter:
-    """Build one of torch's schedulers; `ends` contains the numbers of epochs and iterations in the run."""
+    """Build a torch scheduler; `ends` contains the numbers of epochs and iterations in the run."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(

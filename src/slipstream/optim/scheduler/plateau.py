@@ -31,7 +31,7 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         threshold_rule: `rel` if the threshold is relative to the best value, `abs` if it is absolute.
         cooldown: number of validation runs after a reduction that are not counted as runs without improvement.
         min_value: lower bound, either one number for all groups or one for each group.
-        eps: reductions by this value or less are skipped.
+        eps: reductions of at most this amount are skipped.
         by_epoch: must be True.
     """
 

@@ -1,4 +1,4 @@
-"""Determine whether torch's schedulers step after each epoch or iteration, and how long their schedules are."""
+"""Determine whether torch schedulers step after each epoch or each iteration, and how long their schedules are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAST_CHANGE: Mapping[type, str] = {
 
 
 def counts_epochs(scheduler: LRScheduler) -> bool:
-    """Return whether torch's documentation recommends calling the scheduler's `step` after each epoch.
+    """Return whether the torch documentation recommends calling the scheduler's `step` after each epoch.
 
     Raises:
         ConfigError: the documentation does not determine when to call `step`, so the user must set `by_epoch`.
@@ -52,7 +52,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
     )
     raise ConfigError(
         f"{name} {reason}; set by_epoch to True (step after each epoch) or False (step after each iteration). In a "
-        "configuration, add the key by_epoch; for a scheduler object, pass dict(scheduler=..., by_epoch=...)"
+        "configuration, add the by_epoch key; for a scheduler object, pass dict(scheduler=..., by_epoch=...)"
     )
 
 

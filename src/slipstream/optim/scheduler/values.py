@@ -104,9 +104,7 @@ class ParamValues:
             )
         value = self._get(group)
         if not matches(value, float) and not (isinstance(value, Tensor) and value.ndim == 0):
-            raise ConfigError(
-                f"the value of the option '{self.name}' (param_name) must be a number, not {value!r}"
-            )
+            raise ConfigError(f"the '{self.name}' option (param_name) must be a number, not {value!r}")
 
     def _store(self, tensor: Tensor, value: float) -> None:
         self._cache[id(tensor)] = (tensor, tensor._version, value)

@@ -1,4 +1,4 @@
-"""Package names of OpenMMLab's libraries."""
+"""Package names of the OpenMMLab libraries."""
 
 from types import MappingProxyType
 

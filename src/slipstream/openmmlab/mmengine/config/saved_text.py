@@ -26,7 +26,7 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
     text = (hub.get("runtime_info") or {}).get("cfg") or (content.get("meta") or {}).get("cfg")
     if not isinstance(text, str):
         raise CheckpointError(
-            "the checkpoint does not contain a configuration; pass the configuration file as the argument `model`"
+            "the checkpoint does not contain a configuration; pass the configuration file as the `model` argument"
         )
     try:
         body = ast.parse(text).body
@@ -37,13 +37,13 @@ def saved_config(checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
             return {_name(node): _value(node.value) for node in body if isinstance(node, ast.Assign)}
     except (ConfigError, RecursionError) as error:
         raise CheckpointError(
-            f"the configuration in the checkpoint cannot be read: {error}; pass the configuration file as the argument "
-            "`model`"
+            f"the configuration in the checkpoint cannot be read: {error}; pass the configuration file as the "
+            "`model` argument"
         ) from None
     if not (values := stored_config({"cfg": text})):
         raise CheckpointError(
             "the configuration in the checkpoint cannot be read, because it is neither YAML nor Python with "
-            "built-in values; pass the configuration file as the argument `model`"
+            "built-in values; pass the configuration file as the `model` argument"
         )
     return values
 

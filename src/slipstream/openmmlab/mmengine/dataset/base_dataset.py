@@ -1,4 +1,4 @@
-"""`BaseDataset`, the base class of OpenMMLab's datasets, and `Compose`."""
+"""`BaseDataset`, the base class of OpenMMLab datasets, and `Compose`."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ class _PackedSamples:
 class BaseDataset(Dataset[Any]):
     """A dataset whose samples are described by dicts and loaded by a pipeline of transforms.
 
-    Subclasses override `load_data_list`, or `parse_data_info` for annotation files in OpenMMLab's format
+    Subclasses override `load_data_list`, or `parse_data_info` for annotation files in the OpenMMLab format
     (`dict(metainfo=..., data_list=[...])`).
 
     Args:
         ann_file: annotation file, relative to `data_root`.
-        metainfo: entries that override those in the class attribute `METAINFO`; a string is the path to a file with one
+        metainfo: entries that override those in the `METAINFO` class attribute; a string is the path to a file with one
             value per line or, if the file does not exist, the value itself.
         data_root: root folder.
-        data_prefix: a dict from sample keys that contain paths to the folders that are prepended to the paths, relative
-            to `data_root`.
+        data_prefix: a dict of folders by sample key. Each folder, relative to `data_root`, is prepended to the path
+            stored under this key.
         filter_cfg: options for the `filter_data` method of a subclass.
         indices: use only these samples; an int n selects the first n samples, or the last -n samples if it is negative.
         serialize_data: store the descriptions in one byte array.

@@ -1,4 +1,4 @@
-"""The optimizer wrapper constructor for configurations from OpenMMLab's libraries."""
+"""The optimizer wrapper constructor for configurations from OpenMMLab libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MMEngine's root registries, which are children of Slipstream's registries and serve OpenMMLab's libraries.
+"""MMEngine's root registries, which are children of Slipstream's registries and serve the OpenMMLab libraries.
 
 Names are looked up here first, and then in Slipstream's registries. Therefore, classes from the libraries and from this
 package take precedence over Slipstream's classes with the same name, such as `Normalize`. Slipstream's own registries

@@ -76,7 +76,7 @@ def build_model_from_cfg(cfg: Any, registry: Registry, default_args: Any = None)
 
 
 def build_runner_from_cfg(cfg: Any, registry: Registry) -> Any:
-    """Build a Runner from a configuration. The key `runner_type` specifies the Runner class (default: `Runner`)."""
+    """Build a Runner from a configuration. The `runner_type` key specifies the Runner class (default: `Runner`)."""
     from slipstream.openmmlab.mmengine.runner import Runner
 
     kind = cfg.get("runner_type", "Runner")

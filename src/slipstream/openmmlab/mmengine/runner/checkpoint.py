@@ -86,7 +86,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 
 @CheckpointLoader.register_scheme(prefixes=("http://", "https://"))
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """Download a checkpoint to torch's cache, and read it without executing code from it."""
+    """Download a checkpoint to the torch cache, and read it without executing code from it."""
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     target = folder / filename.rsplit("/", 1)[-1]
     if not target.is_file():
@@ -172,7 +172,7 @@ def _load_checkpoint_to_model(
 
 
 def get_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the weights of a module, which may be wrapped, on the CPU."""
+    """Return the weights of a (possibly wrapped) module as CPU tensors."""
     return weights_to_cpu(unwrap_model(module).state_dict())
 
 

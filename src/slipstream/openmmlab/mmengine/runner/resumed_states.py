@@ -1,4 +1,4 @@
-"""Convert scheduler states from MMEngine's checkpoints."""
+"""Convert scheduler states from MMEngine checkpoints."""
 
 from __future__ import annotations
 

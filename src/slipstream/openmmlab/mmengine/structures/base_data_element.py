@@ -120,7 +120,7 @@ class BaseDataElement:
         return item in self._data_fields or item in self._metainfo_fields
 
     def keys(self) -> list[str]:
-        """Return the names of the data fields, except fields `_name` that store the value of a property `name`."""
+        """Return the names of the data fields, except `_name` fields that store the value of a `name` property."""
         hidden = {
             f"_{key}" for key in self._data_fields if isinstance(getattr(type(self), key, None), property)
         }
@@ -128,7 +128,7 @@ class BaseDataElement:
 
     def _batch_fields(self) -> dict[str, Any]:
         """Return the data that a compiled step receives, in a fixed order; see `slipstream.step.leaves`."""
-        # Omit properties such as `name`, because their values are stored in the field `_name`.
+        # Omit properties such as `name`, because their values are stored in the `_name` field.
         return {name: self.__dict__[name] for name in sorted(self._data_fields) if name in self.__dict__}
 
     def metainfo_keys(self) -> list[str]:

@@ -110,7 +110,7 @@ def _select(key: str, value: Any, index: torch.Tensor) -> Any:
     if hasattr(value, "__getitem__") and hasattr(value, "cat"):
         return value.cat(parts)
     raise ValueError(
-        f"'{key}' cannot be indexed with a tensor, because {type(value)} has no method 'cat'; define this method"
+        f"'{key}' cannot be indexed with a tensor, because {type(value)} has no 'cat' method; define this method"
     )
 
 
@@ -125,5 +125,5 @@ def _concatenate(key: str, values: list[Any]) -> Any:
     if hasattr(first, "cat"):
         return first.cat(values)
     raise ValueError(
-        f"'{key}' cannot be concatenated, because {type(first)} has no method 'cat'; define this method"
+        f"'{key}' cannot be concatenated, because {type(first)} has no 'cat' method; define this method"
     )

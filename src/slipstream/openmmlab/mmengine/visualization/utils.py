@@ -32,7 +32,7 @@ def color_val_matplotlib(colors: Any) -> Any:
 
 
 def color_str2rgb(color: str) -> tuple[int, ...]:
-    """Return the RGB values (0 to 255) of one of matplotlib's named colors."""
+    """Return the RGB values (0 to 255) of a named matplotlib color."""
     from matplotlib.colors import to_rgb
 
     return tuple(int(channel * 255) for channel in to_rgb(color))

@@ -133,7 +133,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         pyplot.close(figure)
 
     def add_datasample(self, name: str, image: Image, data_sample: Any = None, **kwargs: Any) -> None:
-        """Draw a data sample. OpenMMLab's libraries implement this method in subclasses."""
+        """Draw a data sample. OpenMMLab libraries implement this method in subclasses."""
         raise NotImplementedError(
             f"{type(self).__name__} does not implement add_datasample; use a subclass that implements it"
         )

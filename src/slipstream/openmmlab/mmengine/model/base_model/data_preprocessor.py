@@ -1,4 +1,4 @@
-"""Data preprocessors with the attributes that subclasses in OpenMMLab's libraries use."""
+"""Data preprocessors with the attributes that subclasses in OpenMMLab libraries use."""
 
 from __future__ import annotations
 

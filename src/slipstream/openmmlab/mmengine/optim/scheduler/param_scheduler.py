@@ -46,7 +46,7 @@ class _ParamScheduler(own._ParamScheduler):
             delattr(self, name)  # remove cached values that were computed from the old arguments
 
     def check_attributes(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes to restore. In MMEngine's states, they are stored at the top level."""
+        """Return the attributes to restore. In MMEngine states, they are stored at the top level."""
         known = own_attributes(self, self._saved_elsewhere)
         saved = {name: state_dict[name] for name in known if name in state_dict}
         nested = state_dict.get("attributes", {})
