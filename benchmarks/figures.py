@@ -396,8 +396,8 @@ def compare() -> str:
     versions = ", ".join(f"{name} {info[name]}" for name in ("torch", "accelerate", "lightning", "mmengine"))
     header = [info["name"], "ms per step (interval)", "speed relative to the loop (interval)", "losses"]
     return (
-        f"{text_table(header, rows)}\n\n`{info['command']}`, {machine('compare', info['cpu_threads'])}, load at the "
-        f"start {info['load']}; {versions}; medians of {info['rounds']} interleaved rounds."
+        f"{text_table(header, rows)}\n\n`{info['command']}`, {machine('compare', info['cpu_threads'])}, load "
+        f"average at start: {info['load']}; {versions}; medians of {info['rounds']} interleaved rounds."
         + (" The machine was busy, so the intervals are wide." if info["load"] > info["cores"] else "")
     )
 
@@ -407,7 +407,7 @@ def openmmlab() -> str:
 
     info = result("openmmlab")
     loads = [case["load"] for case in info["cases"] if "load" in case]
-    load = f"load before each case {min(loads)} to {max(loads)}" if loads else "no case was run"
+    load = f"load average before each case: {min(loads)} to {max(loads)}" if loads else "no case was run"
     text = (
         f"{summary(info['cases'])}\n\n`{info['command']}`, MMEngine {info['mmengine']}, torch {info['torch']}; "
         f"{machine('openmmlab')}; {load}."

@@ -161,14 +161,14 @@ def summary(data: dict[str, Any]) -> str:
         return [name, f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})", percent]
 
     rows = [
-        row(f"timer, {len(data['phases of a step']) + 1} readings of the clock", data["timer_us"]),
+        row(f"timer, {len(data['phases of a step']) + 1} clock readings", data["timer_us"]),
         row(f"hook, one reading every {interval} steps, divided by {interval}", per_step),
         row("both", total),
     ]
-    header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
+    header = ["work", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
     return (
-        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time. For steps of "
-        f"{median(total) / 10:.1f} ms, the report's work would take 1 % of the step time. "
+        f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time. With "
+        f"{median(total) / 10:.1f} ms steps, the report's overhead would be 1% of the step time. "
         f"At the end of the run, writing the report takes {data['write_ms']:.0f} ms."
     )
 
