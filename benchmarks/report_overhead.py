@@ -1,4 +1,4 @@
-"""Measure the time that the run report adds to a training step of the recipe street_scenes_pp_lite_t on a CPU.
+"""Measure the time that the run report adds to a training step of the street_scenes_pp_lite_t recipe on a CPU.
 
     python benchmarks/report_overhead.py --steps 60 --rounds 15 --out benchmarks/results/report_overhead.md
 
@@ -165,10 +165,10 @@ def summary(data: dict[str, Any]) -> str:
         row(f"hook, one reading every {interval} steps, divided by {interval}", per_step),
         row("both", total),
     ]
-    header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
+    header = ["report work", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
     return (
         f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time. For steps of "
-        f"{median(total) / 10:.1f} ms, the report's work would take 1 % of the step time. "
+        f"{median(total) / 10:.1f} ms, the report's work would take 1% of the step time. "
         f"At the end of the run, writing the report takes {data['write_ms']:.0f} ms."
     )
 

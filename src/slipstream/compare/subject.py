@@ -157,7 +157,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
 
 
 def _plain_config(cfg: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration without speed options and hooks. A run with it writes only to `folder`."""
+    """Return the configuration without speed options or hooks. A run with it writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
     params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}

@@ -196,7 +196,7 @@ class DecodeHead(nn.Module):
 
 
 class SegFormer(Network):
-    """SegFormer. Build it with one of the functions `segformer_b0` to `segformer_b5`.
+    """SegFormer. Build it with one of the functions from `segformer_b0` to `segformer_b5`.
 
     Parameter names match SuperGradients' checkpoints. The encoder is `_backbone`.
 
