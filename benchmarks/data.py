@@ -1,9 +1,9 @@
-"""Measure data loading on one core, in images per second: 2048 x 1024 PNG pairs, cityscapes_pplite_seg75 transforms.
+"""Measure the data loading speed on one core, in images per second.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
-All contenders produce batches of eight 768 x 768 crops. They take turns, each in a separate process with one
-thread:
+All contenders produce batches of eight 768 x 768 crops from pairs of 2048 x 1024 PNG files, with the transforms of the
+cityscapes_pplite_seg75 recipe. They take turns, each in a separate process with one thread:
 
 - PIL: each transform runs on the whole image with Pillow, as was typical of training code around 2020.
 - albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing.

@@ -48,7 +48,7 @@ GUIDE = {
     "segformer_b0": 18.7,
     "ddrnet_23": 23.1,
 }
-"""Reduction in epoch time by torch.compile, in percent, according to SuperGradients' guide (without SyncBN and EMA)."""
+"""Percentage by which compilation reduces epoch time, according to SuperGradients' guide (without SyncBN or EMA)."""
 IMAGES = 2975
 """Number of images in a Cityscapes epoch."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
@@ -229,7 +229,7 @@ def describe(name: str, network: Figures) -> str:
     ]
     guide = (
         f"According to SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]}%, without SyncBN"
-        " and EMA."
+        " or EMA."
     )
     return "\n\n".join([f"## {name}", table(header, rows), *(["\n".join(errors)] if errors else []), guide])
 
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, help="crop size (default: the recipe's crop size)")
     parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's batch size)")
     parser.add_argument(
-        "--minutes", type=float, default=8, help="minutes after which no contender is started"
+        "--minutes", type=float, default=8, help="minutes after which no further contender is started"
     )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()

@@ -3,8 +3,8 @@
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
 All contenders are interleaved in one process. The process is bound to one core, because JAX dispatches work to its own
-threads. Ratios are computed within a round. JAX is optional (`pip install jax`, part of the `bench` extra). If JAX is
-not installed, the result says so.
+threads. Ratios are computed within each round. JAX is optional (`pip install jax`, part of the `bench` extra). If JAX
+is not installed, the result says so.
 """
 
 from __future__ import annotations

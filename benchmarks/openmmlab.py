@@ -35,7 +35,7 @@ sys.path.append(str(TESTS))
 
 from library_cases import CASES, Case, folder, missing  # noqa: E402
 
-COMPILED = "Slipstream, also compile"
+COMPILED = "Slipstream, fused, channels_last and compile"
 _FUSED = ("speed.fused=True", "speed.channels_last=True")
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "MMEngine": ("mmengine", ()),
@@ -46,7 +46,7 @@ ENGINES: dict[str, tuple[str, Sequence[str]]] = {
 }
 """Worker engine and options of each contender."""
 WARMUP = 12
-"""Number of untimed steps, in which a second graph is compiled after eight batches of a different shape."""
+"""Number of untimed steps. A second graph is compiled after eight of them if the batches have a different shape."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
 _RESERVE = 0.4
@@ -150,7 +150,7 @@ def check_training(case: Case, work: Path, data: Path, resume: bool, seconds: fl
 
 
 def start_workers(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
-    """Start all processes. Also start the untimed steps of the process that compiles, which take the longest."""
+    """Start all processes. Also start the untimed steps of the process that compiles, because they take the longest."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
     limit = {COMPILED: [f"speed.compile.budget={budget:g}"]}

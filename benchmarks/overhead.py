@@ -3,7 +3,7 @@
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
 In each round, every contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
-and differences are computed within a round, so that changes in machine speed affect all contenders equally.
+and differences are computed within each round, so that changes in machine speed affect all contenders equally.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ def cluster_of(rounds: list[dict[str, Any]], processes: int) -> Cluster:
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
     alpha = min_seconds["all_reduce"][0] / 2
-    # Use the median, because the minimum of the differences of two measured times is too small.
+    # `smallest` is the difference of two noisy timings, so its minimum would be biased low. Use the median.
     smallest, hops = median(ping["smallest"] for ping in rounds), 2 * (processes - 1)
     alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of hops and a launch
     return Cluster(
@@ -261,14 +261,17 @@ def cluster_of(rounds: list[dict[str, Any]], processes: int) -> Cluster:
 
 
 def seconds_per_byte(seconds: list[float]) -> float:
-    """Return the slope of the line through the time of the smallest size, fitted by relative least squares."""
+    """Return the slope of the fit `seconds[0] + slope * size` to the other times (relative least squares)."""
     start = seconds[0]
     points = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
     return max(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
 
 
 def model_of(case: Case, grouped: bool) -> Model:
-    """Return the network's blocks, or the FSDP2 units: the wrapped modules and the rest."""
+    """Return the model of the network. If `grouped` is True, merge the blocks of each FSDP2 unit.
+
+    The FSDP2 units are the modules that FSDP2 wraps. Another unit contains all remaining blocks.
+    """
     net = case.network()
     model = describe(net, case.shape)
     if not grouped:

@@ -4,8 +4,8 @@
 
 For each recipe, the search runs once, without using its cache. Then the plan, the baseline, `speed="auto"` and each
 option that the search measured run in separate processes that take turns. The order rotates between rounds, and ratios
-are computed within a round. Each recipe gets an equal part of the remaining time. Contenders that cannot be measured in
-that time are listed without a result.
+are computed within each round. Each recipe gets an equal part of the remaining time. Contenders that cannot be measured
+in that time are listed without a result.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def measure(cfg: Mapping[str, Any], entries: Sequence[Contender], end: float) ->
 
 
 def ratios(plan: Contender, other: Contender) -> dict[str, Any] | None:
-    """Estimate the ratio of the time of `other` to that of the plan. If it is above 1, the plan is faster."""
+    """Estimate the time of `other` divided by the time of the plan. If the ratio is above 1, the plan is faster."""
     count = min(len(plan.seconds), len(other.seconds))
     values = [b / a for a, b in zip(plan.seconds[:count], other.seconds[:count], strict=True)]
     return asdict(estimate(values)) if values else None
@@ -231,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = "\n\n".join(map(describe, cases))
         print(describe(cases[-1]), flush=True)
         if args.out:
-            write_result(args.out, "Plans of `slipstream tune`, measured again", info, text, {"cases": cases})
+            write_result(
+                args.out, "Plans found by `slipstream tune`, measured again", info, text, {"cases": cases}
+            )
     return 0
 
 

@@ -27,7 +27,7 @@ def _statistic(owner: Any, name: str) -> None:
     """Replace `getattr` in the pickle of a `HistoryBuffer`, which stores references to its own methods."""
     if owner is not _SavedHistory:
         raise CheckpointError(
-            f"the checkpoint reads the attribute '{name}' of an object, which could execute code; use a different "
+            f"the checkpoint reads an object's '{name}' attribute, which could execute code; use a different "
             "checkpoint"
         )
 

@@ -175,7 +175,7 @@ def _random_state(value: Any, where: str) -> Iterator[str]:
 def _history(value: Any, where: str) -> Iterator[str]:
     yield from _all(_by_name(_anything), _entries(_HISTORY_KEYS))(value, where)
     if unknown := sorted(value.keys() - _HISTORY_KEYS.keys()):
-        yield f"'{where}' must not have the keys {unknown[:5]}"
+        yield f"'{where}' must not contain the keys {unknown[:5]}"
     if len(value["log_history"]) != len(value["count_history"]):
         yield f"'log_history' and 'count_history' in '{where}' must have the same length"
 

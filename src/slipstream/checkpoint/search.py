@@ -17,7 +17,10 @@ __all__ = ["checkpoint_of", "find_latest_checkpoint", "mark_last_checkpoint", "n
 
 LAST_FILE = "last_checkpoint"
 _ORIGIN_FILE = ".last_run"
-"""The run ID and the iteration of the checkpoint that `last_checkpoint` refers to, which may be damaged."""
+"""File with the run ID and the iteration of the checkpoint that `last_checkpoint` refers to.
+
+They are required if this checkpoint is damaged.
+"""
 _BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 _MAX_LISTED = 5
 
@@ -88,15 +91,15 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda _: None) -> Iterator[Path]:
-    """Yield the checkpoint that `last_checkpoint` refers to, then the same run's others from the highest iteration on.
+    """Yield the checkpoint that `last_checkpoint` refers to, then the run's others in descending order of iteration.
 
     File times are not used to compare iterations, because copying a file can change them. The checkpoints whose
     iteration cannot be read come last.
 
     Args:
         folder: the work_dir.
-        warn: called with a message if `last_checkpoint` does not refer to a checkpoint, and if the folder contains
-            checkpoints of other runs, which are not used.
+        warn: called with a message if `last_checkpoint` does not refer to a checkpoint, or if the folder contains
+            checkpoints from other runs, which are not used.
 
     Raises:
         CheckpointError: `last_checkpoint` refers to a missing checkpoint, and the run has no other checkpoint.
@@ -128,7 +131,7 @@ def _of_last_run(
         folder: the work_dir.
         latest: the checkpoint that `last_checkpoint` refers to.
         others: the other checkpoints, newest first.
-        warn: called with a message about the checkpoints of other runs, which are excluded.
+        warn: called with a message about checkpoints from other runs, which are excluded.
     """
     origins = {path: read_origin(path) for path in others}
     run_id, last = _stored_origin(folder) or (read_origin(latest) if latest else (None, None))

@@ -66,7 +66,7 @@ def write_checkpoint(
     """Write a checkpoint and return its path. All ranks must call this function.
 
     If the checkpoint contains no sharded tensors, rank 0 writes the file `path`. Otherwise, every rank writes its
-    shards to the folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a
+    shards to the `sharded_name(path.name)` folder. If `consolidate` is True, rank 0 instead gathers one tensor at a
     time into CPU memory and writes the file `path`. `group` is used for all communication except gathering tensors.
 
     Raises:

@@ -50,7 +50,7 @@ def load_weights(
 
 @contextmanager
 def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In this block, `model.load_state_dict` ignores the tensors `names`, even if a pre-hook renamed them."""
+    """In the context, make `model.load_state_dict` ignore the tensors in `names`, even if a pre-hook renamed them."""
 
     def drop(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name in names:

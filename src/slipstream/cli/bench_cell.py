@@ -57,7 +57,7 @@ class Cell:
 
 
 def main(argv: list[str]) -> int:
-    """Execute the run described in the file `argv[0]`, and return the exit status."""
+    """Execute the run described in the file whose path is `argv[0]`, and return the exit status."""
     from slipstream.errors import SlipstreamError
 
     spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -212,7 +212,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
 
 
 def _repeat_first_batch(loader: Any) -> tuple[Any, int]:
-    """Return a loader that repeats the first batch of `loader`, and the batch's samples, summed over all processes.
+    """Return a loader that repeats the first batch of `loader`, and the number of samples in all processes' batches.
 
     The loader yields as many batches as `loader`.
     """

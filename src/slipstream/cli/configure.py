@@ -27,7 +27,7 @@ _OPEN_SECTIONS = (
     "speed.*",
 )
 
-# Arguments of the commands that start other processes with the same command.
+# Options that `command_args` passes on to other processes.
 _OPTIONS = (
     "config_dir",
     "work_dir",
@@ -135,7 +135,7 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None, trust:
 
 
 def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the file (written by `slipstream tune`) from an override `speed=FILE.yaml`, and the other overrides."""
+    """Return the file (written by `slipstream tune`) from a `speed=FILE.yaml` override, and the other overrides."""
     files = [word for word in overrides if _TUNED_OVERRIDE.match(word)]
     if len(files) > 1:
         raise ConfigError(f"only one file can be specified; remove all but one of {' '.join(files)}", "speed")

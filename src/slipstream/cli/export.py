@@ -90,7 +90,7 @@ class _ExportedNetwork(nn.Module):
         preprocessor = getattr(model, "data_preprocessor", None)
         if type(preprocessor) not in (ImgDataPreprocessor, BaseDataPreprocessor, type(None)):
             raise ModelError(
-                f"models with the data preprocessor {type(preprocessor).__name__} cannot be exported; use "
+                f"models whose data preprocessor is a {type(preprocessor).__name__} cannot be exported; use "
                 "ImgDataPreprocessor or BaseDataPreprocessor"
             )
         images = preprocessor if isinstance(preprocessor, ImgDataPreprocessor) else ImgDataPreprocessor()

@@ -344,7 +344,7 @@ def _add_bench(commands: _Commands) -> None:
         "--averaging",
         choices=("off", "on"),
         metavar="A",
-        help="measure only without (off) or with (on) SyncBN and EMA",
+        help="measure only with SyncBN and EMA disabled (off) or enabled (on)",
     )
     parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
                         help="time limit for each run (default: 900)")  # fmt: skip

@@ -41,7 +41,7 @@ _MAX_CLASSES = 256
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the masks, the overlays and `classes.csv` to the folder `--out`.
+    """Write the masks, the overlays and `classes.csv` to the `--out` folder.
 
     Returns:
         0, or 1 if any file could not be processed. The remaining files are still processed.

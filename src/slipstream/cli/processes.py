@@ -55,7 +55,7 @@ def needs_launch(args: argparse.Namespace) -> bool:
 def launch(args: argparse.Namespace, work_dir: str) -> int:
     """Run the command in `args.nproc` processes. Return the exit status of the first process that failed, or 0.
 
-    If torchrun's variable PET_NNODES is greater than 1, the same command must run on PET_NNODES machines with different
+    If torchrun's PET_NNODES variable is greater than 1, the same command must run on PET_NNODES machines with different
     values of PET_NODE_RANK. Rank 0 runs on the machine with address PET_MASTER_ADDR and PET_NODE_RANK=0.
 
     The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM. If one process fails, the others

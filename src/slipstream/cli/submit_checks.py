@@ -20,7 +20,7 @@ _OPTIONS = {
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise a `ConfigError` if an option does not apply to the cluster `args.to`."""
+    """Raise a `ConfigError` if an option does not apply to the kind of cluster in `args.to`."""
     for name in (name for names in _OPTIONS.values() for name in names):
         if name not in _OPTIONS[args.to] and getattr(args, name):
             flag = f"--{name.replace('_', '-')}"

@@ -62,7 +62,7 @@ class Subject:
 
 
 class Batches(Dataset[Any]):
-    """A dataset whose samples are whole batches, which are repeated until the dataset has `length` samples."""
+    """A dataset whose samples are whole batches. The batches are repeated until the dataset has `length` samples."""
 
     def __init__(self, batches: list[Any], length: int = _NUM_STEPS) -> None:
         self._batches, self._length = batches, length
@@ -85,8 +85,8 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
     Speed options, hooks, gradient accumulation and clipping, schedules and weight averaging are omitted, because the
-    frameworks implement them differently. The batches are loaded and preprocessed once. All have as many samples as
-    the first one, so that every step trains on the same number of samples; the last batch of a short epoch is left out.
+    frameworks implement them differently. The batches are loaded and preprocessed once. Batches that differ from the
+    first batch in the number of samples are omitted, so that every step trains on the same number of samples.
 
     Raises:
         ConfigError: the configuration does not include training, or its optimizer wrapper has several optimizers.
@@ -157,7 +157,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
 
 
 def _plain_config(cfg: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration without speed options and hooks. A run with it writes only to `folder`."""
+    """Return the configuration without speed options or hooks. A run with it writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
     params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}

@@ -122,14 +122,14 @@ def test_labels_csv_maps_label_ids(tmp_path, table):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("name,id\nroad,7\n", "has no column trainId; its columns are name, id"),
-        ("", "has no column trainId"),
+        ("name,id\nroad,7\n", "has no trainId column; its columns are name, id"),
+        ("", "has no trainId column"),
         (
             "id,trainId\n7,0\n8,road\n",
             r"labels\.csv', line 3: id '8' and trainId 'road' must be integers",
         ),
         ("id,trainId\n7\n", "line 2: id '7' and trainId None"),
-        ("id,trainId\n7,0\n8,19\n9,44\n", r"has the invalid train ids \[19, 44\]; use 0 to 18"),
+        ("id,trainId\n7,0\n8,19\n9,44\n", r"contains invalid train ids: \[19, 44\]; use 0 to 18"),
     ],
 )
 def test_invalid_labels_csv_raises_an_error(tmp_path, table, message):

@@ -53,7 +53,7 @@ class Network:
 
 # Sources: NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
 # "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures are the sum of both directions.
-# Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its protocols LL128 and LL: NVLink 1.9
+# Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its LL128 and LL protocols: NVLink 1.9
 # and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us (assumed).
 GPUS = {
     "v100": Gpu(125e12, 0.9e12, 32e9, 150e9),

@@ -28,7 +28,7 @@ _STATISTICS_BYTES = 4
 
 @dataclass(frozen=True)
 class Work:
-    """Compute time, in seconds, of the forward and backward passes of each block, in order, and of the optimizer."""
+    """Compute times in seconds: forward and backward passes of each block in execution order, and the optimizer."""
 
     forward: Sequence[float]
     backward: Sequence[float]

@@ -158,7 +158,7 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: C
 
 
 def _positions_along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
-    """Return random positions from `start` to `stop`. The spacing, drawn from the range `step`, grows with distance."""
+    """Return random positions from `start` to `stop`. The spacing, drawn from the `step` range, grows with distance."""
     positions, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
         positions.append(z)

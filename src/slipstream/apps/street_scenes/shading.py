@@ -19,7 +19,7 @@ _TRANSPARENT = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
 
 
 class _TransparentShape(NamedTuple):
-    """A partly transparent shape: its id, the top-left corner of its bounding box, and the ids that it covers there."""
+    """A partly transparent shape: its id, the top-left corner of its bounding box, and the ids behind it in the box."""
 
     shape: int
     left: int

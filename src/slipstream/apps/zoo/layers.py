@@ -80,7 +80,7 @@ class ConvBlock(nn.Sequential):
 
 
 class ConvBNReLU(nn.Module):
-    """A `ConvBlock` stored in the submodule `seq`."""
+    """A `ConvBlock` stored in the `seq` submodule."""
 
     def __init__(
         self,

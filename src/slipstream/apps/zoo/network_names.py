@@ -13,7 +13,7 @@ __all__ = ["TIMM_REMEDY", "network_hint"]
 TIMM_REMEDY = f"other classification networks come from timm, under the name {PREFIX}NAME"
 
 _MIN_SIMILARITY = 0.8
-"""A lower value would suggest segmentation networks for classification networks, such as pp_lite_b_seg for vit_base."""
+"""Minimum similarity of a suggestion. With a lower value, a segmentation network would be suggested for vit_base."""
 _TIMM_NAMES = {
     "mobilenetv2": "mobilenetv2_100",
     "mobilenetv3large": "mobilenetv3_large_100",

@@ -196,7 +196,7 @@ class DecodeHead(nn.Module):
 
 
 class SegFormer(Network):
-    """SegFormer. Build it with one of the functions `segformer_b0` to `segformer_b5`.
+    """SegFormer. Build it with one of the functions from `segformer_b0` to `segformer_b5`.
 
     Parameter names match SuperGradients' checkpoints. The encoder is `_backbone`.
 
@@ -205,7 +205,7 @@ class SegFormer(Network):
         widths: number of channels in each of the encoder's four stages.
         depths: number of blocks in each stage.
         head_width: number of channels in the decoder.
-        drop_path: probability of skipping a layer of the last block in training. The probability increases linearly
+        drop_path: probability of skipping a layer in the last block in training. The probability increases linearly
             from 0 in the first block.
         dropout: probability of zeroing a channel before the classifier in training.
 

@@ -206,7 +206,7 @@ class ShelfNet(Network):
         """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W).
 
         In training mode, return the tuple (main, aux at 1/16, aux at 1/32), all interpolated to H x W, unless the
-        auxiliary heads were removed.
+        auxiliary heads have been removed.
         """
         features = self.backbone(x)
         if self.conv_out_list:

@@ -38,7 +38,7 @@ _SOURCE_OPTIONS = (
 
 @MODELS.register_module()
 class TimmClassifier(Network, PretrainedWeights):
-    """A classification network from timm, stored in the submodule `model`.
+    """A classification network from timm, stored in the `model` submodule.
 
     Checkpoints with timm's own parameter names can be loaded.
 

@@ -43,7 +43,7 @@ def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a collated batch, or None if it cannot be determined from the batch structure.
 
     If the batch or one of its fields is a tensor, the number of samples is the size of the tensor's first dimension.
-    Otherwise, it is the length of the first field that is a list or a tuple. In a dict, the field `inputs` takes
+    Otherwise, it is the length of the first field that is a list or a tuple. In a dict, the `inputs` field takes
     precedence.
     """
     if isinstance(batch, Tensor):

@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def resolve_replacements(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices` with the index of each sample that was replaced in this epoch changed to its replacement."""
+        """Return `indices`, in which samples replaced in this epoch have the indices of their replacements."""
         return list(indices) if self._replacements is None else self._replacements.resolve(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:

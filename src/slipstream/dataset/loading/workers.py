@@ -159,7 +159,7 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int, required: int = 0) -> dict[int, float]:
-        """Return samples/s for each number of workers, measured until more workers no longer help or the time runs out.
+        """Return samples/s for each number of workers, measured until adding workers no longer helps or time runs out.
 
         Args:
             limit: the largest number of workers to try.

@@ -41,8 +41,8 @@ class CityscapesDataset(ImageMaskPairs):
     """Cityscapes images with the 19 classes of the benchmark.
 
     Pass either `split` or `list_file`. Mask files contain label ids or, if their names end with `labelTrainIds.png`,
-    train ids. For a split, train ids are used if they exist for every image. The attributes `image_paths` and
-    `mask_paths` list the files.
+    train ids. For a split, train ids are used if they exist for every image. The `image_paths` and
+    `mask_paths` attributes list the files.
 
     Args:
         root_dir: folder that contains `leftImg8bit` and `gtFine`.
@@ -198,7 +198,7 @@ def _default_train_ids() -> dict[int, int]:
 
 
 def _read_table(path: Path) -> dict[int, int]:
-    """Return the train id of each label id in a table with the columns `id` and `trainId`."""
+    """Return the train id of each label id in a table with `id` and `trainId` columns."""
     if not path.is_file():
         raise DataError(
             f"the label table '{path}' does not exist; remove labels_csv_path to use the Cityscapes ids"
@@ -207,7 +207,7 @@ def _read_table(path: Path) -> dict[int, int]:
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
     if "trainid" not in reader.fieldnames:
         raise DataError(
-            f"the label table '{path}' has no column trainId; its columns are {', '.join(reader.fieldnames)}"
+            f"the label table '{path}' has no trainId column; its columns are {', '.join(reader.fieldnames)}"
         )
     train_ids = {}
     for row_number, row in enumerate(reader):
@@ -221,7 +221,7 @@ def _read_table(path: Path) -> dict[int, int]:
     wrong = sorted({i for i in train_ids.values() if i not in (*range(_CLASSES), -1, 255)})
     if wrong:
         raise DataError(
-            f"the label table '{path}' has the invalid train ids {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
+            f"the label table '{path}' contains invalid train ids: {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
             "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
         )
     return train_ids | {255: 255}

@@ -34,7 +34,7 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
 
     A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
     contains `"device_params"`, the device transform parameters. Augmentation depends only on the (seed, epoch, index)
-    of a `SampleIndex`. The attribute `image_paths` lists the files. `all_transforms` lists the transforms, including
+    of a `SampleIndex`. The `image_paths` attribute lists the files. `all_transforms` lists the transforms, including
     the device transforms.
 
     Args:

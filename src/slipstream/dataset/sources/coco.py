@@ -116,7 +116,7 @@ class CoCoSegmentationDataSet(SegmentationDataset):
 
     @property
     def samples_targets_tuples_list(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """The image's path, and (image id, height, width), of each sample; SuperGradients' name for this list."""
+        """The image path and (image id, height, width) of each sample. SuperGradients uses the same name."""
         return [(str(self.image_folder / i.name), (i.image_id, *i.shape)) for i in self._images]
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -56,8 +56,8 @@ _MAX_FILE_SIZE = 16 + 60_000 * 28 * 28
 class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     """60,000 training and 10,000 test images of clothing in ten classes.
 
-    A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The attributes `images`, uint8 (N, 1, 28, 28), and
-    `targets`, int64 (N,), contain the whole split; samples without augmentation are views of them.
+    A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The `images` attribute, uint8 (N, 1, 28, 28),
+    and the `targets` attribute, int64 (N,), contain the whole split. Samples without augmentation are views of them.
 
     Args:
         data_root: folder that contains the IDX files, optionally gzipped; by default, the folder of the Debian package
@@ -134,7 +134,7 @@ def _find(data_root: str | Path | None, names: Sequence[str], download: bool) ->
     if download and data_root is not None:
         return [_download(name, Path(data_root)) for name in names]
     raise DataError(
-        f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} does not contain "
+        f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} must contain "
         f"{' and '.join(names)}, with or without .gz. Run 'apt-get install dataset-fashion-mnist', set data_root to "
         "the folder that contains the files, or pass data_root and download=True"
     )

@@ -31,7 +31,7 @@ class ImageMaskFolder(ImageMaskPairs):
     """Images and masks in two folders and their subfolders, paired by their paths without the suffix.
 
     Masks are 8-bit grayscale or palette files whose pixel values are class ids. Samples are sorted by path.
-    The attributes `image_paths` and `mask_paths` list the files.
+    The `image_paths` and `mask_paths` attributes list the files.
 
     Args:
         data_root: the folder that `images` and `masks` are relative to.
