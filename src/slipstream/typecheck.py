@@ -71,7 +71,7 @@ def check(value: Any, annotation: Any, path: str) -> None:
 
 
 def check_finite(value: Any, path: str = "") -> None:
-    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error includes the key."""
+    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error names the key."""
     if isinstance(value, float) and not is_number(value):
         raise ConfigError(f"must be a finite number, not {value!r}", path)
     if isinstance(value, Mapping):

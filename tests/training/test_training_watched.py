@@ -134,7 +134,7 @@ def test_a_plateau_schedule_at_the_end_of_a_training_epoch_cannot_monitor_other_
         (
             "TRAIN_EPOCH_END",
             "CrossEntropyLoss",
-            "no metric in train_metrics_list.*use the phase VALIDATION_EPOCH_END",
+            "no metric in train_metrics_list.*use the VALIDATION_EPOCH_END phase",
         ),
         ("TEST_END", "Accuracy", "must be VALIDATION_EPOCH_END, or TRAIN_EPOCH_END"),
     ):

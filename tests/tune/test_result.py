@@ -120,7 +120,7 @@ def test_auto_stays_in_the_plan():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "has no key 'speed'"),
+        ("{}", "has no 'speed' key"),
         ("speed: 3", "'speed' must be a dict, not int"),
         ("speed: {}\nmodel: {type: X}", "unknown key 'model'"),
         ("speed: {}\ntrain_dataloader: {dataset: {type: X}}", "unknown key 'train_dataloader.dataset'"),

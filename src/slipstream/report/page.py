@@ -166,7 +166,7 @@ def _advice(record: RunRecord) -> str:
         )
     return (
         '<p class="note">None: no phase outside the training step takes much time. This breakdown does not show how '
-        "much time a speed option would save in forward, backward and optimizer.</p>"
+        "much time a speed option would save in the forward, backward and optimizer phases.</p>"
     )
 
 
@@ -206,7 +206,7 @@ def _time_notes(record: RunRecord) -> list[str]:
     notes = [
         f"Measured on the host of rank 0 over {record.phases.steps:,} training steps. The first step is listed "
         "separately, because it includes worker startup, memory allocation and compilation. Shares are fractions "
-        "of training, validation and checkpoints."
+        "of the time spent in training, validation and checkpoints."
     ]
     if record.step:
         notes.append(f"Training step: {record.step}.")

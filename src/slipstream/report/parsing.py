@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["parse_json"]
 
 _MAX_DIGITS = 300
-"""Maximum number of digits of an integer. Larger integers cannot always be converted to float."""
+"""Maximum number of digits in an integer. Larger integers cannot always be converted to float."""
 
 
 def parse_json(text: str, allow_nan: bool = True) -> Any:

@@ -50,7 +50,7 @@ class PhaseSplit:
 
 @dataclass
 class Compute:
-    """The operations per sample and the device's peak throughput, for the model FLOPs utilization."""
+    """The operations per sample and the device's peak throughput, which determine the model FLOPs utilization."""
 
     flops_per_sample: NonNegative = 0.0
     """Number of floating-point operations in matrix products and convolutions in the forward and backward passes on one
@@ -68,7 +68,7 @@ class Compute:
 
 @dataclass
 class Confusion:
-    """The confusion matrix of the last evaluation of a metric."""
+    """The confusion matrix from the last evaluation of a metric."""
 
     metric: str
     """The metric's class, such as `IoUMetric`."""
@@ -97,7 +97,7 @@ class Example:
 
 @dataclass
 class LoadingRate:
-    """The rate at which one process loads training data if no training runs."""
+    """The rate at which one process loads training data while no training is running."""
 
     num_workers: NonNegativeInt
     samples_per_second: NonNegative
@@ -114,7 +114,7 @@ class TunedOptions:
     high: NonNegative
     """Bounds of the interval for `ratio`."""
     is_product: bool
-    """Whether these values are products of the values measured for individual options."""
+    """Whether `ratio` and its bounds are products of the results for individual options."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ class RunRecord:
     """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""
     confusions: list[Confusion] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
-    """Predictions from a classifier's last validation run: errors first."""
+    """Predictions from a classifier's last validation run, errors first."""
     compute: Compute = field(default_factory=Compute)
     loading_rates: list[LoadingRate] = field(default_factory=list)
     """Loading rates measured at the end of the run, if `ReportHook.probe_workers` is set."""

@@ -66,7 +66,7 @@ class Checkpoints:
         self._loaded = self._initialized = False
         self._loaded_names: set[str] = set()  # tensors that were loaded before initialization
         self._structure: dict[str, Any] = {}
-        self._changed: set[str] = set()  # the changes of the structure that have been reported
+        self._changed: set[str] = set()  # structural changes that have been reported
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
         self.resumed_from: Path | None = None

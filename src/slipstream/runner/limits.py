@@ -71,7 +71,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
 def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return the arguments for a run of `count` steps, with one validation run and without checkpoints.
 
-    The run does not save its state after a signal either, because a later `resume=True` would continue from this state.
+    The run also saves no state after a signal, because a later `resume=True` would continue from this state.
     """
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):

@@ -27,7 +27,7 @@ _MAX_ETA = timedelta.max.total_seconds() // 2
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Format the scalars and infos in `runner.message_hub`.
+    """Format the scalars and other values in `runner.message_hub`.
 
     Scalars whose names match `mean_pattern` are averaged over `window_size` values. For other scalars, the latest value
     is shown.
@@ -120,8 +120,8 @@ class LogProcessor:
             runner: the Runner.
             batch_idx: number of batches in the epoch.
             mode: `"val"` or `"test"`.
-            with_non_scalar: include the mode's infos (for example, a confusion matrix) in the returned scalars. The
-                log line always includes them.
+            with_non_scalar: include the mode's other values (for example, a confusion matrix) in the returned scalars.
+                The log line always includes them.
         """
         scalars = self._scalars(runner, mode, batch_idx)
         for name in ("time", "data_time"):

@@ -327,7 +327,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
         val_interval: number of epochs between validation runs; validation also runs after the last epoch.
-        dynamic_intervals: pairs (epoch, val_interval); each interval applies from its epoch on.
+        dynamic_intervals: pairs (epoch, val_interval); each interval takes effect at its epoch.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class IterBasedTrainLoop(_TrainLoop):
         max_iters: number of steps.
         val_begin: the first iteration after which to validate.
         val_interval: number of iterations between validation runs; validation also runs after the last iteration.
-        dynamic_intervals: pairs (iteration, val_interval); each interval applies from its iteration on.
+        dynamic_intervals: pairs (iteration, val_interval); each interval takes effect at its iteration.
     """
 
     max_epochs = 1

@@ -76,7 +76,7 @@ def find_resume(
     for checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
 
     Raises:
-        CheckpointError: no checkpoint can be read, or a rank cannot access it.
+        CheckpointError: none of the checkpoints can be read, or a rank cannot access the checkpoint.
     """
     use_latest = resume is True and not load_from
     lines: list[str] = []
@@ -102,7 +102,10 @@ def find_resume(
 
 
 def _newest(work_dir: str, lines: list[str]) -> Iterator[Path]:
-    """Yield the checkpoints that rank 0 finds in its work_dir, and add messages; see `newest_checkpoints`."""
+    """Yield the checkpoints that rank 0 finds in its work_dir.
+
+    Messages from `newest_checkpoints` are stored in `lines`.
+    """
     found: list[str] = []
     paths = newest_checkpoints(work_dir, found.append) if is_main_process() else iter(())
     while True:
@@ -230,7 +233,7 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
 
 
 def group_sizes(optim: OptimWrapper) -> dict[str, list[int]]:
-    """Return the number of parameters in each group of each optimizer, by the optimizer's key in the checkpoint."""
+    """Return the number of parameters in each group of each optimizer, keyed as in the checkpoint."""
     return {
         f"optimizer.{name}".removesuffix("."): [len(group["params"]) for group in wrapper.param_groups]
         for name, wrapper in _wrappers(optim).items()

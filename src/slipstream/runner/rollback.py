@@ -57,7 +57,7 @@ class Passes:
             steps_done: number of steps before the pass.
             epoch: index of the epoch or pass.
             start: index of the first batch.
-            used_samples: number of samples of the first batch that this pass skips, because they have been used.
+            used_samples: number of samples in the first batch that this pass skips, because they have been used.
         """
         # Remove the passes that the run repeats after a rollback.
         while self._passes and self._passes[-1][0] >= steps_done:
@@ -122,7 +122,7 @@ class Rollback:
         self._policies[kind] = _Policy(max_rollbacks, skip_before)
 
     def disable(self, kind: type[Fault]) -> None:
-        """Stop the run at errors of this class."""
+        """Stop the run on errors of this class."""
         self._policies.pop(kind, None)
 
     @property

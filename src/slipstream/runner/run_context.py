@@ -71,8 +71,8 @@ class RunContext:
             stack.enter_context(self.running())
             if self._stop_reason:
                 raise ConfigError(
-                    f"training {self._stop_reason}, so this Runner cannot continue exactly; create a new Runner with "
-                    "resume=True",
+                    f"training {self._stop_reason}, so this Runner cannot continue from a consistent state; create a "
+                    "new Runner with resume=True",
                     "Runner",
                 )
             try:
@@ -80,7 +80,7 @@ class RunContext:
             except BaseException as error:
                 loop = self._runner.loops.get_if_built("train")
                 # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
-                # User-defined loops may have no attribute `passes`.
+                # User-defined loops may have no `passes` attribute.
                 if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
                     stopped = f"stopped in the middle of an epoch ({type(error).__name__})"
                     interrupted = "was interrupted by a signal in the middle of an epoch"

@@ -468,7 +468,7 @@ class Runner:
 
         Raises:
             CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
-                contains the entry's key. The run is unchanged unless the message states otherwise.
+                names the entry. The run is unchanged unless the message states otherwise.
         """
         self.loops.require("train")
         with self._context.running() as outermost:

@@ -164,7 +164,7 @@ def _is_checkpoint_hook(hook: Any) -> bool:
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
-    """Return a list with the hook that displays a run in a notebook or terminal on rank 0; otherwise an empty list."""
+    """On rank 0, return a list with the hook that displays a run in a notebook or terminal; otherwise, return []."""
     if not is_main_process():
         return []
     if in_notebook():

@@ -238,7 +238,7 @@ class TrainStep:
             self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch; return `loss` and other values as 0-dim tensors, without device synchronization."""
+        """Train on one batch; return `loss` and other values as 0-dim tensors. Does not synchronize with the device."""
         return self._step(batch)
 
     @property
@@ -375,7 +375,7 @@ class TrainStep:
         """Write all state that is required to resume training to a single file. All processes must call this method.
 
         This includes the model, the result of `state_dict`, and the random states of torch, NumPy and Python. The file
-        is written atomically, and its entry `state_dict` contains the model's weights.
+        is written atomically, and its `state_dict` entry contains the model's weights.
 
         Args:
             path: path of the file.
@@ -442,8 +442,8 @@ class TrainStep:
             if own:
                 tensors = "one tensor" if len(own) == 1 else f"{len(own)} tensors"
                 warnings.warn(
-                    f"{source} does not contain {tensors} of the optimizer or of loss_fn that the model does not "
-                    "contain either; the current values are kept",
+                    f"{source} does not contain {tensors} of the optimizer or of loss_fn outside the model; the "
+                    "current values are kept",
                     stacklevel=4,
                 )
             return

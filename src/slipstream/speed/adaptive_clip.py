@@ -34,7 +34,7 @@ class AdaptiveClipOptions:
     """Lower bound for the norm of a unit's weights, so that units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)
     """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
-    linear layer: `exclude=['head']`."""
+    linear layer (for example, `exclude=['head']`)."""
 
     def __post_init__(self) -> None:
         """Check that `clip_factor` and `eps` are positive."""

@@ -35,7 +35,7 @@ def use_cache(
 ) -> Path | None:
     """Set inductor's cache folder for this run, and return it.
 
-    Call this function before any compilation. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
+    Call this function before any compilation. It sets the TORCHINDUCTOR_CACHE_DIR environment variable for the whole
     process, so the most recent run determines the folder. This function does nothing and returns None if the user has
     set the variable, if `options` disables the cache, or if the backend is not inductor. The keys of torch's cache are
     hashes of the graph, the options and the versions, so torch does not load the code of a different graph.

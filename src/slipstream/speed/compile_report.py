@@ -44,9 +44,9 @@ def explain_failure(error: BaseException) -> str:
         return str(own)
     if "consumed returned tensor's grad_fn" in str(error):
         return (
-            "a module or the loss stores a tensor that requires grad between steps (for example a hidden state, or a "
-            "weight computed by pruning, torch.nn.utils.weight_norm or spectral_norm); detach the tensor, or use "
-            "torch.nn.utils.parametrizations"
+            "a module or the loss keeps a tensor that requires grad from one step to the next (for example a hidden "
+            "state, or a weight computed by pruning, torch.nn.utils.weight_norm or spectral_norm); detach the tensor, "
+            "or use torch.nn.utils.parametrizations"
         )
     if "appears to not have been used in the graph" in str(error):
         return "some parameters receive gradients from only some of the batches, so batches need different graphs"

@@ -131,7 +131,7 @@ def training_flops(
     Only matrix products and convolutions are counted.
 
     The model is copied, and neither the copy nor its inputs have data. No values are computed, and the model, its
-    gradients and the random state do not change. Blocks that the option `activation_checkpointing` recomputes are
+    gradients and the random state do not change. Blocks that the `activation_checkpointing` option recomputes are
     counted once. Recomputation by the model's own `torch.utils.checkpoint` and by fused attention is included.
 
     Args:
@@ -207,7 +207,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _copy_without_data(model: nn.Module, mode: Any, trained: Iterable[nn.Parameter]) -> nn.Module:
-    """Return a copy of a model in training mode without data, in which only parameters in `trained` have a gradient."""
+    """Return a copy of a model without data, in training mode; only its parameters in `trained` require a gradient."""
     with_gradient = {id(param) for param in trained if param.requires_grad}
     with mode:
         memo: dict[int, Any] = {id(b): _Metadata.of(b).empty() for b in model.buffers()}

@@ -43,7 +43,7 @@ class LayerDecayOptions:
     default is the outermost repeated blocks of the model."""
 
     def __post_init__(self) -> None:
-        """Check that the decay is in (0, 1], and that the list is not empty."""
+        """Check that `decay` is in (0, 1], and that `layers` is not empty."""
         if not 0 < self.decay <= 1:
             raise ConfigError(f"must be above 0 and at most 1, not {self.decay}", "decay")
         if self.layers is not None and not self.layers:

@@ -29,7 +29,7 @@ class SamOptions:
     """Options of `sam=dict(...)`; True selects the defaults."""
 
     rho: float = 0.05
-    """Norm of the weight perturbation. The ASAM paper uses values about ten times as large as those of SAM."""
+    """Norm of the weight perturbation. The ASAM paper uses values about ten times those in the SAM paper."""
     adaptive: bool = False
     """Whether to scale the perturbation of each weight by its absolute value (ASAM)."""
     eta: float = 0.01

@@ -56,7 +56,7 @@ class BackwardPasses:
 
 @contextmanager
 def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
-    """Record the backward passes through the outputs of calls of `model` inside the context."""
+    """Record the backward passes through the outputs of calls to `model` inside the context."""
     passes = BackwardPasses()
     if isinstance(model, torch.jit.ScriptModule):  # does not support forward hooks in Python
         yield passes

@@ -47,7 +47,7 @@ def _translator() -> Any:
 
 
 def has_side_effects() -> bool:
-    """Return whether Dynamo changes Python objects after the graph has run, other than objects created by the step."""
+    """Return whether Dynamo, after the graph has run, changes Python objects that the step did not create."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects

@@ -2,10 +2,10 @@
 
 The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
 the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
-and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The network's
-rounding error is the larger of the two eager interpretations' distances from the float64 result. The compiled
-code and the eager step may differ from the float64 result by a small multiple of this error. A larger error in the
-eager step indicates that the captured graph does not contain the whole step. A larger error in the compiled code
+and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The two
+eager interpretations differ from the float64 result; the larger difference is the network's rounding error. The
+compiled code and the eager step may differ from the float64 result by a small multiple of this error. A larger error in
+the eager step indicates that the captured graph does not contain the whole step. A larger error in the compiled code
 indicates a compiler bug.
 """
 

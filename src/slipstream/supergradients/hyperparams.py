@@ -18,7 +18,7 @@ _GROUP = "training_hyperparams"
 
 
 def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the `training_params` from a recipe, or from a file in the config group `training_hyperparams`.
+    """Return the `training_params` from a recipe, or from a file in the `training_hyperparams` config group.
 
     Keys that the recipe does not set have their default values.
 

@@ -18,7 +18,7 @@ __all__ = [
 
 
 class _Entry(dict[str, Any]):
-    """The entry `{Name: {arguments}}`, as in recipes, where the name is the class's name."""
+    """The entry `{Name: {arguments}}`, as in recipes, where `Name` is the name of the class."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__({type(self).__name__: arguments})

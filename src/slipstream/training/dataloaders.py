@@ -113,7 +113,7 @@ def get(
 ) -> DataLoader[Any]:
     """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors, see `config`.
 
-    As in SuperGradients, the loader has the attribute `dataloader_params`, and a dataset that is built here has
+    As in SuperGradients, the loader has a `dataloader_params` attribute, and a dataset that is built here has
     `dataset_params` and `classes` (a list of names). Slipstream's datasets return dicts, not tuples.
 
     The Trainer rebuilds the loader with its own sampler to support a reproducible order and distributed training.

@@ -196,7 +196,10 @@ class SupervisedModel(Segmentor, PretrainedWeights):
 
 
 def _check_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless the targets are class ids or class probabilities, without a device synchronization."""
+    """Raise `DataError` unless the targets are class ids or class probabilities.
+
+    Does not synchronize with the device.
+    """
     is_float = targets.is_floating_point()
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
         return
@@ -217,7 +220,7 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
 
 
 def _check_size(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless targets and output have the same N, H and W, without a device synchronization."""
+    """Raise `DataError` unless targets and output have the same N, H and W. Does not synchronize with the device."""
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets of shape {tuple(targets.shape)} and the network's output of shape {tuple(scores.shape)} differ "
@@ -240,8 +243,8 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
 class TrainMetricsHook(Hook):
     """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    Each `TrainPlateauLR` receives the values. They are also stored as other values in the message hub. If training
-    resumes within an epoch, only the remaining batches are counted.
+    Each `TrainPlateauLR` receives the values. They are also stored in the message hub (read them with
+    `get_info`). If training resumes within an epoch, only the remaining batches are counted.
 
     Raises:
         ModelError: before training, if the model has no training metrics.

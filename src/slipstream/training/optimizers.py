@@ -1,4 +1,4 @@
-"""SuperGradients' optimizer keys: learning rates by name prefix, and no weight decay for biases and norm layers."""
+"""SuperGradients' optimizer keys: learning rates by name prefix, and no weight decay for biases or norm layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 
 
 def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
-    """Return the `optim_wrapper` configuration without precision, accumulation and clipping, which `SpeedPlan` sets.
+    """Return the `optim_wrapper` configuration without precision, accumulation or clipping, which `SpeedPlan` sets.
 
     Raises:
         ConfigError: if `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
@@ -75,10 +75,10 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     share a group, whose `name` lists their prefixes. Parameters with a learning rate of 0 are not updated;
     `freeze` also disables their gradients.
 
-    The key `initial_lr` of `paramwise_cfg` is a dict that maps each prefix to its learning rate; its `default` entry
+    The `initial_lr` key of `paramwise_cfg` is a dict that maps each prefix to its learning rate; its `default` entry
     applies to all other parameters. The value of `warmup_initial_lr` has the same form and is stored in the parameter
     groups for the schedule. With `finetune`, the network's `get_finetune_lr_dict(lr)` method returns the rates, where
-    `lr` is the `default` rate. The key `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm
+    `lr` is the `default` rate. The `zero_weight_decay_on_bias_and_bn` key disables weight decay for all biases and norm
     layers.
 
     Raises:

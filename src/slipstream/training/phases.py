@@ -168,7 +168,7 @@ class Callback:
     """Base class for callbacks. Override the methods of the events you need; other events have no overhead.
 
     A training step runs as a single call or CUDA graph. Events within the step are triggered after the step.
-    The events `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
+    The `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` events are not supported.
     """
 
     def on_training_start(self, context: PhaseContext) -> None:

@@ -92,7 +92,7 @@ def draw(
     unit: str,
     resumed: float | None,
 ) -> None:
-    """Plot the curves in `rates`, a dict by label, at the x coordinates `positions` as a PNG file; mark `resumed`."""
+    """Write a PNG plot of the curves in `rates` (by label) at the x coordinates `positions`; mark `resumed`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -58,7 +58,7 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
         launcher: the process launcher, as for `Runner`.
 
     Raises:
-        ConfigError: if a key is missing, invalid or not supported. The message includes the key.
+        ConfigError: if a key is missing, invalid or not supported. The message names the key.
     """
     from slipstream.training.translate import runner_config
 

@@ -37,7 +37,7 @@ class RecipeLR(_ParamScheduler):
         schedule: an `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: if a field is invalid. The message includes the field name.
+        ConfigError, UnknownNameError: if a field is invalid. The message names the field.
     """
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:

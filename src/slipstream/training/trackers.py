@@ -23,7 +23,7 @@ _UNSUPPORTED = {
     "save_logs_remote": "logs are saved only in the run's folder; copy them from there",
     "tb_files_user_prompt": "training is not interactive",
     "save_code": "uploading code is not supported",
-    "api_server": "set the environment variable WANDB_BASE_URL instead",
+    "api_server": "set the WANDB_BASE_URL environment variable instead",
 }
 
 

@@ -253,7 +253,7 @@ class Trainer:
         """Validate the network of a composed recipe. Return the network and its metrics.
 
         The weights are loaded from `checkpoint_params.checkpoint_path`. If this path is not set, or its checkpoint
-        contains only a backbone, the weights are loaded from the checkpoint `ckpt_name` in the experiment's folder.
+        contains only a backbone, the weights are loaded from the file `ckpt_name` in the experiment's folder.
 
         Raises:
             CheckpointError: if the checkpoint does not exist.

@@ -78,7 +78,7 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
 
 
 def train_metric(requested: str, params: TrainingParams, config_path: str) -> str:
-    """Return the name, with the prefix `train/`, of a metric in `train_metrics_list`, ignoring case and punctuation.
+    """Return the name, with the `train/` prefix, of a metric in `train_metrics_list`, ignoring case and punctuation.
 
     Raises:
         UnknownNameError: if no training metric has this name, and none chooses its names at run time.
@@ -90,7 +90,7 @@ def train_metric(requested: str, params: TrainingParams, config_path: str) -> st
         raise UnknownNameError(
             f"no metric in train_metrics_list is named '{requested}'{did_you_mean(requested, names)} "
             f"(available: {', '.join(names) or 'none'}); to monitor a loss, or a metric in valid_metrics_list, use "
-            "the phase VALIDATION_EPOCH_END",
+            "the VALIDATION_EPOCH_END phase",
             config_path,
         )
     return f"train/{found[0] if found else requested}"

@@ -185,7 +185,7 @@ def find_batch_size(
     Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
 
     If a process group exists, all of its ranks must call this function with the same arguments. They try the same sizes
-    together, with data-parallel training, and return the same result: the batch size of each process. A size that fails
+    together, with data-parallel training, and return the same result. Batch sizes are per process. A size that fails
     on one rank does not fit.
 
     Args:

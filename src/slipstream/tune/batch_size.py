@@ -37,7 +37,8 @@ class BatchSizeRow:
     status: str
     """`fits`, `out of memory`, `failed`, `timed out` or `too large` (not tried)."""
     samples_per_second: float | None = None
-    """Samples of all processes per second of the slowest process."""
+    """Total throughput in samples per second: the samples of all processes divided by the time of the slowest
+    process."""
     peak_mib: float | None = None
     """Peak memory of the process that needs the most."""
     reason: str = ""
@@ -217,7 +218,7 @@ class _Search:
 
 
 def _available_mib_per_rank() -> float | None:
-    """Return the smallest share of a rank in the CPU memory of its machine; see `available_mib`."""
+    """Return the available CPU memory per rank in MiB, on the machine where it is smallest; see `available_mib`."""
     machines = all_gather_object((platform.node(), available_mib()))
     names = [name for name, _ in machines]
     shares = [mib / names.count(name) for name, mib in machines if mib is not None]

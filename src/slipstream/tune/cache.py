@@ -59,7 +59,7 @@ def store(file: Path, result: TuneResult) -> None:
 def describe_objects(
     model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, loss_fn: Any
 ) -> dict[str, Any]:
-    """Describe the code and the structure of the user's objects, but not their weights and data."""
+    """Describe the code and the structure of the user's objects, but not their weights or data."""
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": len(group["params"])}
         for group in optimizer.param_groups

@@ -284,7 +284,7 @@ class _Description:
         ]
 
     def _module_attributes(self, module: ModuleType, names: frozenset[str] | None) -> list[Any]:
-        """Describe the attributes of a module whose names are in `names`; None means that the names are unknown."""
+        """Describe the attributes of a module that are listed in `names`; None means that the names are unknown."""
         if is_known(module.__name__):
             return [module.__name__, version_of(module.__name__)]
         if names is None:

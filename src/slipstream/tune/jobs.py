@@ -266,7 +266,7 @@ class _FirstBatches(EpochBatchSampler):
         batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * split))
         if self._setting.exact_size is not None:
             return cycle(_full_batches(batches, self._setting.exact_size))
-        # Batches of the divided size form different pairs from the end of the epoch on.
+        # After the end of the epoch, batches of the divided size would form different pairs.
         whole = [list(chain(*batches[i : i + split])) for i in range(0, len(batches), split)]
         if getattr(self.batch_sampler, "drop_last", False) and len(batches) % split:
             whole.pop()
@@ -281,7 +281,7 @@ def _full_batches(batches: list[list[int]], size: int) -> list[list[int]]:
 def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously.
 
-    Without a batch sampler, batches are not repeated. If `setting` requires a size, incomplete ones are dropped.
+    Without a batch sampler, batches are not repeated. If `setting` requires a size, incomplete batches are dropped.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):

@@ -111,7 +111,7 @@ def budget_error(
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration with two significant digits, or in whole seconds from 10 s."""
+    """Return a duration with two significant digits, or in whole seconds if it is 10 s or longer."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
@@ -208,7 +208,7 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def request(self, steps: int, untimed: int) -> None:
-        """Start to run `untimed` and then `steps` steps, whose time is the next message of type `timed`.
+        """Start running `untimed` and then `steps` steps; the next message of type `timed` contains their time.
 
         Raises:
             TrialError: the run ended.
@@ -266,7 +266,7 @@ def _defer_signals() -> Iterator[None]:
 def forks() -> bool:
     """Return whether trial processes are forked.
 
-    A forked process cannot use an accelerator, or the process group of its parent process.
+    A forked process cannot use an accelerator or the process group of its parent process.
     """
     return sys.platform == "linux" and not torch.accelerator.is_available() and not is_distributed()
 

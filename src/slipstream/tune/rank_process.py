@@ -74,7 +74,7 @@ class RankProcess:
     def wait_for(self, event: str, seconds: float) -> dict[str, Any]:
         """Wait until the trials of all ranks have sent a message of type `event`. Return the message of rank 0.
 
-        `seconds`, `peak_mib` and `buffered` are the largest values of all ranks.
+        `seconds`, `peak_mib` and `buffered` are the largest values across all ranks.
 
         Raises:
             TrialError: the trial of a rank failed, ended, or did not respond within `seconds`.
@@ -152,7 +152,7 @@ def check_same_on_all_ranks(**values: Any) -> None:
 
 
 def _placement(port: int) -> Placement:
-    """Return the placement of this rank's trial: that of this process, but with another port of rank 0."""
+    """Return the placement of this rank's trial: that of this process, but with a different port for rank 0."""
     placement = read_placement("pytorch", os.environ)
     # A trial connects to torchrun's store as a restarted process does.
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -183,7 +183,7 @@ def _combined(first: Sequence[_State], later: Sequence[_State]) -> TrialError:
 
 
 def _backend() -> str | None:
-    """Return the backends of the default group, or None if the group was created without a name of a backend."""
+    """Return the backends of the default group, or None if the group was created without a backend name."""
     name = str(dist.get_backend())
     return None if name == "undefined" else name
 

@@ -126,7 +126,7 @@ class TuneResult:
         return f"{table_text(self.table())}{self.summary()}"
 
     def yaml_text(self) -> str:
-        """Return the contents of `tuned.yaml`: the keys `speed` and `train_dataloader` of a configuration."""
+        """Return the contents of `tuned.yaml`: the `speed` and `train_dataloader` keys of a configuration."""
         content: dict[str, Any] = {"speed": self.speed}
         if loader := self.outcome.setting.dataloader:
             content["train_dataloader"] = loader
@@ -197,7 +197,7 @@ def read_tuned(path: str | Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"'{path}' is not a YAML file: {str(error).splitlines()[0]}", "speed") from None
     known = {"speed": None, "train_dataloader": _LOADER_KEYS}
     if not isinstance(content, Mapping) or "speed" not in content:
-        raise ConfigError(f"'{path}' has no key 'speed'; pass a file written by `slipstream tune`", "speed")
+        raise ConfigError(f"'{path}' has no 'speed' key; pass a file written by `slipstream tune`", "speed")
     for key, section in content.items():
         if key not in known:
             raise ConfigError(f"'{path}': unknown key '{key}'{did_you_mean(str(key), known)}", "speed")

@@ -436,7 +436,7 @@ class _PlanFailedError(Exception):
 
 
 def _launch_hint(setting: Setting, own: Any) -> str:
-    """Return why a data-parallel trial is not adopted, and the command that trains with the plan's and its changes.
+    """Return why a data-parallel trial is not adopted, and the command that trains with its changes and the plan's.
 
     The command does not use the file that contains the plan: an option that is adopted after this trial, such as
     `accumulate`, can change the batch size.

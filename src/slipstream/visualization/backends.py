@@ -28,7 +28,7 @@ __all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "defaul
 
 
 def default_backends() -> list[dict[str, str]]:
-    """Return the configurations of the file backends, including TensorBoard's backend if it is installed."""
+    """Return the configurations of the file backends, including the TensorBoard backend if TensorBoard is installed."""
     names = ["LocalVisBackend", *(["TensorboardVisBackend"] if is_installed("tensorboard") else [])]
     return [{"type": name} for name in names]
 

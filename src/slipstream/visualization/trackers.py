@@ -209,6 +209,6 @@ def _import(module: str, backend: BaseVisBackend) -> Any:
             raise
         kind = type(backend).__name__
         raise ConfigError(
-            f"{kind} requires the package {package}. Run `pip install 'slipstream[{package}]'`, or remove the backend"
+            f"{kind} requires the {package} package. Run `pip install 'slipstream[{package}]'`, or remove the backend"
         ) from error
     return importlib.import_module(module)
