@@ -29,8 +29,9 @@ _NUM_BLOCKS = 6
 """Minimum number of independent values whose range contains the median with a probability of at least 95%."""
 _NOTE = (
     "Each row is measured in separate processes. The step time is the mean of all timed steps. The steps are divided "
-    f"into {_NUM_BLOCKS} blocks of consecutive steps, and the interval is the range of the block means. It "
-    "contains the median block mean with a probability of at least 95% if the blocks are independent. With fewer than "
+    f"into {_NUM_BLOCKS} blocks of consecutive steps, and the interval is the range of the block means. If the block "
+    "means are independent and identically distributed, the interval contains the median of their distribution with a "
+    "probability of at least 95%. With fewer than "
     f"{_NUM_BLOCKS} steps, no interval is reported. A temporary slowdown of the machine affects whole rows, so repeat "
     "the command before comparing rows with similar times. Memory is the peak memory of the first process: the "
     "device memory or, on a CPU, the resident memory of the whole process."

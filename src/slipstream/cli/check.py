@@ -108,7 +108,7 @@ def _finite_loss(loss: float | None) -> Mapping[str, float]:
         return {}
     if not math.isfinite(loss):
         raise NonFiniteLossError(
-            f"the loss of the first training batch is {loss}; check the data for NaN and wrong labels, check the "
+            f"the loss of the first training batch is {loss}; check the data for NaN or wrong labels, check the "
             "initial weights, or use bf16 instead of fp16",
             1,
         )

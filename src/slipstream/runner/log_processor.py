@@ -27,7 +27,7 @@ _MAX_ETA = timedelta.max.total_seconds() // 2
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Format the scalars and other values in `runner.message_hub`.
+    """Format the scalars and the runtime values in `runner.message_hub`.
 
     Scalars whose names match `mean_pattern` are averaged over `window_size` values. For other scalars, the latest value
     is shown.
