@@ -168,7 +168,7 @@ def summary(data: dict[str, Any]) -> str:
     header = ["work of the report", "µs of CPU time per step (minimum to maximum)", "relative to the step"]
     return (
         f"{table(header, rows)}\n\nThe median step takes {step / 1e3:.0f} ms of CPU time. For steps of "
-        f"{median(total) / 10:.1f} ms, the report's work would take 1 % of the step time. "
+        f"{median(total) / 10:.1f} ms, the report's work would take 1% of the step time. "
         f"At the end of the run, writing the report takes {data['write_ms']:.0f} ms."
     )
 
