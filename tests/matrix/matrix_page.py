@@ -25,8 +25,8 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) with combinations of options, for {steps} steps of {batch} samples
-each. The tests compare losses, final weights and averages with those of a hand-written PyTorch loop, which trains eagerly
-on the whole batch in one process. They also check that only the requested options were active.
+each. The tests compare losses, final weights and averages with those of a hand-written PyTorch loop, which trains
+eagerly on the whole batch in one process. They also check that only the requested options were active.
 `python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
 
 - `make test` trains with each option separately, in one process, on both networks.
