@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).with_name("notebook.ipynb")
 TITLE = """\
 # Training in a notebook
 
-In a notebook, a run shows a table of its newest values and the curves of its loss and metrics. They are updated while
+In a notebook, a run shows a table of its latest values and the curves of its loss and metrics. Both are updated while
 the cell runs. No option is required.
 """
 DATA = """\

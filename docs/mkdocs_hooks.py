@@ -20,7 +20,7 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "repository"
-"""Folder of the site that contains the files from outside docs/."""
+"""Site folder that contains the files from outside docs/."""
 
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _directives(table: str) -> str:
-    """Return mkdocstrings' directives for the Python objects in a table."""
+    """Return mkdocstrings directives for the Python objects in a table."""
     return "\n\n".join(f"::: {name}" for name in _NAME.findall(table))
 
 

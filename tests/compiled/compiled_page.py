@@ -25,9 +25,9 @@ _TABLES = (
 
 _TOP = """## What a compiled step supports
 
-`tests/compiled` runs {cases} cases, most of them for {steps} steps in float64: with `accelerate` and `compile`, with
-`accelerate` only, and with a plain loop. Losses, weights, buffers, averages and other recorded values
-must agree within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam). `make test` and `make matrix` run
+`tests/compiled` runs each of {cases} cases with `accelerate` and `compile`, with `accelerate` only, and in a plain
+loop. Most cases run for {steps} steps in float64. Losses, weights, buffers, averages and other recorded values must
+agree to within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam). `make test` and `make matrix` run
 {regular} of the cases, at least one of each kind; `make exhaustive` runs the others.
 
 - *{one}*: forward, loss and backward run as a single graph, without warnings. The optimizer update is part of the graph

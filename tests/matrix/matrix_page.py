@@ -24,21 +24,21 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 
 _TOP = """# Combinations of options
 
-`tests/matrix` trains two small networks ({nets}) for {steps} steps of {batch} samples with combinations of options.
-The tests compare losses, final weights and averages with those of a hand-written PyTorch loop, which trains eagerly
-on the whole batch in one process. They also check that only the requested options were active.
+`tests/matrix` trains two small networks ({nets}) with combinations of options, for {steps} steps of {batch} samples
+each. The tests compare losses, final weights and averages with those of a hand-written PyTorch loop, which trains
+eagerly on the whole batch in one process. They also check that only the requested options were active.
 `python tests/matrix/matrix_page.py` generates this page from the tables that the tests use.
 
 - `make test` trains with each option separately, in one process, on both networks.
 - `make matrix` trains with every pair of options in {one} runs in one process and {two} runs in two processes. It also
   tests all compatible options together, and the combinations that raise an error.
 - `make exhaustive` trains with every triple that contains `compile=step` in {step} runs in one process, and with each
-  pair and each of the {triples} triples separately. It tests all compatible options with every precision, with and
-  without SAM. It takes too long for `.ci/run`, which runs only the other two commands.
+  pair and each of the {triples} triples separately. It tests all compatible options together in every precision, with
+  and without SAM. It takes too long for `.ci/run`, which runs only the other two commands.
 
-Each of these {one}, {two} and {step} runs enables many options. They are covering arrays
-(`tests/matrix/matrix_arrays.py`): for every two options that can be combined, there are runs with both, with only one
-of them, and with neither. Each option is tested on both networks, but a pair may be tested on only one.
+These sets of {one}, {two} and {step} runs are covering arrays (`tests/matrix/matrix_arrays.py`). Each run enables many
+options. For every two options that can be combined, there are runs with both, with only one of them, and with neither.
+Each option is tested on both networks, but a pair may be tested on only one.
 
 In `make exhaustive`, each pair is tested on one network in one process and on the other network in two processes; pairs
 that require several processes are tested on both networks. Each triple is tested once, alternating between the networks

@@ -1,6 +1,6 @@
 """Generate docs/mmengine_api.md: `python tests/openmmlab/mmengine_page.py`.
 
-The page compares the names in `mmengine_names.json` with those of `slipstream.openmmlab.mmengine`, by importing them.
+The script compares the names in `mmengine_names.json` with those in `slipstream.openmmlab.mmengine`, by importing them.
 """
 
 import importlib
@@ -35,11 +35,11 @@ BACKENDS = "files are read from local storage or through fsspec"
 FORMATS = "`load` and `dump` support JSON, YAML and pickle; other formats cannot be registered"
 OPTIMIZERS = "optimizers that a configuration names are looked up in torch and in installed packages"
 MODELS = "model names from other projects are not resolved; pass a path or a URL"
-ZOO = "the experiment tracker has no backend in Slipstream"
+ZOO = "Slipstream has no backend for this experiment tracker"
 PARSING = "part of MMEngine's configuration parser"
-SPEED = "set by a speed option instead"
+SPEED = "replaced by a speed option"
 LOGS = "part of MMEngine's logger"
-HELPERS = "not used by mmcv, mmpretrain, mmsegmentation and mmdetection"
+HELPERS = "not used by mmcv, mmpretrain, mmsegmentation or mmdetection"
 
 # The reasons why names are missing, by the start of their paths.
 REASONS = (
@@ -113,15 +113,20 @@ def compare(path, entry):
     if entry["parameters"] is not None:
         notes += compare_parameters(entry["parameters"], parameters(obj))
     if lost := [m for m in entry.get("members", ()) if not is_set(obj, m)]:
-        notes.append(f"no attributes {', '.join(f'`{m}`' for m in lost)}")
+        notes.append(no("attribute", lost))
     return "differs" if notes else "same", notes
+
+
+def no(kind, names):
+    """Return a note about missing attributes or parameters."""
+    return f"no {kind}{'s' * (len(names) > 1)} {', '.join(f'`{name}`' for name in names)}"
 
 
 def compare_parameters(theirs, own):
     """Return a note if parameters are missing or in a different order. Additional parameters are ignored."""
     expected, actual = names_of(theirs), names_of(own)
     if lost := [name for name in expected if name not in actual and "*" not in own]:
-        return [f"no parameters {', '.join(f'`{name}`' for name in lost)}"]
+        return [no("parameter", lost)]
     shared = [name for name in actual if name in expected]
     if "*" not in theirs and shared != [name for name in expected if name in actual]:
         return [f"the order of the parameters is {', '.join(f'`{name}`' for name in actual)}"]
@@ -145,9 +150,9 @@ def page():
             rows.setdefault(path.split(".")[1], []).append((path, entry, notes))
     absent = [name for name in data["modules"] if not has_module(name)]
     lines = [HEAD.format(version=data["version"], total=len(data["names"]), **counts)]
-    lines.append("## Missing names\n\n| names (in `mmengine`) | why |\n|---|---|\n")
+    lines.append("## Missing names\n\n| names (in `mmengine`) | reason |\n|---|---|\n")
     lines += [f"| {', '.join(f'`{name}`' for name in names)} | {reason} |\n" for reason, names in why.items()]
-    lines.append(f"\nModules that do not exist: {', '.join(f'`{name}`' for name in absent)}.\n")
+    lines.append(f"\nMissing modules: {', '.join(f'`{name}`' for name in absent)}.\n")
     for package, entries in sorted(rows.items()):
         lines.append(f"\n## mmengine.{package}\n\n| name | parameters | differences |\n|---|---|---|\n")
         for path, entry, notes in entries:

@@ -113,7 +113,7 @@ def test_names_are_compared_with_their_parameters_and_attributes():
     )
     assert compare("mmengine.hooks.Hook", {**hook, "members": ["fly"]}) == (
         "differs",
-        ["no attributes `fly`"],
+        ["no attribute `fly`"],
     )
     assert compare("mmengine.hooks.Hook", {**hook, "at": ["mmengine.none"]}) == (
         "differs",
