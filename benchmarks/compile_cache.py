@@ -31,7 +31,7 @@ SCOPES = ("model", "block")
 
 
 class ConvNet(nn.Module):
-    """Residual blocks of convolution, BatchNorm and ReLU, with two widths."""
+    """Residual blocks of convolution, BatchNorm and ReLU, at two widths."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def start(depth: int, options: CompileOptions | None) -> dict[str, Any]:
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
-    """Measure each start in a fresh process, one after the other. Each round begins with an empty cache."""
+    """Measure each startup in its own process, one after another. Each round begins with an empty cache."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +112,7 @@ def rows(scope: str, measured: dict[str, list[dict[str, Any]]]) -> list[list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--depth", type=int, default=6, help="number of blocks of each width")
-    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each start")
+    parser.add_argument("--rounds", type=int, default=3, help="number of times to measure each startup")
     parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)
@@ -139,7 +139,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        write_result(args.out, "First and second start of a compiled model", info, text, {"starts": measured})
+        write_result(args.out, "Cold and warm startup of a compiled model", info, text, {"starts": measured})
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def one_graph() -> str:
         )
     header = ["time with one graph relative to:", "the hand-written loop", "the loop in channels_last"]
     info = result("one_graph")
-    crop = info["crop of the recipes' networks"]
+    crop = info["crop size for the recipe networks"]
     clock = {"cpu": "CPU time", "wall": "wall time"}[info["clock"]]
     return (
         f"{table(header, rows)}\n\n{clock}; crops of {crop}x{crop}; {machine('one_graph')}; "

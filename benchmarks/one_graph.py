@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    info = environment_info() | {"n (rounds)": args.rounds, "crop of the recipes' networks": args.crop}
+    info = environment_info() | {"n (rounds)": args.rounds, "crop size for the recipe networks": args.crop}
     info["clock"] = args.clock
     parts: dict[str, dict[str, dict[str, list[float]]]] = {}
     for title, cases in (("Tiny networks", TINY), ("The recipes' networks", RECIPES)):

@@ -81,7 +81,7 @@ def test_override_without_a_key_raises_an_error(text):
 
 
 def test_too_many_nested_brackets_raise_an_error():
-    with pytest.raises(ConfigError, match=r"^a: the value has too many nested brackets"):
+    with pytest.raises(ConfigError, match=r"^a: the brackets in the value are nested too deeply"):
         parse_override("a=" + "[" * 100_000)
 
 

@@ -71,7 +71,7 @@ def test_a_property_is_a_field_and_hides_the_attribute_behind_it():
     sample = Sample(boxes=torch.ones(1, 4))
     assert sample.keys() == ["boxes"]  # `_boxes` is hidden
     assert "boxes" in sample
-    with pytest.raises(AssertionError, match="must have the type"):
+    with pytest.raises(AssertionError, match="must be of type"):
         sample.boxes = [1, 2]
     del sample.boxes
     assert sample.keys() == []

@@ -429,7 +429,7 @@ def test_data_parallelism_is_skipped_if_it_is_not_possible(fake_process, monkeyp
         (Script(batch_size=None), "requires batches that can be divided into smaller batches"),
         (
             Script(counts_steps=True),
-            "the length of the run or of an epoch, or the learning rate schedule is specified in steps",
+            "the run length, the epoch length or the learning rate schedule is specified in steps",
         ),
         (Script(sources={"accumulate": "speed.accumulate"}), "already set by the run"),
     ],

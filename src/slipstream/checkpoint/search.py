@@ -19,7 +19,7 @@ LAST_FILE = "last_checkpoint"
 _ORIGIN_FILE = ".last_run"
 """File with the run ID and the iteration of the checkpoint that `last_checkpoint` refers to.
 
-They are required if this checkpoint is damaged.
+If that checkpoint is damaged, they are used to select another one.
 """
 _BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 _MAX_LISTED = 5
@@ -30,7 +30,8 @@ def mark_last_checkpoint(
 ) -> None:
     """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns.
 
-    `run_id` and `iteration` are those of the checkpoint. If it is damaged, they determine which checkpoint replaces it.
+    `run_id` and `iteration` identify the run and the position of the checkpoint. If it is damaged, they determine which
+    checkpoint is used instead.
     """
     if run_id is not None:
         write_text(Path(folder) / _ORIGIN_FILE, f"{run_id} {iteration}")
@@ -91,10 +92,10 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda _: None) -> Iterator[Path]:
-    """Yield the checkpoint that `last_checkpoint` refers to, then the run's others in descending order of iteration.
+    """Yield the checkpoint that `last_checkpoint` refers to, then the run's other checkpoints, latest iteration first.
 
-    File times are not used to compare iterations, because copying a file can change them. The checkpoints whose
-    iteration cannot be read come last.
+    File times are not used for the order, because copying a file can change them. Checkpoints whose iteration cannot be
+    read come last.
 
     Args:
         folder: the work_dir.

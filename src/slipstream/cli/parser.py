@@ -106,7 +106,9 @@ def build_parser() -> tuple[Parser, _Commands]:
         _add_report,
     ):
         add(commands)
-    doctor = commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
+    doctor = commands.add_parser(
+        "doctor", help="show the versions and options of this machine, and report misconfigurations"
+    )
     _add_recipe(doctor, nargs="?")
     _add_json(doctor)
     _add_recipes(commands)
@@ -158,7 +160,7 @@ def _add_new(commands: _Commands) -> None:
 
 
 def _add_train(commands: _Commands) -> None:
-    parser = commands.add_parser("train", help="train a recipe or a configuration file")
+    parser = commands.add_parser("train", help="train a model from a recipe or a configuration file")
     _add_run(parser)
     _add_processes(parser)
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
@@ -297,7 +299,7 @@ def _add_plan_scale(commands: _Commands) -> None:
 
 def _add_explain(commands: _Commands) -> None:
     parser = commands.add_parser(
-        "explain", help="show a run's options, and the options not supported on this machine"
+        "explain", help="show the options that a run uses and those that this machine does not support"
     )
     _add_run(parser)
     _add_json(parser)
@@ -335,7 +337,11 @@ def _add_bench(commands: _Commands) -> None:
         "--mode", choices=("eager", "compiled"), metavar="MODE", help="measure only eager or only compiled"
     )
     parser.add_argument(
-        "--devices", type=int, choices=(1, 2), metavar="N", help="measure only 1 device or only 2"
+        "--devices",
+        type=int,
+        choices=(1, 2),
+        metavar="N",
+        help="measure with only this number of devices: 1 or 2",
     )
     parser.add_argument(
         "--precision", choices=("float32", "amp"), metavar="P", help="measure only float32 or only amp"
@@ -381,7 +387,7 @@ def _add_compare(commands: _Commands) -> None:
 
 
 def _add_tune(commands: _Commands) -> None:
-    parser = commands.add_parser("tune", help="measure to find the fastest options (docs/tune.md)")
+    parser = commands.add_parser("tune", help="find the fastest options by measuring them (docs/tune.md)")
     _add_recipe(parser)
     parser.set_defaults(work_dir=None)
     parser.add_argument(

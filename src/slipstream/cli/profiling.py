@@ -77,7 +77,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of user code that this package called or, if there is none, of this package's code."""
+    """Return the innermost line of user code that this package called, or of this package if there is none."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     in_package = [Path(f.filename).is_relative_to(_PACKAGE) for f in stack]
@@ -93,7 +93,7 @@ class StepProfiler(ProfilerHook):
 
     Args:
         warmup: number of untimed steps at the start.
-        steps: number of steps to time, and number of steps to record after them.
+        steps: number of steps to time; the same number of steps is then recorded.
         stacks: whether to record Python stacks.
         device: the device of the model.
     """

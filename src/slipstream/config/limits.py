@@ -1,4 +1,4 @@
-"""Limits on configuration files that prevent a malicious file from exhausting time or memory."""
+"""Limits on configuration files, so that a malicious file cannot hang the process or exhaust its memory."""
 
 from __future__ import annotations
 

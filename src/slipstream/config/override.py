@@ -36,7 +36,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     except ValueError as error:  # a ConfigError, or Python's error for integers with thousands of digits
         raise ConfigError(str(error), key) from None
     except RecursionError:
-        raise ConfigError("the value has too many nested brackets", key) from None
+        raise ConfigError("the brackets in the value are nested too deeply", key) from None
 
 
 def check_override(

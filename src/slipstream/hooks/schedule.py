@@ -49,7 +49,7 @@ class ParamSchedulerHook(Hook):
             scheduler.step()
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Step the iteration-based schedulers, because the batch counts as a step."""
+        """Step the iteration-based schedulers, because a skipped batch still counts as a step."""
         self.after_train_iter(runner, batch_idx)
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -157,7 +157,7 @@ class EarlyStoppingHook(Hook):
             return
         if self.monitor not in (metrics or {}) and not self.strict:
             runner.logger.warning(
-                f"EarlyStoppingHook: validation did not return the metric '{self.monitor}'; correct `monitor`"
+                f"EarlyStoppingHook: validation did not return the metric '{self.monitor}'; check `monitor`"
             )
             return
         value = metric_value(self, metrics or {}, self.monitor, "monitor")

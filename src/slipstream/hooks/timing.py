@@ -24,8 +24,8 @@ class IterTimerHook(Hook):
     """Record the `time` and `data_time` of every batch and the `eta`, all in seconds.
 
     In training, `time` is the duration of the whole iteration, including hooks and checkpoints, and `data_time` is the
-    time in the `data` phase of `runner.phases`. On an accelerator, the time of a single step includes only kernel
-    launches. Means over a log interval are accurate.
+    time in the `data` phase of `runner.phases`. On an accelerator, the time of a single step covers only kernel
+    launches, but means over a log interval are accurate.
     """
 
     reads_phases = True
@@ -77,7 +77,7 @@ class IterTimerHook(Hook):
         """Write the step times since the last call, the training speed and the remaining time to the message hub."""
         unread, self._unread = self._unread, []
         if unread:
-            # The read of the losses waited for the device. Attribute this time to the last step, not to the next batch.
+            # Reading the losses waited for the device. Attribute this time to the last step, not to the next batch.
             now = perf_counter()
             unread[-1] = (unread[-1][0], unread[-1][1] + now - self._last_time, unread[-1][2])
             self._last_time = now

@@ -22,7 +22,7 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     Args:
         loss: the loss module.
         scores: the network's main output, (N, classes, ...).
-        targets: class ids of an integer dtype, or class probabilities, which are not checked.
+        targets: integer class ids, or class probabilities (not checked).
     """
     known = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
     # Tensors without data, such as fake tensors, cannot be checked.

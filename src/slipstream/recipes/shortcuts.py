@@ -71,7 +71,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
 
 
 def hints(cfg: Config) -> dict[str, str]:
-    """Return a dict that maps each name of an applicable shortcut, including synonyms, to the shortcut."""
+    """Return a dict that maps each applicable shortcut and each of its synonyms to the shortcut."""
     names = {
         shortcut: shortcut
         for shortcut, keys in _KEYS.items()
@@ -88,7 +88,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Apply the `ema=True` or `ema=False` shortcut, and return the other overrides.
 
     `False` removes each `EMAHook` from the recipe. `True` enables the `ema` speed option if the recipe has no
-    `EMAHook`. Overrides with other values are returned unchanged, and later raise an error for an unknown key.
+    `EMAHook`. Overrides with other values are returned unchanged, and later cause an error for an unknown key.
     """
     rest = []
     for override in overrides:

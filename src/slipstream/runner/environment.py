@@ -44,19 +44,19 @@ Seed = Annotated[int, Rule(lambda seed: 0 <= seed < 2**63, "between 0 and 2**63 
 
 @dataclass(frozen=True)
 class Randomness:
-    """Options of the Runner's `randomness` argument."""
+    """Options for the Runner's `randomness` argument."""
 
     seed: Seed | None = None
-    """Seed of all random number generators. If None, a random seed is drawn for all ranks and logged."""
+    """Seed for all random number generators. If None, a random seed is drawn for all ranks and logged."""
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
-    """Add the rank to the seed of the model's random numbers (dropout). This does not affect the data order."""
+    """Add the rank to the seed for the model's random numbers, such as dropout. This does not affect the data order."""
 
 
 @dataclass(frozen=True)
 class MpOptions:
-    """Options of `env_cfg.mp_cfg`."""
+    """Options for `env_cfg.mp_cfg`."""
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """How data loader workers are started; None keeps the process's current setting."""
@@ -68,7 +68,7 @@ class MpOptions:
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options of the Runner's `env_cfg` argument."""
+    """Options for the Runner's `env_cfg` argument."""
 
     cudnn_benchmark: bool = False
     """Let cuDNN benchmark its algorithms for each new input shape, which is faster if input shapes are constant."""

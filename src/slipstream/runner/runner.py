@@ -90,7 +90,7 @@ class Runner:
         resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
             that checkpoint.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
-        env_cfg, randomness: options of `EnvOptions` and `Randomness`.
+        env_cfg, randomness: the fields of `EnvOptions` and `Randomness`.
         log_processor, log_level, visualizer: options for logging and visualization.
         default_scope: the registry scope to search first.
         experiment_name: the run's name in logs.
@@ -99,8 +99,9 @@ class Runner:
         loss_fn: for a plain `nn.Module`: `loss_fn(outputs, targets)` as in `accelerate` (or its configuration), or
             `'model'` if the model returns the loss.
         limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test run.
-        overfit_batches: train on this number of batches, the same in every epoch.
-        fast_dev_run: run this number of steps, validate on as many batches, and save no checkpoints; True means 1.
+        overfit_batches: train on only this many batches, the same ones in every epoch.
+        fast_dev_run: run this many steps, validate on the same number of batches, and save no checkpoints; True means
+        1.
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class Runner:
     # ---- training, validation, test ---------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train the model and return it, after initializing all weights that have not been loaded.
+        """Initialize the weights that were not loaded, train the model, and return it.
 
         Raises:
             ConfigError: an earlier call ended in the middle of an epoch, or a hook of this Runner calls this method.
@@ -358,8 +359,8 @@ class Runner:
     ) -> TuneResult:
         """Measure the speed options for this Runner's configuration, and return the fastest combination.
 
-        Each trial builds its own Runner in its own process. This Runner, its model and all random states do not change.
-        To use the result, build a new Runner with `speed=result.speed`.
+        Each trial builds its own Runner in its own process. This Runner, its model and all random states are left
+        unchanged. To use the result, build a new Runner with `speed=result.speed`.
 
         Args:
             budget: time limit, as a number of seconds or a string such as `5m` or `1h30m`.

@@ -133,7 +133,7 @@ class BudgetedCall:
         if self._background.exceeded:
             self._given_up.add(finished)
             self._on_exceeded(finished)
-        else:  # a failed compilation is repeated in this process, which reports the error
+        else:  # a failed compilation is retried in this process, which reports the error
             self._ready.add(finished)
         return training in self._ready
 

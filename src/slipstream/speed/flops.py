@@ -173,7 +173,7 @@ def training_flops(
 
 
 def _counter() -> Any:
-    """Return torch's counter with formulas for attention on the CPU and products of a matrix and a vector."""
+    """Return torch's FLOP counter with additional formulas for CPU attention and matrix-vector products."""
     from torch.utils.flop_counter import FlopCounterMode
 
     aten = torch.ops.aten

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
-    """Convert convolution weights in place, and add a hook that converts each batch before forward.
+    """Convert convolution weights in place, and add a hook that converts each batch before the forward pass.
 
     The Parameter objects do not change, and loading a state dict preserves their memory format. The hook runs in
     training and validation. It does not copy batches that already have this format.

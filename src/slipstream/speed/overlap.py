@@ -61,4 +61,4 @@ OVERLAP_OPTIONS = {
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),
 }
-"""Inductor's options for a step that averages gradients across processes."""
+"""Inductor options for a step that averages gradients across processes."""

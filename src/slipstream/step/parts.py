@@ -3,7 +3,7 @@
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls their methods, and the compiled
 step (`GraphStep`) traces the same calls, so each part is implemented only once. The methods must be traceable, except
 `before_batch` and, if `on_host` is set, `after_batch`. Traceable methods must not call `.item()` or branch on a
-tensor's value, and must store numbers that change in a `slipstream.step.numerics.Scalar`.
+tensor's value, and must use a `slipstream.step.numerics.Scalar` for each number that changes between steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepPart:
         """Process the new weights; for example, update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return a dict from names to the tensors that the part modifies in place and never replaces."""
+        """Return a dict that maps names to the tensors that the part modifies in place and never replaces."""
         return {}
 
 

@@ -61,7 +61,7 @@ _EVENTS_AT = {
 
 _STEP_EVENT = "on_train_batch_gradient_step_end"
 _VALIDATION_EVENTS = ("on_validation_loader_start", "on_validation_loader_end")
-"""SuperGradients does not call these events when it validates the average of the best models."""
+"""SuperGradients does not trigger these events when it validates the average of the best models."""
 _EVENTS_INSIDE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 
@@ -248,7 +248,7 @@ class EarlyStop(EarlyStoppingHook):
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images with sliding windows, but only after the last training epoch or in a separate validation.
+    """Validate whole images with sliding windows, after the last training epoch and in standalone validation runs only.
 
     Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
     With sliding windows, the model runs eagerly, because compilation does not pay off in a single validation run.

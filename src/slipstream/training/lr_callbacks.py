@@ -146,7 +146,7 @@ class LRCallbackHook(Hook):
     def _call_at(self, stage: str, runner: Runner, **values: Any) -> None:
         if self._hook is not None and stage == self._stage:
             method = self._hook.method_at(stage)
-            assert method is not None, "the callback must have an event at this stage"
+            assert method is not None, "the callback must handle an event at this stage"
             method(runner, **values)
             self._store(runner)
 

@@ -162,7 +162,7 @@ def _check_finetune(params: TrainingParams) -> None:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name in the user's network. A shared parameter occurs once, under its first name."""
+    """Return the parameters by name in the user's network. A shared parameter appears once, under its first name."""
     network = getattr(model, "network", None)
     prefix = "network." if isinstance(network, nn.Module) else ""
     return {name.removeprefix(prefix): parameter for name, parameter in model.named_parameters()}

@@ -289,8 +289,7 @@ class _Description:
             return [module.__name__, version_of(module.__name__)]
         if names is None:
             raise UndescribedError(
-                f"the module {module.__name__} is used as a value, so it is unknown which of its "
-                f"attributes are used"
+                f"the module {module.__name__} is used as a value, so the attributes that are used cannot be determined"
             )
         if (module.__name__, names) in self._described_modules:
             return [module.__name__]

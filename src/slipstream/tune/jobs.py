@@ -109,7 +109,7 @@ def merged_speed(speed: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WarningLog(logging.Handler):
-    """Stores the warnings of a run, which contain the reason if an option is not in effect."""
+    """Stores a run's warnings, which say why an option is not in effect."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -124,8 +124,8 @@ class WarningLog(logging.Handler):
 class RunnerJob:
     """Train with a Runner's configuration, without validation, checkpoints or trackers.
 
-    The first batches of the first epoch are repeated in one endless pass, with the same augmentation. All batches are
-    used if the loader has no batch sampler, and for the learning rate range test.
+    The first batches of the first epoch are repeated in one endless pass, with the same augmentation. The learning rate
+    range test, and loaders without a batch sampler, use all batches.
     """
 
     cfg: Mapping[str, Any]

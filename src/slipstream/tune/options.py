@@ -95,7 +95,7 @@ class Batches:
     shapes: int = 1
     """Number of distinct shapes among the first batches."""
     counts_steps: bool = False
-    """Whether the length of the run or of an epoch, or the learning rate schedule is specified in steps."""
+    """Whether the run length, the epoch length or the learning rate schedule is specified in steps."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:
@@ -183,7 +183,7 @@ def _smaller_batches(batches: Batches) -> Candidate:
         problem = f"requires an even batch size, not {size}"
     elif batches.counts_steps:
         problem = (
-            "the length of the run or of an epoch, or the learning rate schedule is specified in steps, "
+            "the run length, the epoch length or the learning rate schedule is specified in steps, "
             "and the number of steps would double"
         )
     setting = Setting({"accumulate": 2}, batch_size=None if size is None else size // 2, split=2)

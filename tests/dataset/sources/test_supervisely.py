@@ -53,7 +53,7 @@ def test_the_supergradients_loader_reads_the_folder(folder):
 
 def test_errors_name_the_file_or_the_row(folder):
     with pytest.raises(
-        DataError, match=r"cannot read the list file '.*none\.csv'.*set root_dir and list_file"
+        DataError, match=r"cannot read the list file '.*none\.csv'.*check root_dir and list_file"
     ):
         SuperviselyPersonsDataset(folder, "none.csv")
     (folder / "bad.csv").write_text("images/0.png,masks/0.png\nimages/1.png\n")

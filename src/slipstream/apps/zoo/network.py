@@ -102,7 +102,7 @@ class Network(nn.Module):
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
-            batch_size: maximum number of images in a batch. All images in a batch have the same size.
+            batch_size: maximum batch size. Only consecutive images of the same size form a batch.
             fuse_model: whether to use a copy of the network prepared with `prep_model_for_conversion`.
             fp16: whether to use float16 where autocast allows it. This option has no effect on the CPU.
 

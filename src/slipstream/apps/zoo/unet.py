@@ -55,7 +55,7 @@ class Backbone(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """Resizes deep features to the size of the skip, concatenates both, and applies one or two convolutions."""
+    """Resizes deep features to the size of the skip connection, concatenates the two, and applies convolutions."""
 
     def __init__(self, in_channels: int, skip: int, width: int, repeats: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class UNet(Network):
     Args:
         num_classes: number of output channels.
         in_channels: number of image channels.
-        dropout: dropout probability before the classifier in training.
+        dropout: probability of the dropout before the classifier, during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

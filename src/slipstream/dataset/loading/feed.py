@@ -67,10 +67,10 @@ class CopyStream(Protocol):
 class DeviceFeed(Generic[Batch]):
     """A loader that copies its batches to the device, `prefetch` batches ahead of the current step.
 
-    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. For example, uint8 images need
-    a quarter of the bandwidth of float32 images, and the data preprocessor converts them on the device. Other values
-    are returned unchanged. The order of batches and the random numbers do not change. If the loader raises an error,
-    the batches drawn before the error are returned first. On the CPU, batches are returned unchanged and without
+    Tensors in dicts, lists, tuples and named tuples are moved without changing their dtype, so uint8 images need only a
+    quarter of the bandwidth of float32 images; the data preprocessor converts them on the device. Other values are
+    returned unchanged. The order of batches and the random numbers do not change. If the loader raises an error, the
+    batches drawn before the error are returned first. On the CPU, batches are returned unchanged and without
     prefetching.
 
     On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches

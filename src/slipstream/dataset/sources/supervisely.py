@@ -63,7 +63,9 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read the list file '{path}': {error}; set root_dir and list_file") from error
+        raise DataError(
+            f"cannot read the list file '{path}': {error}; check root_dir and list_file"
+        ) from error
     if not rows:
         raise DataError(f"the list file '{path}' is empty; set list_file to a file that lists images")
     for number, row in enumerate(rows, start=1):

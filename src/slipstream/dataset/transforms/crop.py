@@ -21,7 +21,7 @@ class CropRegion:
     """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
 
     Sizes are (width, height), and boxes are (left, top, right, bottom). The `resized`, `padded`, `cropped` and
-    `flipped` methods return the region with an additional transform. The first two return None if a single region
+    `flipped` methods return the region with one more transform applied. The first two return None if a single region
     cannot represent the result; the sample must then be rendered first.
     """
 

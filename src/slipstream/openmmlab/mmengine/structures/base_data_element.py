@@ -61,7 +61,7 @@ class BaseDataElement:
         """
         assert field_type in ("metainfo", "data")
         if dtype is not None:
-            assert isinstance(value, dtype), f"'{name}' must have the type {dtype}, not {type(value)}"
+            assert isinstance(value, dtype), f"'{name}' must be of type {dtype}, not {type(value)}"
         own, other = self._metainfo_fields, self._data_fields
         if field_type == "data":
             own, other = other, own
