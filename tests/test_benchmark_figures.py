@@ -106,7 +106,7 @@ def test_explanations_quote_the_measured_ratios():
     from slipstream.speed import auto
 
     source = Path(auto.__file__).read_text(encoding="utf-8")
-    low, high = re.search(r"convolutional networks by (\d+)% to (\d+)%", source).groups()
+    low, high = re.search(r"step time by (\d+)% to (\d+)%", source).groups()
     ratios = [
         figures.median(figures.round_ratios(times[figures.GRAPH], times["loop"]))
         for times in figures.result("one_graph")["milliseconds"]["The recipes' networks"].values()

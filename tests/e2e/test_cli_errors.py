@@ -27,7 +27,7 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", RECIPE, "val_batchsize=4"], ["val_batchsize", "did you mean 'val_batch_size'"]),
         (
             ["train", "nets.yaml", "batch_size=4"],
-            ["batch_size: sets train_dataloader.batch_size, but", "no section 'train_dataloader'"],
+            ["batch_size: sets train_dataloader.batch_size, but", "no 'train_dataloader' section"],
         ),
         (["train", RECIPE, "--batch-size=4"], ["--batch-size=4", "without dashes: batch_size=4"]),
         (["train", RECIPE, "--work_dir", "x"], ["--work_dir", "did you mean '--work-dir'"]),

@@ -130,9 +130,6 @@ def _precision(capabilities: Capabilities) -> Choice:
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        reason = (
-            "compilation can take minutes, but reduces the step time of convolutional networks by 10% to 40%; try "
-            "compile=True"
-        )
+        reason = "compilation can take minutes, but reduces the step time by 10% to 40%; try compile=True"
         return Choice("compile", reason, enabled=False)
     return Choice("compile", "compilation can take minutes; measure compile=True", enabled=False)
