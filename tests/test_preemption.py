@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -163,6 +164,62 @@ def test_forked_processes_can_be_terminated():
             assert ended == signal.SIGTERM
     assert preemption.signal is None
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_fork_that_outlives_the_block_restores_the_signal_mask(monkeypatch):
+    blocked, ended, masks = threading.Event(), threading.Event(), []
+    set_mask = signal.pthread_sigmask
+
+    def set_mask_and_wait(how, mask):
+        previous = set_mask(how, mask)
+        if how == signal.SIG_BLOCK and threading.current_thread() is thread:
+            blocked.set()
+            ended.wait(20)
+        return previous
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        masks.append(set_mask(signal.SIG_BLOCK, ()))
+        os.kill(pid, signal.SIGTERM)
+        masks.append(_wait(pid, 20))
+
+    thread = threading.Thread(target=fork)
+    monkeypatch.setattr(signal, "pthread_sigmask", set_mask_and_wait)
+    with Preemption():
+        thread.start()
+        assert blocked.wait(20)
+    ended.set()
+    thread.join()
+    assert masks == [set(), signal.SIGTERM]
+
+
+def test_forked_process_ends_if_another_handler_calls_the_previous_one():
+    with Preemption():
+        previous = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *arguments: previous(*arguments))
+        try:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(60)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(pid, signal.SIGTERM)
+            assert _wait(pid, 20) == signal.SIGTERM
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def test_preemption_can_be_created_before_a_fork_and_entered_after_it():
+    preemption = Preemption()
+    pid = os.fork()
+    if pid == 0:
+        with preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(75 if preemption.requested() else 0)
+    assert os.waitstatus_to_exitcode(_wait(pid, 20)) == 75
 
 
 def _wait(pid, seconds):

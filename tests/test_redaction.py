@@ -149,6 +149,13 @@ def test_secrets_in_any_container_are_removed_from_text(container):
     assert Redactor({"password": container})("login with open-sesame") == f"login with {REDACTED}"
 
 
+@pytest.mark.parametrize(
+    "secret", [b"\x8f\x02\xd1secret-key", "pa'ss\"word-1234", "pa\\ssword-1234", "two\nlines-1234"], ids=repr
+)
+def test_secrets_that_a_message_quotes_are_removed(secret):
+    assert Redactor({"password": secret})(f"wrong value {secret!r} given").count(REDACTED) == 1
+
+
 def test_working_directory_is_not_a_secret(monkeypatch):
     monkeypatch.setenv("PWD", "/home/someone/project")
     monkeypatch.setenv("DB_PWD", "correct horse")

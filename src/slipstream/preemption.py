@@ -73,13 +73,13 @@ class Preemption:
     def __init__(self) -> None:
         self.signal: str | None = None
         """Name of the signal that a rank received, or None if there was none."""
-        self._calls, self._owner = 0, os.getpid()
+        self._calls, self._owner = 0, 0
         self._received: float | None = None
-        self._mask_before_fork: set[int] = set()
         self._previous: dict[signal.Signals, Any] = {}
         self._agreement: _RankAgreement | None = None
 
     def __enter__(self) -> Self:
+        self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
             _protect_sigterm_of_forked_processes()
             for number in SIGNALS:
@@ -113,6 +113,9 @@ class Preemption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a forked process inherits the handler, such as a data loader worker
+            if number == signal.SIGTERM:  # `Process.terminate` and `Pool.terminate` must end the process
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         now = time.monotonic()
         if self._received is None:
@@ -138,28 +141,20 @@ def _protect_sigterm_of_forked_processes() -> None:
     """Let SIGTERM end processes that are forked in a `Preemption` block, as `Process.terminate` requires.
 
     A forked process inherits the handler, and Python discards the signals that arrive before the process has
-    initialized itself. SIGTERM is therefore blocked until the process has restored the default action.
+    initialized itself. SIGTERM is therefore blocked in the forking thread until the fork is complete.
     """
-
-    def active() -> Preemption | None:
-        owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-        return owner if isinstance(owner, Preemption) else None
+    masks = threading.local()  # a fork and its hooks run in one thread
 
     def block() -> None:
-        if preemption := active():
-            preemption._mask_before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Preemption):
+            masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
     def unblock() -> None:
-        if preemption := active():
-            signal.pthread_sigmask(signal.SIG_SETMASK, preemption._mask_before_fork)
-
-    def reset_and_unblock() -> None:
-        if preemption := active():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, preemption._mask_before_fork)
+        if (mask := masks.__dict__.pop("before_fork", None)) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset_and_unblock)
+        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
 
 def _print(text: str) -> None:

@@ -133,7 +133,7 @@ def _redact_value(value: Any, redactor: Redactor, secret: bool) -> Any:
         }
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_redact_value(item, redactor, secret) for item in value)
-    if type(value) is partial:
+    if isinstance(value, partial):
         args, keywords = (_redact_value(part, redactor, secret) for part in (value.args, value.keywords))
         return partial(value.func, *args, **keywords)
     if isinstance(value, Reference):
@@ -154,7 +154,11 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     elif isinstance(tree, partial):
         yield from _secrets((tree.args, tree.keywords), secret)
     elif secret and _may_be_secret(tree):
-        yield tree.decode(errors="replace") if isinstance(tree, bytes) else str(tree)
+        text = tree.decode(errors="replace") if isinstance(tree, bytes) else str(tree)
+        yield text
+        yield (
+            repr(tree).removeprefix("b")[1:-1] if isinstance(tree, str | bytes) else text
+        )  # as in error messages
 
 
 def _may_be_secret(value: Any) -> bool:

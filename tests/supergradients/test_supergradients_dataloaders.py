@@ -89,6 +89,15 @@ def test_torchvision_transforms_are_replaced():
     }
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("padding_mode", "reflect"), ("fill", 127), ("pad_if_needed", True)]
+)
+def test_arguments_of_torchvision_without_an_equivalent_raise_an_error(key, value):
+    crop = torchvision_transform("RandomCrop", size=(32, 32), padding=4, **{key: value})
+    with pytest.raises(ConfigError, match=rf"transforms\[0\]: torchvision's RandomCrop with {key}="):
+        dataloaders.get("cifar10_train", {"transforms": [crop]}, {"batch_size": 2})
+
+
 def test_an_unknown_torchvision_transform_raises_an_error_with_its_position():
     transforms = ["ToTensor", torchvision_transform("RandomErasing")]
     with pytest.raises(

@@ -174,3 +174,31 @@ class Adding:
         while True:
             self.weight.add_(1)
             observer.after_step(self.weight.sum())
+
+
+KILLED_PARENT = """
+import os, signal, sys, time
+from slipstream.tune import process
+
+class Job:
+    def train(self, observer, folder):
+        time.sleep(60)
+
+if __name__ == "__main__":
+    process.forks = lambda: False
+    print(process.Process(Job()).pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trial_ends_if_its_parent_is_killed_while_it_starts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_PARENT)
+    pid = int(subprocess.run([sys.executable, script], capture_output=True, text=True).stdout)
+    end = time.monotonic() + 40
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    still_alive = alive(pid)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    assert not still_alive

@@ -22,6 +22,8 @@ _TORCHVISION: Mapping[str, tuple[str, ...]] = {
     "ToTensor": (),
 }
 """torchvision's transforms that have an equivalent of the same name, and their arguments."""
+_UNSUPPORTED = {"padding_mode": "constant", "fill": 0, "pad_if_needed": False}
+"""torchvision's arguments that have no equivalent, and their default values."""
 
 
 class TupleLoader(DataLoader[Any]):
@@ -87,6 +89,12 @@ def _own_transform(transform: Any, index: int) -> Any:
             "Slipstream's transforms, or a function of an image (uint8, 3 x H x W) and a NumPy generator",
             f"dataset_params.transforms[{index}]",
         )
+    for key, default in _UNSUPPORTED.items():
+        if (value := getattr(transform, key, default)) != default:
+            raise ConfigError(
+                f"torchvision's {kind.__name__} with {key}={value!r} is not supported; remove {key}",
+                f"dataset_params.transforms[{index}]",
+            )
     arguments = {key: getattr(transform, key) for key in _TORCHVISION[kind.__name__]}
     return {kind.__name__: {key: value for key, value in arguments.items() if value is not None}}
 

@@ -309,13 +309,15 @@ class Trainer:
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
     """Print only warnings and errors to the console within the context. The log file is not affected."""
-    console = logger.handlers[0]
-    level = console.level
-    console.setLevel(max(level, logging.WARNING))
+    consoles = [handler for handler in logger.handlers if not isinstance(handler, logging.FileHandler)]
+    levels = [console.level for console in consoles]
+    for console in consoles:
+        console.setLevel(max(console.level, logging.WARNING))
     try:
         yield
     finally:
-        console.setLevel(level)
+        for console, level in zip(consoles, levels, strict=True):
+            console.setLevel(level)
 
 
 def _check_exists(path: Path) -> str:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -327,6 +328,9 @@ def _isolate(log: Path) -> None:
 
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        parent = parent_process()
+        if parent is not None and not parent.is_alive():  # it has exited before the call above
+            os._exit(0)
     for number in _RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -60,6 +60,8 @@ def _timm_name(name: str) -> str | None:
 def _completed(name: str, known: Iterable[str]) -> str | None:
     """Return the shortest name in `known` that starts with `name`, or None."""
     start = _plain(name)
+    if not start:
+        return None
     return min((other for other in known if _plain(other).startswith(start)), key=len, default=None)
 
 
