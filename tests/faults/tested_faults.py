@@ -102,6 +102,9 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
         "runner/test_runner_rollback.py",
         "distributed/test_two_rollback.py",
         "hooks/test_hooks_replaced_files.py",
+        "hooks/test_hooks_loss_spike.py",
+        "hooks/test_hooks_nan_guard.py",
+        "speed/test_speed_nan_guard.py",
     ),
     ("failure of one of two machines (`torchrun --nnodes=1:2`), and different numbers of processes",
      "the run continues; no sample is lost or repeated"): (
