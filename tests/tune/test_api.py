@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
 from slipstream.tune.api import config_job
-from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
+from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting, changed_loader
 from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import WARMUP, Process, TrialError, descendants
@@ -438,6 +438,12 @@ def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole
     assert warm["batch_size"] == 8
     with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
         assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
+
+
+def test_an_empty_dataset_raises_an_error():
+    loader = DataLoader(TensorDataset(torch.empty(0, 4)))
+    with pytest.raises(ConfigError, match="loader: the dataset is empty"):
+        changed_loader(loader, Setting(batch_size=2))
 
 
 def test_data_parallel_processes_report_the_losses_of_the_global_batch(tmp_path):

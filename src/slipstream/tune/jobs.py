@@ -361,7 +361,7 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
     """Return the loader, or a new loader with the batch size and the number of workers of `setting`.
 
     Raises:
-        ConfigError: the loader is not a plain `DataLoader` with a map-style dataset.
+        ConfigError: the loader is not a plain `DataLoader` with a map-style dataset, or the dataset is empty.
     """
     if setting.num_workers is None and setting.batch_size is None:
         return loader
@@ -370,6 +370,8 @@ def changed_loader(loader: Any, setting: Setting) -> Any:
             f"the loader must be a torch DataLoader with a map-style dataset, not {type(loader).__name__}",
             "loader",
         )
+    if not len(loader.dataset):  # type: ignore[arg-type]
+        raise ConfigError("the dataset is empty", "loader")
     workers = loader.num_workers if setting.num_workers is None else setting.num_workers
     batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if setting.split > 1:
