@@ -412,7 +412,8 @@ def openmmlab() -> str:
         f"{summary(info['cases'])}\n\n`{info['command']}`, MMEngine {info['mmengine']}, torch {info['torch']}; "
         f"{machine('openmmlab')}; {load}."
     )
-    counts = {len(times) for case in info["cases"] for times in case.get("seconds", {}).values()} - {0}
+    phases = [phase for case in info["cases"] for phase in case.get("phases", ())]
+    counts = {len(times) for phase in phases for times in phase["seconds"].values()} - {0}
     if not counts:
         return text
     n = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"

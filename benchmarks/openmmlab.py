@@ -3,10 +3,10 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on a small generated dataset. Five engines then train the configuration, each in its own process: MMEngine,
-Slipstream without options, and Slipstream with `fused`, with `fused` and `channels_last`, and with `fused`,
-`channels_last` and `compile`. The processes take turns, a few steps at a time. The step time includes data loading and
-hooks.
+Slipstream on a small generated dataset. Four engines then train the configuration, each in its own process: MMEngine,
+Slipstream without options, and Slipstream with `fused`, and with `fused` and `channels_last`. The processes take turns,
+a few steps at a time. Afterwards, MMEngine and Slipstream with `fused`, `channels_last` and `compile` take turns, so
+that compilation does not slow down the other engines. The step time includes data loading and hooks.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ WARMUP = 12
 """Number of untimed steps. A second graph is compiled after eight of them if the batches have a different shape."""
 ROUNDS = 7
 ROUND_SECONDS = 2.0
-_RESERVE = 0.4
-"""Fraction of a case's remaining time that is reserved for the rounds."""
+UNCOMPILED = tuple(name for name in ENGINES if name != COMPILED)
+_UNCOMPILED_FRACTION = 0.5
+"""Fraction of a case's remaining time in which the engines without compilation are measured."""
 
 
 class WorkerError(Exception):
@@ -149,55 +150,59 @@ def check_training(case: Case, work: Path, data: Path, resume: bool, seconds: fl
     return "yes" if complete else "no metric or checkpoint in the log"
 
 
-def start_workers(case: Case, work: Path, data: Path, budget: float) -> dict[str, Worker]:
-    """Start all processes. Also start the untimed steps of the process that compiles, because they take the longest."""
+def start_workers(
+    engines: Sequence[str], case: Case, work: Path, data: Path, budget: float
+) -> dict[str, Worker]:
+    """Start a process for each engine."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
     limit = {COMPILED: [f"speed.compile.budget={budget:g}"]}
-    workers = {
-        engine: Worker(engine, case, work, [*common, *options, *limit.get(engine, ())])
-        for engine, (_, options) in reversed(ENGINES.items())
+    return {
+        engine: Worker(engine, case, work, [*common, *ENGINES[engine][1], *limit.get(engine, ())])
+        for engine in engines
     }
-    workers[COMPILED].start(WARMUP)
-    return {engine: workers[engine] for engine in ENGINES}
 
 
-def measure_rounds(workers: dict[str, Worker], end: float) -> dict[str, Any]:
-    """Return the seconds per step in each round for each engine, the scope of the compiled code, and failures."""
+def measure(workers: dict[str, Worker], warmup: int, end: float) -> dict[str, Any]:
+    """Return the seconds per step in each round for each engine, the scope of the compiled code, and failures.
+
+    `workers` are stopped. If one of them fails, the others are measured.
+    """
     failures: dict[str, str] = {}
-    scope, steps = None, 0
-    reserve = _RESERVE * (end - time.monotonic())  # time reserved for the rounds
-    for engine, worker in list(workers.items()):
-        try:
-            if engine != COMPILED:
-                worker.start(WARMUP)
-            response = worker.receive(end - reserve - time.monotonic())
-        except WorkerError as error:
-            workers.pop(engine).stop()
-            failures[engine] = str(error)
-            continue
-        scope = response["scope"] if engine == COMPILED else scope
-    names = list(workers)
-    rounds: dict[str, list[float]] = {engine: [] for engine in names}
+    scope = None
+    rounds: dict[str, list[float]] = {}
+    running = dict(workers)
     try:
-        slowest = max((w.train(3, end - time.monotonic())["times"][-1] for w in workers.values()), default=1)
-        steps = max(3, min(50, round(ROUND_SECONDS / slowest)))
-        for index in range(ROUNDS if names else 0):
-            if index and end - time.monotonic() < 1.5 * len(names) * steps * slowest:
-                break
-            for engine in names[index % len(names) :] + names[: index % len(names)]:
-                # The batch of the first step is loaded before the command arrives.
-                times = workers[engine].train(steps + 1, end - time.monotonic())["times"][1:]
-                rounds[engine].append(median(times))
+        for engine in list(running):
+            try:
+                response = running[engine].train(warmup, end - time.monotonic())
+                scope = response["scope"] or scope
+            except WorkerError as error:
+                failures[engine] = str(error)
+                del running[engine]
+        rounds = measure_rounds(running, end)
     except WorkerError as error:
         failures["rounds"] = str(error)
-    complete_rounds = min(map(len, rounds.values()), default=0)
-    return {
-        "seconds": {engine: times[:complete_rounds] for engine, times in rounds.items()},
-        "steps_per_round": steps,
-        "scope": scope,
-        "failures": failures,
-    }
+    finally:
+        for worker in workers.values():
+            worker.stop()
+    return {"seconds": rounds, "scope": scope, "failures": failures}
+
+
+def measure_rounds(workers: dict[str, Worker], end: float) -> dict[str, list[float]]:
+    """Return the median seconds per step in each round for each engine. The engines take turns."""
+    names = list(workers)
+    rounds: dict[str, list[float]] = {engine: [] for engine in names}
+    slowest = max((w.train(3, end - time.monotonic())["times"][-1] for w in workers.values()), default=1)
+    steps = max(3, min(50, round(ROUND_SECONDS / slowest)))
+    for index in range(ROUNDS if names else 0):
+        if end - time.monotonic() < 1.5 * len(names) * steps * slowest:
+            break
+        for engine in names[index % len(names) :] + names[: index % len(names)]:
+            # The batch of the first step is loaded before the command arrives.
+            times = workers[engine].train(steps + 1, end - time.monotonic())["times"][1:]
+            rounds[engine].append(median(times))
+    return rounds
 
 
 def fallback_warning(log: Path) -> str | None:
@@ -212,23 +217,23 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
     case = CASES[name]
     if (reason := missing(case)) is not None:
         return {"library": case.library, "name": name, "config": case.config, "missing": reason}
-    end = time.monotonic() + limit
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         (work / "config.py").write_text(case.text(), encoding="utf-8")
         data = case.write(work / "data")
-        workers = start_workers(case, work, data, budget) if budget is not None else {}
-        try:
-            trains = check_training(case, work, data, False, end - time.monotonic())
-            resumes = (
-                check_training(case, work, data, True, end - time.monotonic()) if trains == "yes" else "no"
-            )
-            load = round(os.getloadavg()[0], 2)
-            measurements = measure_rounds(dict(workers), end)
-        finally:
-            for worker in workers.values():
-                worker.stop()
-        measurements["reason"] = fallback_warning(work / f"{COMPILED}.log")
+        trains = check_training(case, work, data, False, limit)
+        resumes = check_training(case, work, data, True, limit) if trains == "yes" else "no"
+        load = round(os.getloadavg()[0], 2)
+        phases = []
+        if budget is not None:
+            now = time.monotonic()
+            ends = (now + (start + limit - now) * _UNCOMPILED_FRACTION, start + limit)
+            for engines, warmup, end in zip(
+                (UNCOMPILED, ("MMEngine", COMPILED)), (3, WARMUP), ends, strict=True
+            ):
+                phases.append(measure(start_workers(engines, case, work, data, budget), warmup, end))
+        reason = fallback_warning(work / f"{COMPILED}.log")
     return {
         "library": case.library,
         "name": name,
@@ -236,41 +241,46 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
         "trains": trains,
         "resumes": resumes,
         "load": load,
-        **measurements,
+        "phases": phases,
+        "reason": reason,
     }
 
 
-def ratios(case: dict[str, Any], engine: str) -> list[float]:
+def ratios(phase: dict[str, Any], engine: str) -> list[float]:
     """Return the step time divided by MMEngine's step time in the same round."""
-    seconds = case.get("seconds", {})
+    seconds = phase["seconds"]
     if engine not in seconds or "MMEngine" not in seconds:
         return []
-    return [a / b for a, b in zip(seconds[engine], seconds["MMEngine"], strict=True)]
+    return [a / b for a, b in zip(seconds[engine], seconds["MMEngine"], strict=False)]
+
+
+def cell(case: dict[str, Any], engine: str) -> str:
+    """Return the median step time of an engine, and its ratio to MMEngine's; or why it was not measured."""
+    for phase in case["phases"]:
+        if times := phase["seconds"].get(engine):
+            text = f"{1000 * median(times):.1f}"
+            if engine != "MMEngine" and (found := ratios(phase, engine)):
+                text += f" ({median(found):.2f}; {min(found):.2f} to {max(found):.2f})"
+            return text
+        if engine in phase["failures"]:
+            return str(phase["failures"][engine])
+    return "not measured"
 
 
 def summary(cases: Sequence[dict[str, Any]]) -> str:
     """Return a table of all cases, and the reason for each case whose step is not a single graph."""
     rows, notes = [], []
-    engines = [
-        name
-        for name in ENGINES
-        if any(name in {**c.get("seconds", {}), **c.get("failures", {})} for c in cases)
-    ]
+    measured = any(case.get("phases") for case in cases)
+    engines = list(ENGINES) if measured else []
     for case in cases:
         if "missing" in case:
             rows.append([case["library"], case["name"], case["missing"], *[""] * (2 + len(engines))])
             continue
-        cells = []
-        for engine in engines:
-            times = case["seconds"].get(engine)
-            cell = f"{1000 * median(times):.1f}" if times else case["failures"].get(engine, "not measured")
-            if times and (engine_ratios := ratios(case, engine)) and engine != "MMEngine":
-                cell += (
-                    f" ({median(engine_ratios):.2f}; {min(engine_ratios):.2f} to {max(engine_ratios):.2f})"
-                )
-            cells.append(cell)
-        measured = COMPILED in case["seconds"]
-        scope = (case["scope"] or "none") if measured else "not measured"
+        compiled = case["phases"][-1] if case["phases"] else None
+        scope = (
+            (compiled["scope"] or "none") if compiled and COMPILED in compiled["seconds"] else "not measured"
+        )
+        cells = [cell(case, engine) for engine in engines]
         rows.append([case["library"], case["name"], case["trains"], case["resumes"], scope, *cells])
         if case["reason"]:
             notes.append(f"- {case['name']}: {case['reason']}")
