@@ -89,6 +89,31 @@ class Losses(Hook):
         self.by_iter[runner.iter + 1] = outputs["loss"].clone()
 
 
+class StoppedError(Exception):
+    """The error that `Stop` raises."""
+
+
+class Stop(Hook):
+    """A hook that raises an exception at a stage of a step, or after the checkpoint of a step."""
+
+    priority = "LOWEST"
+
+    def __init__(self, iteration, stage="after_train_iter"):
+        self.iteration, self.stage = iteration, stage
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.stage == "after_train_iter" and runner.iter + 1 == self.iteration:
+            raise StoppedError
+
+    def after_train_epoch(self, runner):
+        if self.stage == "after_train_epoch" and runner.iter == self.iteration:
+            raise StoppedError
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.stage == "after_val_iter" and runner.iter == self.iteration:
+            raise StoppedError
+
+
 def loader(dataset=None, batch_size=8, shuffle=True, sampler="DefaultSampler", **options):
     return dict(
         batch_size=batch_size,

@@ -1,10 +1,8 @@
 """A resumed run ends with the same weights as an uninterrupted run."""
 
-import copy
 import os
 import random
 import shutil
-from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +18,8 @@ from tiny_runs import (
     Net,
     Noisy,
     Scripted,
+    Stop,
+    StoppedError,
     assert_same,
     loader,
     run,
@@ -37,31 +37,6 @@ LOOPS = {
     ),
     "endless": dict(sampler="InfiniteSampler", train_cfg=dict(by_epoch=False, max_iters=15, val_interval=5)),
 }
-
-
-class StoppedError(Exception):
-    pass
-
-
-class Stop(Hook):
-    """A hook that raises an exception at a stage of a step, or after the checkpoint of a step."""
-
-    priority = "LOWEST"
-
-    def __init__(self, iteration, stage="after_train_iter"):
-        self.iteration, self.stage = iteration, stage
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if self.stage == "after_train_iter" and runner.iter + 1 == self.iteration:
-            raise StoppedError
-
-    def after_train_epoch(self, runner):
-        if self.stage == "after_train_epoch" and runner.iter == self.iteration:
-            raise StoppedError
-
-    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if self.stage == "after_val_iter" and runner.iter == self.iteration:
-            raise StoppedError
 
 
 @pytest.mark.parametrize("stop", [3, 7], ids=["first epoch", "second epoch"])
@@ -273,31 +248,6 @@ def test_gradients_of_an_unfinished_accumulation_window_are_restored(tmp_path, i
     saved = torch.load(tmp_path / "parts" / f"iter_{iteration}.pth", weights_only=True)
     assert ("gradients" in saved) == (iteration != 4)
     assert_same(weights(one), weights(run(tmp_path / "parts", **changes, resume=True)))
-
-
-def test_an_extended_run_averages_the_gradients_of_the_batches_since_the_last_update(tmp_path):
-    inputs, targets = samples()
-    torch.manual_seed(3)
-    net = Net().double()
-    changes = dict(
-        train_dataloader=loader(TensorDataset(inputs.double(), targets), shuffle=False),
-        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=3),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
-    )
-    for epochs, stop in ((1, 99), (2, 7), (2, 99)):  # the second part stops inside a window
-        model = Net().double()
-        model.load_state_dict(net.state_dict())
-        cfg = dict(model=model, train_cfg=dict(by_epoch=True, max_epochs=epochs), custom_hooks=[Stop(stop)])
-        with suppress(StoppedError):
-            run(tmp_path, **changes, **cfg, resume=epochs > 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    for window in ((0, 1, 2), (3, 4), (5,), (6, 7, 8), (9,)):
-        optimizer.zero_grad()
-        for batch in window:
-            rows = slice(batch % 5 * 8, batch % 5 * 8 + 8)
-            (net(inputs[rows].double(), targets[rows], "loss")["loss"] / len(window)).backward()
-        optimizer.step()
-    torch.testing.assert_close(weights(SimpleNamespace(model=model)), net.state_dict())
 
 
 @pytest.mark.parametrize("batch_size", [2, 4, 5, 16, 20, 64])
@@ -594,32 +544,3 @@ def test_extended_run_with_a_schedule_equals_an_uninterrupted_one(tmp_path, sche
     whole = trained("whole", 4)
     trained("parts", 2)
     assert_same(weights(trained("parts", 4, resume=True)), weights(whole))
-
-
-@pytest.mark.parametrize(("batch_size", "accumulate", "last"), [(8, 3, 3), (8, 5, 5), (4, 4, 8), (4, 8, 8)])
-def test_window_resumed_with_another_size_uses_the_mean_gradient(tmp_path, batch_size, accumulate, last):
-    inputs, targets = samples()
-    torch.manual_seed(3)
-    net = Net().double()
-    data = TensorDataset(inputs.double(), targets)
-
-    def cfg(size, counts, iters):
-        return dict(
-            model=copy.deepcopy(net),
-            train_dataloader=loader(data, shuffle=False, batch_size=size),
-            train_cfg=dict(by_epoch=False, max_iters=iters),
-            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5), accumulative_counts=counts),
-            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
-        )
-
-    with pytest.raises(StoppedError):
-        run(tmp_path, **cfg(8, 2, 5), custom_hooks=[Stop(1)])
-    resumed = run(tmp_path, **cfg(batch_size, accumulate, last), resume=True)
-    count = last * batch_size
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    windows = {4: [(0, 16), (16, 32)], 8: [(0, count)]}[batch_size] if accumulate == 4 else [(0, count)]
-    for start, stop in windows:
-        optimizer.zero_grad()
-        net(inputs[start:stop].double(), targets[start:stop], "loss")["loss"].backward()
-        optimizer.step()
-    torch.testing.assert_close(weights(resumed), net.state_dict())
