@@ -66,7 +66,7 @@ gpu:
 # pytest and hypothesis.
 wheels:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels \
-		antlr4-python3-runtime==4.9.3 hydra-core 'omegaconf<2.4' pytorch-optimizer tomli-w
+		antlr4-python3-runtime==4.9.3 hydra-core 'omegaconf<2.4' pytorch-optimizer tomli-w torchao
 
 versions: $(BIN)/python
 	$(BIN)/python .ci/versions.py $(PAIRS)

@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!-- figures: ([\w ]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 GRAPH = "Slipstream, one graph"
+GPU_COMPILED = "loop, torch.compile(model), fused SGD"
+GPU_RESULTS = (("gpu", "pp_lite_t_seg75"), ("gpu_segformer_b0", "segformer_b0"))
+"""Results of benchmarks/gpu.py, and the network of each result in which Slipstream was measured."""
 TUNED = ("tune", "tune_networks", "tune_ddrnet")
 """Results of benchmarks/tune.py. A later result for a recipe replaces an earlier one."""
 NAMES = {
@@ -133,6 +136,13 @@ def readme() -> str:
         rows.append([f"step with `compile=True`, {NAMES[network]}", label,
                      f"{ratio(times[GRAPH], times[other])} times the step time",
                      source(name, "one_graph")])  # fmt: skip
+    for name, network in GPU_RESULTS:
+        info = result(name)
+        contenders = info["networks"][network]["contenders"]
+        rows.append([f"step with `compile=True` and bf16 on a GPU, {NAMES[network]}",
+                     "`torch.compile(model)` and fused SGD in a loop",
+                     f"{ratio(contenders[GRAPH]['seconds'], contenders[GPU_COMPILED]['seconds'])} times the step time",
+                     f"[`gpu.py`](benchmarks/results/{name}.md), {info['device']}, {info['date'][:10]}"])  # fmt: skip
     rounds = result("data")["rounds"]
     pillow = f"Pillow ({median(1 / r['PIL']['all'] for r in rounds):.1f} images/s)"
     description = (
@@ -211,6 +221,29 @@ def one_graph() -> str:
     return (
         f"{table(header, rows)}\n\n{clock}; crops of {crop}x{crop}; {machine('one_graph')}; "
         f"{rounds_note(times[GRAPH])} (minimum to maximum)."
+    )
+
+
+def gpu() -> str:
+    rows = []
+    for name, network in GPU_RESULTS:
+        contenders = result(name)["networks"][network]["contenders"]
+        ours, loop, compiled = (contenders[key] for key in (GRAPH, "eager loop", GPU_COMPILED))
+        ratios = [ratio(ours["seconds"], other["seconds"]) for other in (loop, compiled)]
+        gib = [f"{figures['peak bytes'] / 2**30:.2f}" for figures in (loop, compiled, ours)]
+        rows.append([NAMES[network], *ratios, *gib])
+    header = [
+        "time with one graph relative to:",
+        "the eager loop",
+        "the loop with `torch.compile(model)` and fused SGD",
+        "peak GiB: eager loop",
+        "`torch.compile(model)`",
+        "one graph",
+    ]
+    info = result(name)
+    return (
+        f"{table(header, rows)}\n\n{info['device']}, torch {info['torch']}, {info['date'][:10]}; "
+        f"{rounds_note(ours['seconds'])} (minimum to maximum)."
     )
 
 
@@ -465,7 +498,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
     return "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, jpeg, fused,
+FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, gpu, channels_last, host_time, data, jpeg, fused,
              nan_guard, sync_bn, background, compile_cache, checkpoint, scaling, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}

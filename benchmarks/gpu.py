@@ -5,8 +5,9 @@
 All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
 are created one after the other and then measured in turn. The results are written after every contender, so they are
 kept if the benchmark is interrupted. A later run on the same GPU, for example with different `--networks`, adds its
-results to the same files. `--minutes` is divided evenly among the networks; when a network's time has elapsed, its
-remaining contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+results to the same files. On a GPU, parallel processes first compile all contenders, so that the measured processes
+load the code from inductor's cache. The rest of `--minutes` is divided evenly among the networks; when a network's time
+has elapsed, its remaining contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import argparse
 import gc
 import json
 import math
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -28,7 +31,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_contenders import EAGER, Clock, Setting, Train, contenders
+from gpu_contenders import COMPILED, EAGER, Clock, Setting, Train, contenders
 from networks import RECIPES
 from report import environment_info, table, write_result
 from slipstream.speed.flops import peak_flops, training_flops, without_data
@@ -173,15 +176,52 @@ class Results:
         return text
 
 
-def measure(name: str, args: argparse.Namespace, device: Device, results: Results, end: float) -> None:
+def setting_of(name: str, args: argparse.Namespace, device: Device) -> Setting:
     (height, width), batch_size = SHAPES[name]
     if args.size:
         height = width = args.size
     case = replace(RECIPES[name], shape=(3, height, width), batch_size=args.batch_size or batch_size)
     batches = [tuple(tensor.to(device.device) for tensor in batch) for batch in case.batches(4)]
-    setting = Setting(case, device.device, batches, args.backend)
+    return Setting(case, device.device, batches, args.backend)
+
+
+def compile_in_parallel(args: argparse.Namespace, seconds: float) -> None:
+    """Fill inductor's cache with the code of all networks and contenders, each compiled in its own process."""
+    chosen = [name for name in args.contenders or COMPILED if name in COMPILED]
+    common = [sys.executable, __file__, "--compile-only", f"--device={args.device}"]
+    common += [f"--size={args.size}"] if args.size else []
+    common += [f"--batch-size={args.batch_size}"] if args.batch_size else []
+    commands = [
+        [*common, "--networks", network, "--contenders", contender]
+        for network in args.networks
+        for contender in chosen
+    ]
+    threads = max(1, (os.cpu_count() or 1) // max(1, len(commands)))
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    end = perf_counter() + seconds
+    processes = [subprocess.Popen(command, env=environment) for command in commands]
+    for process in processes:
+        try:
+            process.wait(max(0, end - perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def compile_only(args: argparse.Namespace, device: Device) -> None:
+    """Compile the chosen contenders of the chosen networks, without measuring them."""
+    for network in args.networks:
+        setting = setting_of(network, args, device)
+        for contender in args.contenders:
+            start = perf_counter()
+            contenders(device.device)[contender](setting)(4, Clock(device.device))
+            print(f"{network}, {contender}: compiled in {perf_counter() - start:.0f} s", flush=True)
+
+
+def measure(name: str, args: argparse.Namespace, device: Device, results: Results, end: float) -> None:
+    setting = setting_of(name, args, device)
     network: Figures = {
-        "batch size": case.batch_size,
+        "batch size": setting.case.batch_size,
         "flops": flops(setting),
         "peak flops": device.peak_flops,
     }
@@ -190,6 +230,8 @@ def measure(name: str, args: argparse.Namespace, device: Device, results: Result
     running: dict[str, Train] = {}
     torch._dynamo.reset()
     for contender, make in contenders(device.device).items():
+        if args.contenders and contender not in args.contenders:
+            continue
         if running and perf_counter() > end:
             entries[contender] = {"error": NOT_MEASURED}
             continue
@@ -255,6 +297,8 @@ def _row(network: Figures, values: Figures, eager: float) -> list[str]:
 
 def check(args: argparse.Namespace) -> None:
     """Exit with an error message if an argument is invalid."""
+    if args.compile_only and not args.contenders:
+        sys.exit("--compile-only requires --contenders")
     for name in ("steps", "rounds", "size", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -277,6 +321,10 @@ def main() -> int:
     parser.add_argument(
         "--networks", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="networks to train"
     )
+    parser.add_argument("--contenders", nargs="*", default=[], help="contenders to train (default: all)")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the contenders into inductor's cache, and exit"
+    )
     parser.add_argument("--device", default=usable_devices()[0], help="device to train on")
     parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="number of steps per measurement")
@@ -290,8 +338,16 @@ def main() -> int:
     args = parser.parse_args()
     check(args)
     start, device = perf_counter(), Device(args.device)
+    if args.compile_only:
+        compile_only(args, device)
+        return 0
+    if precompiled := not device.is_cpu and args.backend == "inductor":
+        compile_in_parallel(args, 60 * args.minutes / 2)
     info = environment_info(["accelerate", "lightning"])
     info |= {"device": device.name, "backend": args.backend, "steps": args.steps, "rounds": args.rounds}
+    info["compiled code"] = (
+        "loaded from inductor's cache" if precompiled else "compiled by the measured process"
+    )
     info |= {"crop": args.size or "the recipe's", "batch size": args.batch_size or "the recipe's"}
     results = Results(args.out, info)
     for index, name in enumerate(args.networks):

@@ -212,6 +212,12 @@ def with_lightning(setting: Setting) -> Train:
 
 EMA_AND_CHANNELS_LAST = {"ema": {"decay": 0.9999, "type": "threshold"}, "channels_last": True}
 EAGER = "eager loop"
+COMPILED = (
+    "loop, torch.compile(model), fused SGD",
+    "Slipstream, one graph",
+    "Slipstream, one graph, EMA, channels_last",
+)
+"""Contenders whose compiled code differs. A CUDA graph replays the same code."""
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Setting], Train]]:
@@ -219,14 +225,14 @@ def contenders(device: torch.device) -> dict[str, Callable[[Setting], Train]]:
     supports_graphs = device.type == "cuda"
     candidates: dict[str, Callable[[Setting], Train] | None] = {
         EAGER: loop,
-        "loop, torch.compile(model), fused SGD": partial(loop, compiled=True, fused=True),
-        "Slipstream, one graph": slipstream,
+        COMPILED[0]: partial(loop, compiled=True, fused=True),
+        COMPILED[1]: slipstream,
         "Slipstream, one graph, CUDA graph": partial(slipstream, cuda_graph=True)
         if supports_graphs
         else None,
         "loop in a CUDA graph, fused SGD": cuda_graph_loop if supports_graphs else None,
         "Slipstream, eager": partial(slipstream, compiled=False),
-        "Slipstream, one graph, EMA, channels_last": partial(slipstream, **EMA_AND_CHANNELS_LAST),
+        COMPILED[2]: partial(slipstream, **EMA_AND_CHANNELS_LAST),
         "Accelerate": with_accelerate if find_spec("accelerate") else None,
         "Lightning": with_lightning if find_spec("lightning") else None,
     }

@@ -50,7 +50,7 @@ def measured(monkeypatch, tmp_path):
 
     def measure(contenders, end=float("inf")):
         monkeypatch.setattr(gpu, "contenders", lambda device: contenders)
-        args = Namespace(size=8, batch_size=1, backend="eager", steps=1, rounds=3)
+        args = Namespace(size=8, batch_size=1, backend="eager", steps=1, rounds=3, contenders=[])
         gpu.measure(NETWORK, args, gpu.Device("cpu"), gpu.Results(out, FACTS), end)
         assert f"## {NETWORK}" in out.read_text()
         return json.loads(out.with_suffix(".json").read_text())["networks"][NETWORK]["contenders"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from accelerators import BACKEND, DEVICE, IS_CUDA, no_waiting
+from accelerators import BACKEND, DEVICE, IS_CUDA, cuda_only, no_waiting
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.runner import Runner
@@ -42,7 +42,7 @@ class ForbidWaiting(Hook):
             self.context.__exit__(None, None, None)
 
 
-def run(tmp_path, hooks=(), cfg=None, max_epochs=2, resume=False, **optim):
+def run(tmp_path, hooks=(), speed=None, max_epochs=2, resume=False, **optim):
     torch.manual_seed(0)
     images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
@@ -59,7 +59,7 @@ def run(tmp_path, hooks=(), cfg=None, max_epochs=2, resume=False, **optim):
         default_hooks=dict(logger=dict(type="LoggerHook", interval=1000)),
         resume=resume,
         randomness=dict(seed=0),
-        cfg=cfg,
+        speed=speed,
     )
     runner.train()
     return runner
@@ -91,9 +91,13 @@ def test_mixed_precision_is_close_to_full_precision(tmp_path, options):
         )
 
 
-def test_compiled_training_matches_eager(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(nan_guard=True), pytest.param(dict(nan_guard=True, cuda_graph=True), marks=cuda_only)],
+)
+def test_compiled_training_matches_eager(tmp_path, options):
     eager = run(tmp_path / "eager").model.state_dict()
-    runner = run(tmp_path / "compiled", cfg=dict(compile=dict(backend=BACKEND)))
+    runner = run(tmp_path / "compiled", speed=dict(compile=dict(backend=BACKEND), **options))
     assert runner.step.uses_graph
     compiled = runner.model.state_dict()
     for name, value in eager.items():

@@ -25,9 +25,11 @@ CASES = {
     "bf16": dict(precision="bf16", ema=EMA),
     "fp16": dict(precision="fp16", clip_grad=dict(max_norm=0.5)),
     "sync_bn in one process": dict(sync_bn=True),
+    "SAM": dict(sam=True),
     "CUDA graph": dict(cuda_graph=True, ema=EMA, clip_grad=dict(max_norm=0.5)),
     "CUDA graph, fp16": dict(cuda_graph=True, precision="fp16"),
     "CUDA graph, accumulation": dict(cuda_graph=True, accumulate=2),
+    "CUDA graph, SAM": dict(cuda_graph=True, sam=True),
 }
 ROUGH = ("bf16", "fp16", "CUDA graph, fp16")
 STEP = dict(scope="step", backend=BACKEND)
@@ -121,6 +123,25 @@ def test_steps_do_not_synchronize_with_the_device(cuda_graph, precision):
             step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # simulate an LR schedule
             step(batch)
     assert torch.isfinite(model[0].weight).all()
+
+
+@pytest.mark.parametrize("cuda_graph", [False, only_replayed])
+def test_dropout_and_scheduled_learning_rates_match_eager_training(cuda_graph):
+    def train_with_schedule(compile, **options):
+        model = nn.Sequential(net(), nn.Dropout(0.5), nn.Linear(4, 4)).to(DEVICE)
+        step = accelerate(
+            model, MOMENTUM(model.parameters()), F.cross_entropy, dict(options, compile=compile)
+        )
+        torch.manual_seed(1)
+        losses = []
+        for number, batch in enumerate(batches()):
+            step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)
+            losses.append(step(batch)["loss"])
+        return torch.stack(losses), model, step
+
+    graph = train_with_schedule(STEP, cuda_graph=cuda_graph)
+    assert graph[2]._step.uses_graph
+    assert_agree(graph, train_with_schedule(None))
 
 
 def test_failed_verification_leaves_a_working_optimizer():

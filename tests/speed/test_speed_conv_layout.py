@@ -12,6 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
 from slipstream.speed.inductor_options import inductor_options
@@ -179,8 +180,15 @@ def test_compiled_code_with_the_pass_can_be_cached():
 
 
 def test_inductor_chooses_the_layouts_on_other_devices():
-    assert inductor_options("cuda") == {}
+    assert "layout_optimization" not in inductor_options("cuda")
     assert inductor_options("cpu")["layout_optimization"] is False
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cpu"])
+def test_loops_are_not_reordered_by_versions_of_inductor_that_fail(version, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    failing = version < "2.13"
+    assert inductor_options("cuda") == ({"loop_ordering_after_fusion": False} if failing else {})
 
 
 def test_inductor_code_matches_eager_without_transposing_activations():

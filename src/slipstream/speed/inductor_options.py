@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from slipstream.speed.conv_layout import LayOutConvolutions
 
 __all__ = ["inductor_options"]
@@ -18,7 +20,9 @@ def inductor_options(device_type: str) -> dict[str, Any]:
     SegFormer-B0 0.81, DDRNet-23-slim 0.62.
     """
     if device_type != "cpu":
-        return {}
+        # Inductor before torch 2.13 fails with an AssertionError if it tries to reorder the loops of foreach operations
+        # that it has fused (pytorch/pytorch#176591).
+        return {} if torch.__version__ >= "2.13" else {"loop_ordering_after_fusion": False}
     return {
         # Inductor's layout optimization covers only the forward pass. It computes convolutions in channels_last, but
         # passes operands with eager strides to `convolution_backward`, which causes extra copies and transposes.

@@ -205,7 +205,7 @@ class _Group:
             elif name in self.from_tensors or value != self.tensor_settings[name]:
                 self.from_tensors.discard(name)
                 for index, number in enumerate(numbers, position):
-                    self.numbers[index] = number
+                    self.numbers[index].fill_(number)  # assigning to an index would wait for the device
                 self.tensor_settings[name] = _copy_list(value)
             position += len(numbers)
         for source in self.sources:
