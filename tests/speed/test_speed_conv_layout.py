@@ -174,6 +174,27 @@ def test_stride_dependent_operators_receive_eager_strides():
     torch.testing.assert_close(module(x, w), expected)
 
 
+def test_symbols_of_data_dependent_values_are_kept():
+    """Inductor fails if the graph's sizes use a symbol that no node creates."""
+
+    def loss(x, w, labels):
+        out = F.conv2d(x, w, padding=1).relu()
+        valid = (labels != 2).sum().item()  # as in mmsegmentation's cross entropy
+        return out.sum() / valid, out.permute(0, 2, 3, 1)[labels > 1].square().sum()
+
+    def symbols():
+        return [str(n.meta["val"]) for n in module.graph.nodes if n.meta.get("unbacked_bindings")]
+
+    arguments = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randint(0, 5, (2, 8, 8))
+    module = make_fx(loss, tracing_mode="fake")(*arguments)
+    before = symbols()
+    lay_out_convolutions(module.graph)
+    module.recompile()
+    assert symbols() == before
+    assert len(before) == 2
+    torch.testing.assert_close(module(*arguments), loss(*arguments))
+
+
 def test_compiled_code_with_the_pass_can_be_cached():
     assert LayOutConvolutions().uuid() == LayOutConvolutions().uuid()
     pickle.dumps(LayOutConvolutions().uuid())

@@ -186,6 +186,10 @@ class _Layouts:
 
 def _needs_eager_strides(node: fx.Node) -> bool:
     target = node.target
+    if node.meta.get(
+        "unbacked_bindings"
+    ):  # for `item` and masks, `_update_strides` would create a different symbol
+        return True
     if target is operator.getitem:
         return False
     if not isinstance(target, torch._ops.OpOverload) or any(
