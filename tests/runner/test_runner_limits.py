@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from slipstream import Runner
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.errors import ConfigError, DataError
-from slipstream.hooks import Hook
+from slipstream.hooks import CheckpointHook, Hook
 from tiny_runs import Accuracy, Net, loader, samples, scalars, training, validation
 
 
@@ -244,6 +244,22 @@ def test_interrupted_fast_dev_run_leaves_the_checkpoints_of_the_folder_unchanged
     assert {path: path.read_bytes() for path in files - {tmp_path / ".lock"}} == {
         path: content for path, content in before.items() if path.name != ".lock"
     }
+
+
+def test_fast_dev_run_ignores_schedulers_that_begin_later_and_all_hooks_that_save(tmp_path):
+    schedulers = [
+        dict(type="LinearLR", start_factor=0.1, end=50, by_epoch=False),
+        dict(type="PolyLR", begin=50, by_epoch=False),
+        dict(type="MultiStepLR", begin=2, milestones=[3]),
+    ]
+    hooks = dict(
+        default_hooks=dict(mine=dict(type="PreemptionHook")), custom_hooks=[CheckpointHook(1), Interrupt()]
+    )
+    runner = Runner(**training(tmp_path, param_scheduler=schedulers, fast_dev_run=3, **hooks))
+    with pytest.raises(KeyboardInterrupt):
+        runner.train()
+    assert len(runner.param_schedulers) == 1
+    assert not list(tmp_path.rglob("*.pth"))
 
 
 class OwnLoader(DataLoader):

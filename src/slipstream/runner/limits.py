@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.limits import limit_batches
 from slipstream.errors import ConfigError
-from slipstream.typecheck import PositiveInt, check
+from slipstream.typecheck import PositiveInt, check, is_number
 
 __all__ = ["Limits", "read_limits"]
 
@@ -86,5 +86,30 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
         }
         if "max_iters" in cfg:
             changed["train_cfg"]["val_interval"] = count
-    changed["default_hooks"] = {**(arguments["default_hooks"] or {}), "checkpoint": None, "preemption": None}
+    schedulers = arguments["param_scheduler"]
+    if isinstance(schedulers, list | tuple):
+        changed["param_scheduler"] = [cfg for cfg in schedulers if _begins_within(cfg, count)]
+    elif not _begins_within(schedulers, count):
+        changed["param_scheduler"] = None
+    hooks = arguments["default_hooks"] or {}
+    changed["default_hooks"] = {
+        **{key: None if _saves(hook) else hook for key, hook in hooks.items()},
+        "checkpoint": None,
+        "preemption": None,
+    }
+    if arguments["custom_hooks"]:
+        changed["custom_hooks"] = [hook for hook in arguments["custom_hooks"] if not _saves(hook)]
     return changed
+
+
+def _begins_within(scheduler: Any, count: int) -> bool:
+    """Return whether a scheduler begins within a run of one epoch and `count` steps."""
+    begin: Any = scheduler.get("begin") if isinstance(scheduler, Mapping) else None
+    return not is_number(begin) or begin < (1 if scheduler.get("by_epoch", True) else count)
+
+
+def _saves(hook: Any) -> bool:
+    """Return whether a hook, or the dict that describes it, saves checkpoints."""
+    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    return name.rpartition(".")[2] in ("CheckpointHook", "PreemptionHook")
