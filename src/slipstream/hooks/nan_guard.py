@@ -80,7 +80,7 @@ class NanGuardHook(Hook):
             self._cleanup.callback(setattr, meter, "locate", None)
 
     def read_logs(self, runner: Runner) -> None:
-        """Log the steps skipped since the last call and the module that caused them."""
+        """Log the number of steps skipped since the last call, and the module that produced the non-finite value."""
         if self.guard is None:
             return
         try:

@@ -98,7 +98,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return autocast for the forward pass and loss, combined with `no_sync` unless the batch ends a window."""
+        """Return an autocast context for the forward pass and loss, and `no_sync` inside an accumulation window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast

@@ -65,7 +65,7 @@ class ParamwiseOptions:
             check_optimizer_options(values, _path(key))
 
     def option_with_suffix(self, suffix: str) -> str | None:
-        """Return the path of an option that is set and whose name ends with `suffix`, such as `"lr_mult"`, or None."""
+        """Return the path of an option that is set and whose name ends with `suffix` (such as `"lr_mult"`), if any."""
         for name in (f.name for f in fields(self)):
             if name.endswith(suffix) and getattr(self, name) is not None:
                 return name

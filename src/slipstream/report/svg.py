@@ -34,7 +34,7 @@ class Line:
 def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:
     """Return a chart as an SVG element, or an empty string if no line has any points.
 
-    The mean of each point is drawn as a line, and its minimum and maximum as a band. Values that are NaN or infinite
+    A line connects the means of the points, and a band spans their minima and maxima. Values that are NaN or infinite
     interrupt the line and are marked with a cross at the upper edge.
 
     Args:

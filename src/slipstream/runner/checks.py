@@ -72,7 +72,8 @@ def add_notes(error: Exception, position: str, describe_batch: Callable[[int], s
 def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
     """Warn if the last batch of each epoch has only one sample, because a BatchNorm layer may be unable to train on it.
 
-    Call this function while the model is in training mode: frozen BatchNorm layers accept any batch.
+    Call this function after `model.train()`. BatchNorm layers that remain in evaluation mode are frozen, and accept any
+    batch.
     """
     if batch_size(loader) == 1 or last_batch_size(loader) != 1:
         return

@@ -76,8 +76,8 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
         warn(
-            f"expandable_segments does not affect the {reserved / 2**20:.0f} MiB that are already reserved. To use it "
-            "for all memory, start the process with PYTORCH_ALLOC_CONF=expandable_segments:True"
+            f"expandable_segments does not affect the {reserved / 2**20:.0f} MiB already reserved. To use it for "
+            "all memory, start the process with PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     try:
         yield

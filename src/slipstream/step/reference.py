@@ -1,4 +1,4 @@
-"""Compute reference results for a captured step, with eager kernels and in float64."""
+"""Compute reference results for a captured step with eager kernels, in the precision of the step or in float64."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class GraphUpdate:
     schedulers can change settings without a new graph.
 
     Args:
-        optimizer: a `torch.optim` optimizer (`can_trace`).
+        optimizer: a `torch.optim` optimizer for which `can_trace` returns True.
         params: the optimizer's parameters that receive a gradient; the constructor creates their state.
     """
 

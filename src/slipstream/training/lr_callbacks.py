@@ -31,8 +31,8 @@ _KEY = "lr_callback"
 class LRCallbackBase(PhaseCallback):
     """Base class for learning-rate schedules; pass a subclass, or its registered name, as `lr_mode`.
 
-    Subclasses define `is_lr_scheduling_enabled` and `perform_scheduling`, which sets `lr` and calls `update_lr`. Their
-    other arguments are keys of `training_params`.
+    Subclasses define `is_lr_scheduling_enabled` and `perform_scheduling`, which sets `lr` and calls `update_lr`. If the
+    constructor of a subclass has further parameters, their values are read from the same keys of `training_params`.
 
     Args:
         phase: when the schedule is called.

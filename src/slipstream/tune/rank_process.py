@@ -1,4 +1,4 @@
-"""One trial on all ranks of a process group: a process per rank, which train together with data parallelism."""
+"""One trial on all ranks of a process group: each rank starts a process, and these processes train data-parallel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONSEQUENCE_DELAY = 2.0
 class RankProcess:
     """A `Process` on each rank. All ranks must create it together, and call each method together.
 
-    The processes form their own process group, so a trial needs the memory and the time of data-parallel training. The
+    The processes form their own process group, so a trial takes as much memory and time as data-parallel training. The
     calling processes exchange the states of their trials several times per second. If the trial of one rank fails, all
     ranks raise the same error, and kill their trials: a trial that waits in a collective does not block its rank.
 

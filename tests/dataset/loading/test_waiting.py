@@ -331,7 +331,7 @@ def test_error_reports_that_shared_memory_is_too_small(tmp_path):
     assert "no shared memory left for their batches" in collated
     assert "a batch may not fit in shared memory" in lost
     assert "no shared memory left" in full
-    assert re.search(r"of which 0(\.\d+)? MB are free", full)
+    assert re.search(r"of which 0(\.\d+)? MiB is free", full)
 
 
 @pytest.mark.parametrize(

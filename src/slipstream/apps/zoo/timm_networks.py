@@ -145,7 +145,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def import_timm() -> ModuleType:
-    """Return the module timm.
+    """Return the `timm` module.
 
     Raises:
         MissingPackageError: if timm is not installed, or cannot be imported.

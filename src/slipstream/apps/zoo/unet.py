@@ -95,7 +95,7 @@ class UNet(Network):
     Args:
         num_classes: number of output channels.
         in_channels: number of image channels.
-        dropout: probability of the dropout before the classifier, during training.
+        dropout: dropout probability before the classifier; used only during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

@@ -213,7 +213,7 @@ def _shared_memory() -> str:
     if not _SHM.is_dir():
         return ""
     usage = shutil.disk_usage(_SHM)
-    return f" ({_SHM} has {usage.total / 2**20:.4g} MB, of which {usage.free / 2**20:.4g} MB are free)"
+    return f" ({_SHM} has {usage.total / 2**20:.4g} MiB, of which {usage.free / 2**20:.4g} MiB is free)"
 
 
 def _scarce_shared_memory() -> str:
