@@ -326,7 +326,7 @@ def test_error_reports_that_shared_memory_is_too_small(tmp_path):
     collated, lost, full = done.stdout.strip().splitlines()
     for line in (collated, lost, full):
         assert line.startswith("train_dataloader: ")
-        assert "/dev/shm has 1 MB" in line
+        assert "/dev/shm has 1 MiB" in line
         assert "num_workers=0" in line
     assert "no shared memory left for their batches" in collated
     assert "a batch may not fit in shared memory" in lost
