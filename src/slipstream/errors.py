@@ -49,7 +49,7 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A configuration key or value is invalid; `path` is its location (`optim_wrapper.optimizer`)."""
+    """A configuration key or value is invalid; `path` is its location, such as `optim_wrapper.optimizer`."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)

@@ -13,10 +13,10 @@ __all__ = ["extra", "is_installed"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Raise an error that specifies the extra to install if an import inside the block fails.
+    """If a module that the block imports is not installed, raise an error that names the extra to install.
 
     Raises:
-        MissingPackageError: a module that the block imports is not installed.
+        MissingPackageError: if a module that the block imports is not installed.
     """
     try:
         yield

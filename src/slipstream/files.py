@@ -29,8 +29,8 @@ __all__ = [
 _DOWNLOAD_TIMEOUT = 60
 """Seconds without data after which a download fails."""
 CHECKPOINT_NAME_LENGTH = 215
-"""Maximum length of a checkpoint's configured name in bytes. Most file systems allow 255 bytes; the engine requires the
-rest for the number and for the suffixes of shards, temporary files and replaced files."""
+"""Maximum length, in bytes, of a checkpoint's configured name. Most file systems allow 255 bytes; the rest is
+used for the number and for the suffixes of shards, temporary files and replaced files."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -88,7 +88,9 @@ def write_text(path: Path, text: str, errors: str = "strict") -> None:
 
 
 def download(url: str, target: Path) -> None:
-    """Write the contents of a URL to a file. If an error occurs, the file may be incomplete; see `atomic_write`.
+    """Write the contents of a URL to a file.
+
+    After an error, the file may be incomplete; use `atomic_write` to prevent this.
 
     Args:
         url: an http or https URL, or another URL that fsspec supports.
@@ -139,7 +141,7 @@ def disk_problem(error: BaseException, folder: Path) -> str | None:
     free = ""
     if folder.is_dir():
         usage = shutil.disk_usage(folder)
-        free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB are free)"
+        free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB is free)"
     return f"the disk containing {folder} is full{free}"
 
 

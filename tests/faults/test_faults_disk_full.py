@@ -39,7 +39,7 @@ def test_run_on_a_full_disk_names_the_disk_and_resumes_after_space_is_free(tmp_p
     assert done.returncode == 0, done.stderr
     for found in json.loads(done.stdout.splitlines()[-1]):
         assert "epoch_3.pth cannot be written: the disk containing" in found["error"]
-        assert f"{found['folder']} is full (0 MiB of 8 MiB are free)" in found["error"]
+        assert f"{found['folder']} is full (0 MiB of 8 MiB is free)" in found["error"]
         assert found["kept"] == ["epoch_1.pth", "epoch_2.pth"]
         assert found["temporary"] == []
         assert found["resumed_from"] == "epoch_2.pth"
@@ -54,7 +54,7 @@ def test_only_a_full_disk_is_reported_as_such(tmp_path):
     assert file.stat().st_size > 1
     full = disk_problem(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
     assert full.startswith(f"the disk containing {tmp_path} is full (")
-    assert full.endswith(" MiB are free)")
+    assert full.endswith(" MiB is free)")
     quota = disk_problem(OSError(errno.EDQUOT, "Disk quota exceeded"), tmp_path)
     assert quota == f"the disk quota for {tmp_path} is exceeded"
     assert disk_problem(OSError(13, "Permission denied"), tmp_path) is None

@@ -27,11 +27,11 @@ def open_store(placement: Placement, seconds: float) -> Store:
     """Return a store for this job after every rank has connected to it; rank 0 or torchrun runs the server.
 
     Args:
-        placement: placement of this process; rank 0 (or torchrun) listens at `master_port`.
+        placement: placement of this process; rank 0 (or torchrun) listens on `master_port`.
         seconds: timeout for connecting to rank 0, and then for waiting for the other ranks.
 
     Raises:
-        DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 cannot be
+        DistributedError: if a rank is missing, connects twice or has a different world size, or if rank 0 cannot be
             reached or cannot open its port. Every connected rank raises this error. The message names the
             environment variables and their values.
     """

@@ -18,7 +18,7 @@ _RANGE = r"(\d+)(?:-(\d+))?"
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts in a Slurm node list: `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
+    """Return the hosts in a Slurm node list; for example, `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
 
     Raises:
         DistributedError: `nodelist` is not a valid node list.
@@ -54,7 +54,10 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
-    """Read the placement of a task. A job step that uses only some of the job's nodes has its own node list."""
+    """Read the placement of a Slurm task from `environ`.
+
+    The variables of the job step take precedence over those of the job, because a step may use only some of the nodes.
+    """
     size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world = read_int(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:
@@ -86,15 +89,18 @@ def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
 def _port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(read_int(environ, "MASTER_PORT", "slurm"))
-    # Jobs that share a node have similar ids. The range avoids Slurm's ports (from 6817, srun from 60001) and
-    # Linux's ephemeral ports (from 32768).
+    # Jobs that share a node have similar ids, but must use different ports. Ports 20000 to 29999 do not overlap with
+    # Slurm's ports (from 6817; those of srun, from 60001) or Linux's ephemeral ports (from 32768).
     job = read_int(environ, "SLURM_JOB_ID", "slurm")
     step = read_int(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
     return str(20000 + (8 * job + step) % 10000)
 
 
 def _local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks on this node from Slurm's list of tasks per node, such as `3,2(x2)`."""
+    """Return the number of tasks on this node, or None if it is unknown.
+
+    Slurm stores the number of tasks on each node in a list such as `3,2(x2)`.
+    """
     tasks = environ.get(first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
     counts = [
         int(count)

@@ -110,7 +110,7 @@ class Accuracy(CountingMetric):
         return bad
 
     def class_names(self) -> list[str]:
-        """Return the dataset's class names, or the class ids if the number of names differs."""
+        """Return the dataset's class names, or the class ids if there is not one name per class."""
         names = list((self.dataset_meta or {}).get("classes") or ())
         classes = self._classes
         return names if len(names) == classes else [str(index) for index in range(classes)]

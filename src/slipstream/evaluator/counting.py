@@ -29,7 +29,7 @@ class CountingMetric(BaseMetric):
     confusion: list[list[int]] | None = None
     """The confusion matrix from the last evaluation (rows: targets, columns: predictions), if the metric has one."""
     uses_scores: ClassVar[bool] = False
-    """Whether the metric uses the scores of networks with one output channel instead of their class ids."""
+    """For networks with one output channel, whether the metric uses the scores instead of the class ids."""
 
     @abstractmethod
     def num_counts(self) -> int:
@@ -69,7 +69,7 @@ class CountingMetric(BaseMetric):
         return self.evaluate_counts(counts)
 
     def evaluate_counts(self, counts: Tensor) -> dict[str, Any]:
-        """Sum the counts over all ranks in place and return the metric's values; synchronizes with the device.
+        """Sum the counts over all ranks in place, copy them to the host, and return the metric's values.
 
         Raises:
             DataError: if labels out of range were counted.

@@ -84,7 +84,7 @@ def _samples(batch: Any) -> list[Any]:
 
 
 def _storable(value: Any, path: str) -> Any:
-    """Convert `value` to CPU tensors that do not share memory, and to built-in Python containers and values."""
+    """Convert `value` to built-in Python containers and values, and to CPU tensors that do not share memory."""
     if isinstance(value, Tensor):
         # Copy, because saving or sending a view would include the storage of the whole batch.
         return value.detach().to("cpu", copy=True)

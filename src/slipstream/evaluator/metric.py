@@ -22,10 +22,10 @@ class BaseMetric(ABC):
     Subclasses implement `process`, which appends to `self.results`, and `compute_metrics`.
 
     Args:
-        collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
+        collect_device: `cpu` or `gpu`; has no effect, and is accepted for compatibility with MMEngine.
         prefix: prefix of the metric names, as in `prefix/name`. Default: the `default_prefix` class attribute,
             which may be None.
-        collect_dir: a folder shared by all ranks; allowed only with `collect_device='cpu'`.
+        collect_dir: also has no effect; allowed only with `collect_device='cpu'`.
 
     Raises:
         ConfigError: if `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.

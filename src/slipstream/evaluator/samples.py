@@ -38,11 +38,11 @@ def read_pair(data_samples: Any, metric_name: str) -> Pair:
 
 
 def read_tensors(data_samples: Any, metric_name: str) -> tuple[Tensor, Tensor]:
-    """Return `(preds, targets)` like `read_pair`, detached. Both must be tensors on the same device.
+    """Return `(preds, targets)` like `read_pair`, as detached tensors.
 
     Raises:
-        DataError: if `data_samples` has a different structure, contains values that are not tensors, or contains
-            tensors on different devices, or if the targets are not integers.
+        DataError: if `read_pair` does not accept `data_samples`, if the predictions and targets are not tensors on the
+            same device, or if the targets are not integers.
     """
     preds, targets = read_pair(data_samples, metric_name)
     for name, value in (("preds", preds), ("targets", targets)):

@@ -43,8 +43,8 @@ class IoUMetric(CountingMetric):
 
     Args:
         iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
-        ignore_index: target id of ignored pixels. Default: `ignore_index` in the dataset's metainfo (None: no ignored
-            pixels), or 255 if the metainfo does not contain this key.
+        ignore_index: target id of ignored pixels. Default: `ignore_index` in the dataset's metainfo (if it is None,
+            no pixels are ignored), or 255 if the metainfo does not contain this key.
         num_classes: number of classes. Default: the length of the dataset's `classes`.
         per_class: also report `IoU/<class name>` for every class.
         collect_device, prefix, collect_dir: see `BaseMetric`.
@@ -91,14 +91,18 @@ class IoUMetric(CountingMetric):
 
     @property
     def ignore_index(self) -> int | None:
-        """Target id of ignored pixels, or None."""
+        """Target id of ignored pixels, or None if no pixels are ignored."""
         if self._ignore_index is not None:
             return self._ignore_index
         declared: int | None = (self.dataset_meta or {}).get("ignore_index", _DEFAULT_IGNORE_INDEX)
         return declared
 
     def num_counts(self) -> int:
-        """Return the number of counts: the confusion matrix, ignored pixels, and invalid targets and predictions."""
+        """Return the number of counts.
+
+        There is one for each cell of the confusion matrix, one for the ignored pixels, one for the invalid targets, and
+        one for the invalid predictions.
+        """
         return self.num_classes**2 + 3
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
@@ -171,7 +175,7 @@ class IoUMetric(CountingMetric):
         return matrix
 
     def class_names(self) -> list[str]:
-        """Return the dataset's class names, or the class ids if the number of names differs."""
+        """Return the dataset's class names, or the class ids if there is not one name per class."""
         names = list((self.dataset_meta or {}).get("classes") or ())
         return names if len(names) == self.num_classes else [str(i) for i in range(self.num_classes)]
 

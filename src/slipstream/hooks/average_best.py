@@ -42,8 +42,8 @@ class AverageBestHook(Hook):
     """Average the weights of the best epochs at the end of training; save and validate the result.
 
     The hook averages the weights used for validation, which are the EMA weights if there is an `EMAHook`. It saves the
-    weights of each of the best epochs to a file in the `average_best` folder of the work_dir. It removes the file when
-    the epoch is no longer among the best and the run can no longer roll back to a checkpoint that refers to the file.
+    weights of each of the best epochs to a file in the `average_best` folder of the work_dir. It removes a file once
+    its epoch is no longer among the best and the run can no longer roll back to a checkpoint that refers to the file.
     The remaining files are kept, because a resumed run requires them. The hook calls the stages `before_average_val`
     and `after_average_val` (with `metrics`) before and after the final validation. Floating-point tensors are averaged
     in float64. Other tensors are copied from the best epoch. The averaged file contains only weights, so load it with
@@ -85,7 +85,7 @@ class AverageBestHook(Hook):
             (value, name)
             for value, name in runner.message_hub.get_info(FOLDER, [])
             if Path(name).name == name
-        ]  # ignore other paths, because the checkpoint may be untrusted
+        ]  # ignore names that contain folders, because the checkpoint may be untrusted
         exists = [[(self._folder / name).is_file() for _, name in entries] if is_main_process() else None]
         broadcast_object_list(exists)
         self._best: list[tuple[float, str]] = []  # best first

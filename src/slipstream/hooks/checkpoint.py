@@ -40,14 +40,14 @@ class CheckpointHook(Hook):
     After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
     Args:
-        interval: number of epochs (`by_epoch`) or steps between checkpoints; -1 saves only the last checkpoint.
+        interval: number of epochs (with `by_epoch`) or steps between checkpoints; -1 saves only the last checkpoint.
         by_epoch: whether `interval` counts epochs rather than steps; by default, the same as in the training loop.
         save_optimizer, save_param_scheduler: whether to save the states of the optimizer and the schedulers, which
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all. A resumed run does not remove
-            checkpoints that were kept with a higher limit.
+            checkpoints that an earlier run kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns. With `auto`, if
             neither the metric's name nor `rule` indicates whether higher values are better, a warning is logged and no
@@ -59,8 +59,8 @@ class CheckpointHook(Hook):
         save_begin: number of epochs or steps to wait before counting intervals.
         best_filename: file name of the best checkpoint, if `save_best` is a single metric; by default derived from the
             metric's name and the number of epochs or steps.
-        save_epochs: epochs (counted from 1) after which to save an additional checkpoint (`ckpt_epoch_1.pth`) that is
-            never removed, as with SuperGradients' `save_ckpt_epoch_list`.
+        save_epochs: epochs (counted from 1) after which to save an additional checkpoint that is never removed (such
+            as `ckpt_epoch_1.pth`), as with SuperGradients' `save_ckpt_epoch_list`.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
         async_save: write checkpoints in a background thread. This requires host memory for a copy of the checkpoint.
     """
@@ -224,7 +224,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in the resumed checkpoint's list `key` that match this hook's regular checkpoints."""
+        """Return the names in the resumed checkpoint's list `key` that regular checkpoints of this hook can have."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -357,10 +357,11 @@ class CheckpointHook(Hook):
                 runner.call_hook("after_new_best", metrics=metrics)
 
     def _auto_metric(self, runner: Runner, metrics: Mapping[str, Any]) -> str | None:
-        """Return the metric that `auto` selects, or None. Log a warning if the user can fix the cause.
+        """Return the metric that `auto` selects, or None if no metric can be monitored.
 
-        The first validation run determines the metric. This method raises no errors, because the metrics are not known
-        before training.
+        The first validation run determines the metric; a metric that another hook monitors is not used. If the metric's
+        value is not a number, or it is unknown whether higher values are better, the result is None and a warning is
+        logged. This is not an error, because the metrics are not known before training.
         """
         key = runner.message_hub.get_info(self._auto_metric_key)  # a resumed run restores this value
         if not isinstance(key, str):
@@ -431,7 +432,7 @@ class CheckpointHook(Hook):
 
 
 def _can_monitor(name: Any, value: Any) -> bool:
-    """Return whether a metric can be monitored: its value is one number, and its name can be part of a file name."""
+    """Return whether a metric's value is a single number, and its name can be part of a file name."""
     if not isinstance(name, str) or "\0" in name or len(name) > _MAX_NAME_LENGTH:
         return False
     if isinstance(value, torch.Tensor):

@@ -28,7 +28,8 @@ __all__ = ["EMAHook", "training_weights", "validation_weights"]
 class EMAHook(Hook):
     """Maintain an average of the weights for use in validation, testing and the saved `state_dict`.
 
-    Checkpoints store the unaveraged weights as `ema_state_dict`, and a resumed run restores both.
+    Checkpoints store the average as `state_dict` and the training weights as `ema_state_dict`; a resumed run restores
+    both.
 
     The training step updates the average (`slipstream.step.average.AveragePart`). If the model overrides `train_step`,
     the hook updates the average after each iteration.
@@ -196,7 +197,7 @@ class EMAHook(Hook):
         self._swap_in(average=False)
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """After the first update, save the average as `state_dict` and the weights as `ema_state_dict`."""
+        """After the first update, save the average as `state_dict` and the training weights as `ema_state_dict`."""
         if not self._average.steps:
             return
         if runner.is_training:
@@ -214,9 +215,9 @@ class EMAHook(Hook):
         }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """If the run is resumed, restore the average and the weights; otherwise, load the average as the weights.
+        """If the run is resumed, restore the average and the training weights; otherwise, the model loads the average.
 
-        `before_train` or `after_rollback` changes the average, after all entries of the checkpoint have been checked.
+        `before_train` or `after_rollback` loads the average, after all entries of the checkpoint have been checked.
         """
         self._resumed = None
         if not runner.checkpoints.resuming:

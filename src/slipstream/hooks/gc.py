@@ -38,7 +38,7 @@ class GcHook(Hook):
         self.interval = interval
         self.warmup = warmup
         self._steps = 0
-        self._was_enabled: bool | None = None  # None while automatic collection is active
+        self._was_enabled: bool | None = None  # None unless this hook has disabled automatic collection
 
     def before_train(self, runner: Runner) -> None:
         """Reset the step counter."""

@@ -59,7 +59,7 @@ class Hook:
     runs_last: ClassVar[bool] = False
     """Whether the hook runs after all hooks without this flag, regardless of priority, because it may end the run."""
     reads_phases: ClassVar[bool] = False
-    """Whether the hook reads `runner.phases`. The times are measured only if a hook reads them."""
+    """Whether the hook reads `runner.phases`. The phases are timed only if a hook reads them."""
     source: Mapping[str, Any] | None = None
     """The configuration from which the hook was built, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (

@@ -1,4 +1,4 @@
-"""Skip training steps with a non-finite loss or gradient, or roll back to a checkpoint; report the faulty module."""
+"""Handle non-finite losses and gradients (stop, skip the step or roll back), and report the faulty module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_LOGGED = 10
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """If a loss or gradient is not finite, skip the training step, stop training, or roll back to a checkpoint.
+    """Stop training or roll back if a loss is not finite, or skip each step whose loss or gradient is not finite.
 
     Args:
         action, locate, max_skipped, max_rollbacks, skip_before: see `NanGuardOptions`.

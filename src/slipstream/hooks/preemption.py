@@ -22,8 +22,9 @@ class PreemptionHook(Hook):
 
     All ranks stop after the same step. A run with `resume=True` continues from this checkpoint, `preempted.pth`. The
     hook raises `Preempted` (after SIGINT, its subclass `Interrupted`), which makes Python exit with status 75. Signals
-    are handled from the start of `Runner.train` until the last checkpoint is written. If no step has been run, there is
-    nothing to save; if no step follows, the run ends normally. A second signal terminates the process without saving.
+    are handled from the start of `Runner.train` until the last checkpoint is written. If a signal arrives before the
+    first step, no checkpoint is saved; if it arrives after the last step, the run ends normally. A second signal, at
+    least one second after the first, terminates the process without saving.
     """
 
     priority = "LOWEST"

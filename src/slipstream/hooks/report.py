@@ -41,7 +41,8 @@ class ReportHook(Hook):
     @property
     def _report(self) -> RunReport:
         if self._created is None:
-            from slipstream.hooks.run_report import RunReport  # imported here, because only runs need it
+            # Imported here, because it is needed only during a run.
+            from slipstream.hooks.run_report import RunReport
 
             self._created = RunReport(self._peak_tflops, self._probe_workers)
         return self._created

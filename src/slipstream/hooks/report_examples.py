@@ -102,7 +102,7 @@ def _copy_resized(candidate: _Candidate) -> _Candidate:
 
 
 def _images(batch: Any) -> Sequence[Tensor] | None:
-    """Return the images (channels, height, width) of a batch, or None if it has no images with 1 or 3 channels."""
+    """Return the images (channels, height, width) of a batch, or None if its inputs are not 1- or 3-channel images."""
     inputs = batch.get("inputs") if isinstance(batch, Mapping) else None
     if isinstance(batch, list | tuple) and batch:
         inputs = batch[0]

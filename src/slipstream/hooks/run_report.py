@@ -299,7 +299,7 @@ def _tuned(runner: Runner) -> list[TunedOptions]:
 
 
 def _class_names(loop: Any) -> list[str]:
-    """Return the class names of a loop's dataset, or an empty list."""
+    """Return the class names of a loop's dataset, or an empty list if they are unknown."""
     dataset = getattr(getattr(loop, "dataloader", None), "dataset", None)
     meta = getattr(dataset, "metainfo", None)
     names = (meta or {}).get("classes") if isinstance(meta, Mapping | None) else None

@@ -212,7 +212,7 @@ class EmptyCacheHook(Hook):
 
 @HOOKS.register_module()
 class SyncBuffersHook(Hook):
-    """Average floating-point buffers (BatchNorm statistics) over the ranks at the end of each epoch."""
+    """Average floating-point buffers (such as BatchNorm statistics) over the ranks at the end of each epoch."""
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Average the buffers."""

@@ -60,8 +60,8 @@ class HistoryBuffer:
             raise ConfigError(f"max_length must be at least 1, not {max_length}")
         self.max_length = max_length
         self.averaged = True
-        """Whether log lines contain the mean over a window if the scalar's name matches `mean_pattern`. False for
-        evaluation metrics, because each value is the result of a complete evaluation."""
+        """Whether log lines show the mean of the most recent values if the scalar's name matches the log processor's
+        `mean_pattern`. False for evaluation metrics, because each value is the result of a complete evaluation."""
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
         self.total = 0

@@ -1,4 +1,4 @@
-"""One logger per Runner: colored lines on a terminal, plain lines otherwise, and a log file."""
+"""One logger per Runner. It writes to the console (in color if this is a terminal) and to a log file."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class MessageHub:
                 raise DataError(f"the dict for the scalar '{key}' must have a 'value' key, not {value!r}")
 
     def update_metric(self, key: str, value: Any) -> None:
-        """Append an evaluation result; log lines show the latest result instead of a mean over a window."""
+        """Append an evaluation result; log lines show the latest result, not the mean of several results."""
         self.update_scalar(key, value)
         self._scalars[key].averaged = False
 
@@ -203,7 +203,7 @@ class MessageHub:
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the active Runner in this context, or else the newest hub. Create one if needed."""
+        """Return the hub of the active Runner in this context, or else the newest hub. If there is none, create one."""
         for hub in reversed(list(_hubs.get().values())):
             return hub
         return cls.get_instance("slipstream")

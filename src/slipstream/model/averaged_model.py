@@ -268,7 +268,8 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
 def _copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model without DDP wrappers, which are required only for training.
 
-    Pruning and `weight_norm` store a weight that they compute from parameters, which `deepcopy` does not support.
+    `deepcopy` does not support tensors that are computed from parameters, such as the weights stored by pruning and
+    `weight_norm`. These tensors are detached and cloned.
     """
     computed = (value for module in model.modules() for value in vars(module).values())
     memo: dict[int, Any] = {
@@ -487,7 +488,7 @@ class StochasticWeightAverage(BaseAveragedModel):
     Args:
         model: the model to average (unwrapped).
         every_batch: whether every batch counts as an update, as in MMEngine, or only batches with an optimizer step.
-        args, kwargs: arguments for `BaseAveragedModel`.
+        args, kwargs: other arguments for `BaseAveragedModel`.
     """
 
     def __init__(self, model: nn.Module, *args: Any, every_batch: bool = True, **kwargs: Any) -> None:

@@ -74,7 +74,7 @@ class BaseModel(BaseModule):
 
 
 def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
-    """Call `module` with a preprocessed batch: a dict as keyword arguments, a tuple or list as positional arguments.
+    """Call `module` with a preprocessed batch. A dict provides keyword arguments, a tuple or list positional arguments.
 
     Raises:
         DataError: if the batch has a different type or its elements do not match the arguments of `forward`.

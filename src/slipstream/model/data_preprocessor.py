@@ -43,7 +43,10 @@ class BaseDataPreprocessor(nn.Module):
         return self.cast_data(data)
 
     def cast_data(self, data: Any) -> Any:
-        """Move every tensor in `data` to the device and apply device transforms; return other values unchanged."""
+        """Move every tensor (and every other object with a `to` method) to the device, and apply device transforms.
+
+        Other values are returned unchanged.
+        """
         if isinstance(data, Tensor):
             if data.device == self._device:  # faster than `to`, even if `to` copies nothing
                 return data
@@ -69,11 +72,13 @@ def _sequence_like(data: Any, values: list[Any]) -> Any:
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Stack, pad and normalize images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
+    """Stack, pad and normalize images (uint8 or float) on the device, and return them as float32 (N, C, H, W).
+
+    The images are stored under the key `inputs`, or are the first element if the batch is a tuple or list.
 
     Args:
-        mean, std: a single value, or one value per channel, on the scale of the inputs (0..255 for uint8). Specify both
-            or neither. Specify neither if the dataset's transforms normalize the images.
+        mean, std: a sequence of one value, or of one value per channel, on the scale of the inputs (0..255 for uint8).
+            Specify both or neither. Specify neither if the dataset's transforms normalize the images.
         pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: padding value, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.

@@ -16,8 +16,8 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
 
     On an accelerator, an invalid target would terminate the process without an error that reports the value. This check
-    causes a device synchronization, so only one batch is checked. Losses that are not part of torch may interpret
-    targets differently, so their targets are checked only if they set `takes_class_ids = True`.
+    causes a device synchronization, so only one batch is checked. Losses other than `CrossEntropyLoss` and
+    `NLLLoss` may interpret targets differently, so their targets are checked only if they set `takes_class_ids = True`.
 
     Args:
         loss: the loss module.

@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        # For a cumulative average, the factor is a tensor, because reading the count would synchronize the device.
+        # For a cumulative average, the factor is a tensor, because reading the count would synchronize with the device.
         factor: Any = self.momentum
         if factor is None:
             factor = self.num_batches_tracked.to(mean.dtype).reciprocal()
@@ -149,7 +149,10 @@ def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, T
 
 
 def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments with two collectives in each direction; their size is independent of the world size."""
+    """Merge the moments with two collectives in the forward pass and two in the backward pass.
+
+    The size of these collectives does not depend on the world size.
+    """
     sums = _sum_over_ranks(torch.cat([mean * count, count]))
     total = sums[-1:].detach()
     global_mean = sums[:-1] / total

@@ -114,7 +114,10 @@ class Segmentor(Task):
         return _cut(outputs, targets) if padded and targets is not None else outputs
 
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the class ids of the main output, resized to the targets, and the targets if present."""
+        """Return the class ids of the main output and, if there are targets, the targets.
+
+        With targets, the logits are first resized to the size of the targets.
+        """
         logits = main_output(outputs)
         if targets is None:
             return _class_ids(logits)

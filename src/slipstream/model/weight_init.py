@@ -29,7 +29,7 @@ __all__ = [
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Raise a ModelError if a parameter or buffer has no shape yet, because it belongs to an unused lazy module."""
+    """Raise a ModelError if a parameter or buffer has no shape, because its lazy module has not been called."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ModelError(
@@ -76,7 +76,7 @@ def _apply(cfg: Mapping[str, Any], module: nn.Module) -> None:
 
 
 class _Init:
-    """Initialize all layers whose class is in `layer`: weights with `_fill`, and biases with a constant.
+    """Initialize the weights of all layers whose class is in `layer` with `_fill`, and their biases with a constant.
 
     With `bias_prob`, the bias is chosen so that its sigmoid equals this probability (Lin et al. 2017, section 4.1).
     """

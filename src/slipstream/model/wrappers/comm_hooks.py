@@ -1,4 +1,4 @@
-"""Communication hooks for DDP that compress gradients: half precision and low-rank factors (PowerSGD).
+"""Communication hooks for DDP that compress gradients to half precision or to low-rank factors (PowerSGD).
 
 PyTorch's own hooks are not used: the bfloat16 hook requires a CUDA build, and the PowerSGD hook waits inside callbacks
 on gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket, so the state
@@ -61,10 +61,10 @@ class HalfPrecision:
 class PowerSGD:
     """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
-    A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the factors are smaller than half
-    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step is the
-    starting point of the next power iteration. The two small all-reduces per bucket do not overlap with the backward
-    pass.
+    A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the two factors together are
+    smaller than half its size. The approximation error is added to the next gradient (error feedback), and the factor
+    of each step is the starting point of the next power iteration. The two small all-reduces per bucket do not overlap
+    with the backward pass.
 
     Args:
         group: process group.

@@ -21,7 +21,7 @@ _UNITS = ((1e14, 1e15, "P"), (1e11, 1e12, "T"), (1e8, 1e9, "G"), (1e5, 1e6, "M")
 
 
 def _format_size(x: int, sig_figs: int = 3, hide_zero: bool = False) -> str:
-    """Format a number with a unit suffix: `_format_size(25_600_000)` returns `25.6M`."""
+    """Format a number with a unit suffix; for example, `_format_size(25_600_000)` returns `25.6M`."""
     if hide_zero and x == 0:
         return ""
     for limit, unit, letter in _UNITS:
@@ -42,7 +42,7 @@ def get_model_complexity_info(
     Args:
         model: the model.
         input_shape: shape of the input without the batch dimension, or a tuple of shapes.
-        inputs: the inputs, instead of `input_shape`.
+        inputs: the inputs; an alternative to `input_shape`.
         show_table: include a table by module (`out_table`).
         show_arch: include the model structure (`out_arch`).
 
@@ -51,8 +51,8 @@ def get_model_complexity_info(
         `out_table` and `out_arch`.
 
     Raises:
-        ConfigError: if both or neither of `input_shape` and `inputs` are set, or if `input_shape` is not a tuple of
-            integers.
+        ConfigError: if both or neither of `input_shape` and `inputs` are set, or if `input_shape` is neither a
+            tuple of integers nor a tuple of such tuples.
     """
     if (input_shape is None) == (inputs is None):
         raise ConfigError("set exactly one of input_shape and inputs")

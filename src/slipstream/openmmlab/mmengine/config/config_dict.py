@@ -29,19 +29,19 @@ class LazyConfigDict(ConfigDict):
         return self._read(dict.__getitem__(self, key))
 
     def __iter__(self) -> Iterator[Any]:
-        # If a dict subclass does not define `__iter__`, `dict(cfg)` and `**cfg` copy the stored values.
+        # If a dict subclass does not define `__iter__`, `dict(cfg)` and `**cfg` do not call `__getitem__`.
         return iter(self.keys())
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the value of `key`, or `default`."""
+        """Return the value of `key`, or `default` if the key is missing."""
         return self._read(dict.get(self, key, default))
 
     def pop(self, key: Any, default: Any = None) -> Any:
-        """Remove `key` and return its value, or `default`."""
+        """Remove `key` and return its value; if the key is missing, return `default`."""
         return self._read(dict.pop(self, key, default))
 
     def items(self) -> Any:
-        """Return a list of the keys and values."""
+        """Return a list of (key, value) pairs."""
         return [(key, self._read(value)) for key, value in dict.items(self)]
 
     def values(self) -> Any:
@@ -55,7 +55,7 @@ class LazyConfigDict(ConfigDict):
         return self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set values. A dict is merged into an existing dict, or replaces the existing dict if it has `_delete_=True`.
+        """Set values. A new dict is merged into an existing dict, or replaces it if the new dict has `_delete_=True`.
 
         In contrast, MMEngine stores `_delete_` as a key, so building an object from the dict raises an error.
         """

@@ -1,7 +1,7 @@
 """Read pure Python style configurations: `with read_base():` imports base files, and other imports become lazy objects.
 
-The files are executed, like all Python configuration files, but the objects in their other `import` statements are not
-imported.
+Like all Python configuration files, these files are executed, but modules outside the standard library (other than
+`mmengine.config`) are not imported.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ def _with_location(error: Exception, path: Path) -> ConfigError:
 
 
 class _Imports(ast.NodeTransformer):
-    """Replace imports: imports of base files set variables, and other imports create `LazyObject`s.
+    """Rewrite the import statements of a file.
 
-    Modules from the standard library are imported normally.
+    Imports of base files set variables. Modules from the standard library and `mmengine.config` are imported normally.
+    All other imports create `LazyObject`s.
     """
 
     def __init__(self, path: Path, variables: dict[str, Any], bases: dict[str, LazyFile]) -> None:
@@ -188,7 +189,7 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
             continue
         if not _reads_base(node):
             raise ConfigParsingError(
-                f"{path}:{node.lineno}: only `with read_base():` is supported in a configuration"
+                f"{path}:{node.lineno}: `with read_base():` is the only `with` statement that is supported"
             )
         for statement in node.body:
             if not isinstance(statement, ast.ImportFrom) or statement.module is None:
@@ -217,7 +218,7 @@ def _base_file(node: ast.ImportFrom, path: Path) -> Path:
 
 
 def _base_value(value: Any) -> Any:
-    """Return a copy of a value from a base file, with dicts that support attributes, `merge` and nested `update`."""
+    """Return a copy of a base file's value, with dicts that support attribute access, `merge` and nested updates."""
     return FileDict._wrap(value)
 
 
@@ -226,7 +227,7 @@ def _module(node: ast.ImportFrom) -> str:
 
 
 def _is_eager(module: str) -> bool:
-    """Return whether a module is imported while the file is read: standard library modules and `mmengine.config`."""
+    """Return whether a module is imported while the file is read (standard library modules and `mmengine.config`)."""
     if module.startswith("."):
         return False
     return module.split(".")[0] in sys.stdlib_module_names or module.startswith("mmengine.config")

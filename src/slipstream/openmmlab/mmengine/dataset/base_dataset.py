@@ -155,7 +155,8 @@ class BaseDataset(Dataset[Any]):
         """Return the descriptions in the annotation file, and add the file's metainfo to the dataset.
 
         Raises:
-            DataError: if the file has a different structure.
+            DataError: if the file is not in the OpenMMLab format, or `parse_data_info` returns neither a dict nor
+                a list of dicts.
         """
         annotations = load(self.ann_file)
         if not isinstance(annotations, dict) or not {"data_list", "metainfo"} <= set(annotations):
@@ -228,7 +229,7 @@ class BaseDataset(Dataset[Any]):
         return info  # type: ignore[no-any-return]
 
     def prepare_data(self, idx: int) -> Any:
-        """Return the output of the pipeline for a sample, which may be None."""
+        """Return the output of the pipeline for a sample, or None if a transform returns None."""
         return self.pipeline(self.get_data_info(idx))
 
     def __getitem__(self, idx: int) -> Any:

@@ -23,7 +23,7 @@ def get_device() -> str:
 
 
 def get_max_cuda_memory(device: torch.device | None = None) -> int:
-    """Return the peak CUDA memory allocated since the last call, in MB."""
+    """Return the peak CUDA memory allocated since the last call, in MiB."""
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return int(peak // 2**20)

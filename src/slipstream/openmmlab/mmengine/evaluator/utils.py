@@ -11,7 +11,7 @@ __all__ = ["get_metric_value"]
 
 
 def get_metric_value(indicator: str, metrics: Mapping[str, Any]) -> Any:
-    """Return a metric value by its full name (`coco/bbox_mAP`) or by its name without the prefix.
+    """Return a metric value by its full name, such as `coco/bbox_mAP`, or by its name without the prefix.
 
     Raises:
         ConfigError: if no metric or more than one metric has this name.

@@ -105,8 +105,8 @@ def list_dir_or_file(
     Args:
         dir_path: the folder.
         list_dir: yield subfolders.
-        list_file: yield files, except hidden ones.
-        suffix: file name suffix, or a tuple of suffixes; requires `list_dir=False`.
+        list_file: yield files, except hidden local files.
+        suffix: file name suffix, or a tuple of suffixes; for local folders, requires `list_dir=False`.
         recursive: also yield the contents of subfolders.
         backend_args: see `get_file_backend`.
     """
@@ -125,7 +125,7 @@ def list_from_file(
 ) -> list[str]:
     """Return the lines of a text file, with `prefix` prepended to each line.
 
-    Skips the first `offset` lines, and returns at most `max_num` lines (0: no limit).
+    The first `offset` lines are skipped, and at most `max_num` lines are returned (0 means no limit).
     """
     text = get_text(filename, encoding, backend_args or file_client_args)
     lines = [prefix + line.rstrip("\r\n") for line in io.StringIO(text)]

@@ -24,10 +24,10 @@ def get_file_backend(
     enable_singleton: bool = False,
     backend_key: str | None = None,
 ) -> Any:
-    """Return the backend for a path, or the backend that `backend_args["backend"]` specifies.
+    """Return the backend that `backend_args["backend"]` specifies or, if this key is not set, the backend for a path.
 
     Args:
-        uri: a path or URL; its prefix (`s3://`) selects a file system supported by fsspec.
+        uri: a path or URL; its prefix (such as `s3://`) selects a file system supported by fsspec.
         backend_args: `backend` (`local`, or an fsspec protocol) and the options for the backend.
         enable_singleton: has no effect, because the backends in this package are stateless.
         backend_key: has no effect.
