@@ -25,7 +25,7 @@ def quotas(root: Path = _ROOT) -> list[float]:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Return the smallest memory limit in bytes of this process's cgroups (v1 and v2), or None."""
+    """Return the smallest memory limit in bytes of this process's cgroups (v1 and v2), or None if there is no limit."""
     limits = (_limit(version, folder) for version, folder in _folders(root, "memory"))
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -33,7 +33,7 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def available_memory(root: Path = _ROOT) -> int | None:
     """Return the number of bytes that this process can allocate before a cgroup reaches its limit.
 
-    Returns None if no cgroup has a limit.
+    The result is None if no cgroup has a limit, or if the usage cannot be read.
 
     Cached files count as available, because the kernel evicts them first.
     """

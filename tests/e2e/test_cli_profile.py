@@ -64,7 +64,7 @@ def test_profile_writes_the_trace_and_reports_the_wait_for_data(config, tmp_path
     assert re.search(r"Optimizer\.step#SGD\.step +\d+\.\d+ +\d+\.\d% +1\.0\n", printed)
     assert "Step: 32000.0 ms, 0.2 samples/s (mean of 2 steps" in printed
     assert "Waiting for data: 25.0% of this time (8000.00 ms per step)" in printed
-    assert "synchronizations: none: CPU operations are synchronous" in printed
+    assert "synchronizations: none, because CPU operations are synchronous" in printed
     assert sorted(path.name for path in out.iterdir()) == ["memory.csv", "trace.json.gz"]
     assert sorted(path.name for path in out.parent.iterdir()) == ["profile"]  # no logs or checkpoints
 
@@ -171,7 +171,7 @@ def test_devices_without_the_sync_debug_mode_are_reported(monkeypatch):
     found = Synchronizations(torch.device("xpu"))
     with found.counting():
         pass
-    assert found.problem == "not reported: torch.xpu has no set_sync_debug_mode"
+    assert found.problem == "not reported, because torch.xpu has no set_sync_debug_mode"
 
 
 def test_source_line_is_in_the_users_code_and_not_in_the_engine():

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PLAIN_FILE = "plain.pth"
-"""The file in the folder of a sharded checkpoint that contains everything except the shards."""
+"""Name of the file that contains everything except the shards, in the folder of a sharded checkpoint."""
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """Read a checkpoint file without executing code from it.
 
-    With `map_location="meta"`, the data of the tensors is neither read nor verified.
+    With `map_location="meta"`, the tensor data is neither read nor verified.
 
     Raises:
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
@@ -77,8 +77,8 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(
             f"{path} contains pickled objects or is damaged. Pickled objects are never loaded, because they can "
             "execute code. If you trust the file, convert it: load it with c = torch.load(path, weights_only=False), "
-            "remove all values other than tensors and built-in Python values (such as objects in 'message_hub'), "
-            "and call torch.save(c, path)"
+            "remove all values that are neither tensors nor built-in Python values (such as objects in "
+            "'message_hub'), and call torch.save(c, path)"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(

@@ -71,7 +71,7 @@ def verify(path: Path, start: int = 0, length: int | None = None) -> None:
 
 
 class _Archive(io.RawIOBase):
-    """A zip archive in a part of a file. An entry that is read in full is verified against its checksum.
+    """A zip archive in a part of a file. An entry that a single call reads in full is verified against its checksum.
 
     Large entries are read by several threads. Each thread computes the checksums of the chunks that it reads.
     """
@@ -173,7 +173,7 @@ class _Archive(io.RawIOBase):
         if len(target) <= _CHUNK:
             self._fill(target, position)
             return crc32(target)
-        # Only the first chunk may be shorter, because `combine_checksums` requires equal lengths of the other chunks.
+        # Only the first chunk may be shorter, because `combine_checksums` requires the others to have equal lengths.
         ends = range(len(target) % _CHUNK or _CHUNK, len(target) + 1, _CHUNK)
         checksums = [0] * len(ends)
 

@@ -53,7 +53,7 @@ _COUNTERS = ("_global_step", "_step_count", "num_bad_epochs", "cooldown_counter"
 
 @contextmanager
 def restoring(key: str, source: Any) -> Iterator[None]:
-    """Convert an error raised while `key` is being restored to a CheckpointError."""
+    """Raise a CheckpointError in place of any error that occurs while `key` is being restored."""
     try:
         yield
     except CheckpointError:
@@ -128,7 +128,7 @@ def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointErro
 def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
     """Check that `saved` has the structure of `own`, the state of a new object: the same keys, lengths and value types.
 
-    None in `own` matches any value. Keys that `own` does not contain are accepted.
+    None in `own` matches any value. Keys that only `saved` contains are accepted, and `saved` may lack bool values.
 
     Raises:
         CheckpointError: the structures differ.
@@ -180,11 +180,11 @@ def check_optimizer(
 ) -> None:
     """Check that `saved` is a valid state for `optimizer`.
 
-    Parameter states are checked only for the optimizers in `torch.optim` and their subclasses, because the structure of
-    other states is unknown. For the checked optimizers, `warn` is called if parameters have no state.
+    Parameter states are checked only for the `torch.optim` optimizers in `_STATES` and their subclasses, because the
+    structure of other states is unknown. For these optimizers, `warn` is called if parameters lack an expected state.
 
     Raises:
-        CheckpointError: groups, parameters, options or states differ.
+        CheckpointError: the groups or their sizes differ, or an option or a state is missing or invalid.
     """
     check(saved, OPTIMIZER, source, where)
     groups = saved["param_groups"]

@@ -1,4 +1,4 @@
-"""Record in the lock file of an output folder which run writes to the folder."""
+"""Record, in the lock file of an output folder, which run writes to the folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save and restore the random state of a process as built-in Python values."""
+"""Save and restore the random state of a process as tensors and built-in Python values."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ def download_checkpoint(url: str, target: Path) -> None:
 
 
 def redacted_source(path: str | Path) -> str:
-    """Return a path as a string, or a URL without its password and without its query, which may contain a signature."""
+    """Return a path as a string, or a URL without its credentials and its query, which may contain a signature."""
     return _redact_url(path) if isinstance(path, str) and re.match(_URL, path) else str(path)
 
 
 def _redact_url(url: str) -> str:
-    """Return the URL without its password and without its query, which may contain a signature."""
+    """Return the URL without its credentials and its query, which may contain a signature."""
     return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])

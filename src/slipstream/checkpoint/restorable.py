@@ -1,4 +1,4 @@
-"""Find state of a model that a checkpoint cannot contain, or that cannot be loaded from it."""
+"""Find state in a model that a checkpoint cannot contain, or that cannot be loaded from a checkpoint."""
 
 from __future__ import annotations
 

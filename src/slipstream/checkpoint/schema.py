@@ -55,7 +55,7 @@ def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
     """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
 
     Raises:
-        CheckpointError: the entry is not a dict, or a name is not a string.
+        CheckpointError: the entry is not a dict, or one of its keys is not a string.
     """
     state = checkpoint.get("state_dict", checkpoint)
     check(state, _by_name(_anything), source, "state_dict")
@@ -301,7 +301,7 @@ PENDING = _entries(
         "rank_gradients": _each(_tensors),
     },
 )
-"""The batches and window size of each optimizer wrapper, and the gradients of an unfinished accumulation window."""
+"""The batch counts and the accumulation window of each optimizer wrapper, and the gradients of unfinished windows."""
 _COMM_HOOK = _entries({"step": _count, "errors": _each(_tensors), "factors": _tensors})
 RESUMED = _entries(
     {},

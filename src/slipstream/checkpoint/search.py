@@ -30,8 +30,8 @@ def mark_last_checkpoint(
 ) -> None:
     """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns.
 
-    `run_id` and `iteration` identify the run and the position of the checkpoint. If it is damaged, they determine which
-    checkpoint is used instead.
+    `run_id` and `iteration` identify the run and the position of the checkpoint. If the checkpoint is damaged, they
+    determine which checkpoint is used instead.
     """
     if run_id is not None:
         write_text(Path(folder) / _ORIGIN_FILE, f"{run_id} {iteration}")
@@ -152,7 +152,7 @@ def _of_last_run(
 
 
 def _stored_origin(folder: Path) -> tuple[str, int] | None:
-    """Return the run ID and the iteration that `mark_last_checkpoint` stored, or None."""
+    """Return the run ID and the iteration that `mark_last_checkpoint` stored, or None if they cannot be read."""
     try:
         run_id, iteration = (folder / _ORIGIN_FILE).read_text(encoding="utf-8").split()
         return run_id, int(iteration)

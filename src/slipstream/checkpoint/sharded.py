@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
 None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
-other tools. This module never reads `.metadata`, because it is a pickle file that can make torch unpickle other
-objects.
+other tools. This module never reads `.metadata`, because it is a pickle file, which can execute code when it is loaded,
+and because it can make torch unpickle further objects.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Warn = Callable[[str], None]
 
 
 def sharded_name(name: str) -> str:
-    """Return the folder name of a sharded checkpoint: `epoch_3.sharded` for `epoch_3.pth`."""
+    """Return the folder name of a sharded checkpoint, such as `epoch_3.sharded` for `epoch_3.pth`."""
     return name.removesuffix(".pth").removesuffix(".sharded") + ".sharded"
 
 

@@ -32,7 +32,7 @@ def load_weights(
     Args:
         model: the model.
         state: mapping from names to tensors.
-        strict: require that all names and shapes match. If False, tensors that do not match (such as a head with
+        strict: whether all names and shapes must match. If False, tensors that do not match (such as a head with
             a different number of classes) are skipped and reported.
         source: how error messages refer to the checkpoint.
 
@@ -126,10 +126,10 @@ def compare_weights(
 def _after_pre_hooks(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Call the load_state_dict pre-hooks, which rename and remove entries, on a copy of `state`.
 
-    torch calls these hooks again in `load_state_dict`. Therefore, attributes to which they assign are reset.
+    torch calls these hooks again in `load_state_dict`. Therefore, the module attributes that they change are restored.
 
     Returns:
-        The model's state dict, for whose shapes a hook may have prepared the model, and the copy.
+        The model's state dict after the hooks, which may change the shapes of the model's tensors, and the copy.
     """
     state = dict(state)
     modules = [(name, module) for name, module in model.named_modules() if module._load_state_dict_pre_hooks]

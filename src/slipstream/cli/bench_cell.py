@@ -1,7 +1,7 @@
 """One run of `slipstream bench`: time the training steps of one recipe with one set of options.
 
 `python -m slipstream.cli.bench_cell SPEC RESULT` reads a `Cell` from the JSON file SPEC and writes the measurement to
-the JSON file RESULT. The exit status is 1 if the options did not take effect.
+the JSON file RESULT. The exit status is 1 if the run fails or its options do not take effect.
 """
 
 from __future__ import annotations

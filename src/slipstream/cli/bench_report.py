@@ -34,7 +34,7 @@ _NOTE = (
     "probability of at least 95%. With fewer than "
     f"{_NUM_BLOCKS} steps, no interval is reported. A temporary slowdown of the machine affects whole rows, so repeat "
     "the command before comparing rows with similar times. Memory is the peak memory of the first process: the "
-    "device memory or, on a CPU, the resident memory of the whole process."
+    "device memory on CUDA devices, and the resident memory of the whole process on other devices."
 )
 
 

@@ -1,4 +1,4 @@
-"""Run a command in its own process, which is terminated when the caller returns or raises."""
+"""Run a Python command in a separate process, which is terminated on a timeout or an interrupt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from slipstream.process_tree import descendants, kill_group
 __all__ = ["Child", "interrupt_on_sigterm", "run_child"]
 
 _GRACE = 20.0
-"""Seconds between asking a process to exit and killing it. Training saves its state during this time."""
+"""Seconds to wait after SIGINT, and again after SIGTERM, before a process is killed.
+
+Training saves its state during this time.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def run_child(
         argv: arguments for the Python interpreter, such as `["-m", "slipstream", "train", ...]`.
         timeout: seconds after which the process is terminated; None means no limit.
         quiet: whether to discard the process's output. The reason for a failure is still returned.
-        grace: seconds to wait for the process to exit after it is interrupted.
+        grace: seconds to wait for the process to exit after SIGINT, and again after SIGTERM.
         environ: environment variables to set in addition to those of this process.
     """
     start, last_lines = perf_counter(), deque[str](maxlen=50)

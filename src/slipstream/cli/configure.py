@@ -107,7 +107,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
 
     cfg = _config_class().fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # Hydra marks a new key with a leading +. An override without a key is unchanged, so that the error can quote it.
+    # Hydra marks a new key with a leading +. An override without a key stays as is, so that the error can quote it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
     cfg.override(words, known=[*known, *CFG_OPTIONS, *_OPEN_SECTIONS], hints=hints(cfg))
@@ -135,7 +135,7 @@ def _compose(name: str, overrides: Sequence[str], config_dir: str | None, trust:
 
 
 def _tuned_file(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the file (written by `slipstream tune`) from a `speed=FILE.yaml` override, and the other overrides."""
+    """Return the file in a `speed=FILE.yaml` override (None without such an override), and the other overrides."""
     files = [word for word in overrides if _TUNED_OVERRIDE.match(word)]
     if len(files) > 1:
         raise ConfigError(f"only one file can be specified; remove all but one of {' '.join(files)}", "speed")

@@ -26,7 +26,7 @@ _ROOTS = ("data_root", "root_dir", "root")  # arguments for the data folder in t
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fill the caches of all splits. Return 1 if a sample cannot be read."""
+    """Fill the caches of the selected splits. Return 1 if a sample cannot be read."""
     if args.prune and args.split:
         raise ConfigError(
             "`--prune` removes files that no split uses, so it cannot be combined with `--split`"
@@ -93,7 +93,7 @@ def _folder(option: str | None, part: Part, cfg: Config) -> Path:
 
 
 def _check_disk_space(folder: Path, parts: list[Part]) -> None:
-    """Print the disk space required by the missing samples and the free disk space.
+    """Print the free disk space, and the disk space required for the samples that are not cached yet.
 
     Raises:
         DataError: there is not enough free disk space.

@@ -45,7 +45,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """The split name, or the config path if the split has several datasets."""
+        """The split name, or the config path if other datasets wrap this dataset."""
         return self.split if self.config_path.count(".") == 1 else self.config_path
 
 
@@ -53,7 +53,7 @@ def split_names(cfg: Config, requested: str | None) -> list[str]:
     """Return all splits of a recipe, or only the requested one.
 
     Raises:
-        ConfigError: the recipe does not have the requested split.
+        ConfigError: the recipe does not have the requested split, or has no splits.
     """
     splits = [split for split in _SPLITS if cfg.get(f"{split}_dataloader") is not None]
     if requested is None and splits:
@@ -117,8 +117,8 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     image, target = pair if len(pair) == 2 else (None, None)
     if not isinstance(image, Tensor) or image.ndim != 3 or not isinstance(target, Tensor | int):
         raise ConfigError(
-            "`slipstream data` requires samples of the form {'inputs': tensor (C, H, W), 'targets': tensor or int} "
-            f"or a tuple of these two values, not {type(sample).__name__}"
+            "for `slipstream data`, a sample must be {'inputs': tensor (C, H, W), 'targets': tensor or int} or a tuple "
+            f"of these two values, not {type(sample).__name__}"
         )
     return image, torch.as_tensor(target)
 

@@ -32,7 +32,7 @@ RGB = NDArray[np.uint8]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a contact sheet of the first samples of an epoch, in training order."""
+    """Write a contact sheet of the first samples of an epoch, in the order of the data loader."""
     if args.epoch < 0:
         raise ConfigError(f"`--epoch` must be at least 0, not {args.epoch}")
     cfg = configure(args)

@@ -47,7 +47,7 @@ class _Sample(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the statistics of each split. Return 1 if any data is broken."""
+    """Print the statistics of the selected splits. Return 1 if any data is broken."""
     cfg = configure(args)
     results, splits, files = [], [], []
     for split in split_names(cfg, args.split):

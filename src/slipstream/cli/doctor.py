@@ -101,7 +101,7 @@ def _options(device: torch.device, machine: Machine) -> Iterator[Row]:
         mark, text = (OK, f"AmpOptimWrapper, dtype='{name}'") if problem is None else (NO, problem)
         yield mark, f"mixed precision {name}", text
     yield _compile(machine)
-    yield OK, "EMA, accumulation, clipping", "supported on every device"
+    yield OK, "EMA, gradient accumulation, gradient clipping", "supported on every device"
     npu = importlib.util.find_spec("torch_npu") is not None
     yield (
         (OK if npu else NO),
@@ -141,7 +141,7 @@ def _launcher() -> Row:
         return (
             OK,
             "launcher",
-            "not started by a launcher; use train --nproc, submit, or --launcher pytorch, slurm, mpi",
+            "not started by a launcher; use train --nproc, submit, or --launcher pytorch, slurm or mpi",
         )
     try:
         placement = read_placement(launcher, os.environ)

@@ -84,7 +84,8 @@ def _gpu(machine: Machine) -> Iterator[Row]:
         yield (
             WARN,
             "GPU not used",
-            "this machine has an NVIDIA GPU, but this build of torch does not support it: install torch with CUDA",
+            "the NVIDIA driver is installed, but torch finds no GPU: install torch with CUDA, or check "
+            "CUDA_VISIBLE_DEVICES",
         )
 
 
@@ -124,8 +125,8 @@ def _workers(machine: Machine) -> Iterator[Row]:
             yield (
                 WARN,
                 path,
-                f"{total} workers on {_num_cores(machine.cores)}: set num_workers=auto, which measures the best value, "
-                "or request more cores (sbatch --cpus-per-task)",
+                f"{total} workers on {_num_cores(machine.cores)}: set num_workers=auto, which measures and selects the "
+                "best value, or request more cores (sbatch --cpus-per-task)",
             )
 
 
@@ -168,7 +169,7 @@ def _cgroup(machine: Machine) -> Iterator[Row]:
     yield (
         WARN if small else NO,
         "cgroup memory",
-        f"{text}, including workers and /dev/shm; a process that exceeds it is killed without an error message: "
+        f"{text}, including workers and /dev/shm; above this limit, a process is killed without an error message: "
         + (
             "increase the limit"
             if small
@@ -269,7 +270,7 @@ def _local_processes() -> int:
 
 
 def _write_speed(folder: Path) -> float | None:
-    """Return the write speed in bytes per second, or None if the file cannot be written."""
+    """Return the write speed in bytes per second, or None if the folder is too small or not writable."""
     try:
         if shutil.disk_usage(folder).free < 2 * _SHM_SAMPLE:
             return None
@@ -286,7 +287,7 @@ def _inductor_problem(device: torch.device) -> str | None:
     from torch.utils._triton import has_triton
 
     if device.type in ("cuda", "xpu") and not has_triton():
-        return f"inductor requires Triton for {device.type}, which is not installed or does not support the device"
+        return f"inductor requires Triton for {device.type}: Triton is not installed, or does not support this device"
     return inductor_problem(device.type)
 
 

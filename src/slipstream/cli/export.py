@@ -103,7 +103,10 @@ class _ExportedNetwork(nn.Module):
         self.pad_value = images.pad_value
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the scores for float32 images (N, C, H, W) in the range 0 to 255, or for other inputs."""
+        """Return the scores for float32 images (N, C, H, W) in the range 0 to 255.
+
+        Inputs with a different number of dimensions are passed to the network unchanged.
+        """
         if images.ndim != 4:
             return main_output(self.model(images))
         inputs = (images.flip(-3) if self.flips_channels else images) * self.scale + self.shift

@@ -177,7 +177,7 @@ def _add_val(commands: _Commands) -> None:
     _add_run(parser)
     _add_processes(parser)
     parser.add_argument(
-        "--checkpoint", help="checkpoint file or folder (default: the last one in the work_dir)"
+        "--checkpoint", help="checkpoint file or folder (default: load_from, or the last one in the work_dir)"
     )
 
 
@@ -216,7 +216,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
     )
     parser.add_argument(name, metavar="RUN", help=f"run folder or checkpoint{default}")
     parser.add_argument(
-        "--config", help="recipe or file, if the checkpoint does not contain its configuration"
+        "--config", help="recipe or configuration file (default: the configuration in the checkpoint)"
     )
     _add_trust(parser)
 
@@ -229,8 +229,8 @@ def _add_submit(commands: _Commands) -> None:
     parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
     tasks = parser.add_mutually_exclusive_group()
     tasks.add_argument("--gpus-per-node", type=_gpus, metavar="[TYPE:]N",
-                       help="one process per GPU; TYPE is a resource such as amd.com/gpu in Kubernetes, and a GPU "
-                            "name such as A100 in Ray")  # fmt: skip
+                       help="GPUs per node, with one process per GPU; TYPE is a resource such as amd.com/gpu in "
+                            "Kubernetes, and a GPU name such as A100 in Ray")  # fmt: skip
     tasks.add_argument("--tasks-per-node", type=_count, default=1, metavar="N",
                        help="processes per node, without GPUs (default: 1)")  # fmt: skip
     parser.add_argument("--cpus-per-task", type=_count, metavar="N", help="cores per process")
@@ -262,7 +262,8 @@ def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
                        help="training runtime of a TrainJob (default: torch-distributed)")  # fmt: skip
     group.add_argument("--image", type=_one_line, help="container image with Python and Slipstream")
     group.add_argument("--volume", type=_one_line, action="append", default=[], metavar="CLAIM:PATH",
-                       help="PersistentVolumeClaim to mount; repeatable. The first contains the work_dir")  # fmt: skip
+                       help="PersistentVolumeClaim to mount; repeatable. A relative work_dir is resolved against "
+                            "the first PATH")  # fmt: skip
     group.add_argument("--secret", type=_one_line, action="append", default=[], metavar="NAME",
                        help="Secret whose keys become environment variables; repeatable")  # fmt: skip
     group.add_argument(
@@ -455,13 +456,14 @@ def _add_report(commands: _Commands) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="run folder, or a work_dir (its newest run is used)")  # fmt: skip
     parser.add_argument("--out", metavar="FILE",
-                        help="HTML file (default: report.html in the run folder, or comparison.html)")  # fmt: skip
+                        help="HTML file (default: report.html in the run folder, or comparison.html for several "
+                             "runs)")  # fmt: skip
     parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")
 
 
 def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = None) -> None:
     parser.add_argument("config", nargs=nargs, metavar="RECIPE_OR_CONFIG",
-                        help="name of a recipe, or configuration file")  # fmt: skip
+                        help="recipe name or configuration file")  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )

@@ -90,7 +90,7 @@ def _read_recipe(name: str, trust: bool) -> tuple[Any, tuple[int, int] | None, i
 
 
 def _image_size(dataset: Any) -> tuple[int, int] | None:
-    """Return the crop size (height, width) of the last cropping transform, or the dataset's image size."""
+    """Return the crop size (height, width) of the last cropping transform, or the dataset's image size, if known."""
     for transform in reversed(dataset.get("transforms") or []):
         if crop := transform.get("crop_size"):
             width, height = (crop, crop) if isinstance(crop, int) else crop

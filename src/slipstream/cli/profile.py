@@ -176,4 +176,4 @@ def _memory(events: list[dict[str, Any]], path: Path) -> str:
     allocated = [row[3] for row in devices]
     label = "device memory" if devices[0][1] != 0 else "CPU tensors allocated since recording started"
     low, high = min(allocated) / 2**20, max(allocated) / 2**20
-    return f"Memory: {label}: {low:,.1f} to {high:,.1f} MiB; over time: {path}"
+    return f"Memory ({label}): {low:,.1f} to {high:,.1f} MiB; over time: {path}"

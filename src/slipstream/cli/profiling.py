@@ -26,7 +26,7 @@ _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 class Finished(Exception):  # noqa: N818 (not an error)
-    """Raised to end training after the last recorded step."""
+    """Raised to end training after the last measured step."""
 
 
 class Synchronizations:
@@ -47,9 +47,9 @@ class Synchronizations:
     def problem(self) -> str | None:
         """The reason why synchronizations cannot be counted, or None if they can."""
         if self._device.type == "cpu":
-            return "none: CPU operations are synchronous"
+            return "none, because CPU operations are synchronous"
         if self._set_mode is None:
-            return f"not reported: torch.{self._device.type} has no set_sync_debug_mode"
+            return f"not reported, because torch.{self._device.type} has no set_sync_debug_mode"
         return None
 
     @contextmanager

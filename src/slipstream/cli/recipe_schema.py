@@ -123,7 +123,7 @@ def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
 
 
 def _typed_dict(hint: Any) -> dict[str, Any]:
-    """Return the schema for a dict. A dict with a `type` may have other keys, which are arguments of that class."""
+    """Return the schema for a dict. A dict with a `type` key may have other keys, which are arguments of the class."""
     hints = _hints(hint)
     properties = {name: _schema(each) for name, each in hints.items()}
     closed = {} if "type" in hints else {"additionalProperties": False}

@@ -48,12 +48,12 @@ def _print_list(descriptions: Mapping[str, str], config_dir: str | None) -> None
 def _is_composed(name: str, config_dir: str | None) -> bool:
     try:
         return is_composed(find_recipe(name, config_dir))
-    except ConfigError:  # one invalid file must not prevent the list
+    except ConfigError:  # an invalid file must not prevent listing the others
         return False
 
 
 def _show(args: argparse.Namespace) -> int:
-    """Print the values with the keys of the recipe, with its defaults list resolved and the overrides applied."""
+    """Print the recipe with its own keys, after resolving its defaults list and applying the overrides."""
     path = find_recipe(args.config, args.config_dir)
     composed = is_composed(path)
     if composed:

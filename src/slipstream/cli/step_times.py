@@ -73,7 +73,7 @@ class StepTimer(Hook):
         self._last = perf_counter()
 
     def memory(self) -> int:
-        """Return the peak memory in bytes: device memory in the timed steps or, on a CPU, process memory."""
+        """Return the peak memory in bytes: on CUDA, of the device in the timed steps; otherwise, of the process."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

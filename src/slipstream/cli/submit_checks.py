@@ -1,4 +1,4 @@
-"""Checks of `slipstream submit` options that do not depend on the cluster."""
+"""Option checks that `slipstream submit` performs for every kind of cluster."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
         _check(_VARIABLE, name, "--env")
         if value and is_secret_name(name):
             raise ConfigError(
-                f"`--env`: the manifest would contain the secret {name}; create a Secret in the cluster that contains "
-                "it, and pass the name of the Secret with --secret"
+                f"`--env`: the manifest would contain the secret {name}; store it in a Kubernetes Secret, and pass the "
+                "name of the Secret with --secret"
             )
     return variables
 

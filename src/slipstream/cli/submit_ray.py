@@ -78,7 +78,7 @@ def _connect(ray: Any, address: str) -> None:
         place = "on this machine" if address == "auto" else f"at {address}"
         raise DistributedError(
             f"cannot connect to a Ray cluster {place} ({_reason(error)}); start one with `ray start --head`, or pass "
-            "the address of its head node with --address HOST:PORT"
+            "the address of a running cluster's head node with --address HOST:PORT"
         ) from None
 
 

@@ -28,7 +28,7 @@ class Process(NamedTuple):
 
 
 class Node:
-    """Starts `slipstream train --nproc N`, the launcher, on a node, forwards its output and stops it.
+    """Starts the launcher (`slipstream train --nproc N`) on a node, forwards its output, and stops it on request.
 
     Ray must be able to call `stop` while `train` is running (`max_concurrency=2`).
     """

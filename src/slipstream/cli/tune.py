@@ -1,4 +1,4 @@
-"""`slipstream tune`: measure to find the fastest options for a run."""
+"""`slipstream tune`: find the fastest options for a run by measuring them."""
 
 from __future__ import annotations
 

@@ -32,8 +32,9 @@ _TIMM_NAMES = {
 def network_hint(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest network, or an empty string if there is none.
 
-    A name in `known` is suggested if it is similar or starts with `name`. Otherwise, a network from timm is suggested
-    if timm is installed and has one. Underscores and case are ignored.
+    The candidates are, in this order: the network in timm with the same name, a name in `known` that is similar to
+    `name` or starts with it, and another network in timm. The networks in timm are candidates only if timm is
+    installed. Underscores and case are ignored.
     """
     by_plain = {_plain(other): other for other in known}
     close = get_close_matches(_plain(name), by_plain, n=1, cutoff=_MIN_SIMILARITY)
@@ -58,7 +59,7 @@ def _timm_name(name: str) -> str | None:
 
 
 def _completed(name: str, known: Iterable[str]) -> str | None:
-    """Return the shortest name in `known` that starts with `name`, or None."""
+    """Return the shortest name in `known` that starts with `name`; None if no name does, or if `name` is empty."""
     start = _plain(name)
     if not start:
         return None

@@ -109,8 +109,8 @@ class PPLiteSeg(Network):
         blocks: number of STDC blocks in each of the last three stages of the backbone.
         skip_channels: widths of the skips at 1/8, 1/16 and 1/32.
         head_channels: width of the decoder's output and of the classifier's input.
-        use_aux_heads: whether to add auxiliary heads to the three skips in training.
-        dropout: dropout probability before the classifiers in training.
+        use_aux_heads: whether to add an auxiliary head to each of the three skips; used only during training.
+        dropout: dropout probability before the classifiers; used only during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

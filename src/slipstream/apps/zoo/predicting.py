@@ -98,7 +98,9 @@ class Processing:
 
 
 def stored_processing(meta: Any, task: str) -> Processing | None:
-    """Return the classes and validation transforms from a checkpoint's `meta` entry, or None if either is missing.
+    """Return the classes and validation transforms from a checkpoint's `meta` entry.
+
+    The result is None if either is missing, or if the stored configuration is invalid or contains Python objects.
 
     The transforms include the normalization of the data preprocessor. If the data preprocessor changes the images in
     any other way, the result has no transforms, and `predict` logs a warning. The stored configuration is read as plain
@@ -133,7 +135,8 @@ def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, A
         return ()
     mean, std = (values * 3 if len(values) == 1 else values for values in (mean, std))
     if task == "segmentation":
-        return ({"type": "SegNormalize", "mean": mean, "std": std},)  # both expect pixel values from 0 to 255
+        # Like the data preprocessor, SegNormalize expects pixel values from 0 to 255.
+        return ({"type": "SegNormalize", "mean": mean, "std": std},)
     mean, std = ([value / 255 for value in values] for values in (mean, std))
     return ({"type": "ToTensor"}, {"type": "Normalize", "mean": mean, "std": std})
 
@@ -200,7 +203,7 @@ def _pixels(image: Any) -> RGB:
 
 
 def _transform_list(processor: Any) -> Iterable[Any]:
-    """Return the transforms in a list, or in SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
+    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
     if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
         processor = (processor["ComposeProcessing"] or {}).get("processings")
     if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):
@@ -209,7 +212,7 @@ def _transform_list(processor: Any) -> Iterable[Any]:
 
 
 def _build_transforms(transforms: Iterable[Any], task: str) -> list[Any]:
-    """Build the entries that are names, `{Name: {arguments}}` or dicts with a `type`."""
+    """Build each entry that is a name, `{Name: {arguments}}` or a dict with a `type`, and keep the other entries."""
     built = []
     for entry in transforms:
         if isinstance(entry, str):
@@ -261,9 +264,10 @@ def _predictions(
     batch_size: int,
     fp16: bool,
 ) -> list[ImagePrediction]:
-    """Return the prediction for each image. Consecutive images of the same size are batched together.
+    """Return the prediction for each image.
 
-    The transformed images and the scores are released after each batch.
+    Consecutive images that have the same size after the transforms are batched together. The transformed images and the
+    scores are released after each batch.
     """
     transforms = (
         _build_transforms(_DEFAULT[task], task) if processing.transforms is None else processing.transforms

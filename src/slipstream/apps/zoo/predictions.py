@@ -146,7 +146,10 @@ class ImagesPredictions:
             prediction.show()
 
     def save(self, output_folder: str | Path) -> None:
-        """Save the visualizations as `pred_0.jpg`, `pred_1.jpg` and so on in a folder, created if necessary."""
+        """Save the visualizations as `pred_0.jpg`, `pred_1.jpg` and so on in a folder.
+
+        The folder is created if necessary.
+        """
         folder = Path(output_folder)
         folder.mkdir(parents=True, exist_ok=True)
         for index, prediction in enumerate(self):

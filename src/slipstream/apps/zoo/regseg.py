@@ -131,7 +131,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Adds the features at 1/16 to those at 1/8, applies a convolution, and concatenates the features at 1/4."""
+    """Adds the features at 1/16 to those at 1/8, convolves the sum, and concatenates it with the features at 1/4."""
 
     def __init__(self, in_channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class RegSeg(Network):
 
     Args:
         num_classes: number of output channels.
-        dropout: dropout probability before the classifier in training.
+        dropout: dropout probability before the classifier; used only during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

@@ -161,7 +161,7 @@ class FuseConv(nn.Conv2d):
     """
 
     fuses_norm = True
-    """A BatchNorm after this layer can be fused, because the layer has the arguments and bias of `nn.Conv2d`."""
+    """A BatchNorm after this layer can be fused into it: the layer has the arguments and bias of `nn.Conv2d`."""
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last feature map."""
@@ -205,9 +205,9 @@ class SegFormer(Network):
         widths: number of channels in each of the encoder's four stages.
         depths: number of blocks in each stage.
         head_width: number of channels in the decoder.
-        drop_path: probability of skipping a layer in the last block in training. The probability increases linearly
-            from 0 in the first block.
-        dropout: probability of zeroing a channel before the classifier in training.
+        drop_path: probability of skipping a layer of the last block during training. The probability increases
+            linearly from 0 in the first block to this value.
+        dropout: probability of zeroing a channel before the classifier; used only during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

@@ -21,9 +21,9 @@ class OhemCELoss(nn.Module):
 
     Hard pixels are those whose target class has a predicted probability below `threshold`. If there are fewer than
     k = max(1, floor(mining_percent * n)) of them, where n is the number of pixels that are not ignored, the k pixels
-    with the largest losses are used instead; pixels with the kth largest loss then share the remaining weight equally.
-    The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are 0. The
-    computation does not cause a device synchronization.
+    with the largest losses are used instead; if several pixels have the kth largest loss, they share the remaining
+    weight equally. The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are
+    0. The computation does not cause a device synchronization.
 
     Args:
         threshold: probability, greater than 0 and at most 1.
@@ -77,8 +77,8 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
 
     This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
     each class with strides 1, 2 and 4. Each map is 1 where the result is at least `threshold`. The maps are upsampled
-    and weighted by 0.6, 0.3 and 0.1, and the mask is 1 where their sum is at least 0.3. The third map has no effect,
-    and the weights receive no gradient.
+    and weighted by 0.6, 0.3 and 0.1, and the mask is 1 where their sum is at least 0.3. The third map has no effect.
+    The three weights receive no gradient, because the mask is the result of a comparison.
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)

@@ -82,7 +82,7 @@ def _crop(x: Tensor, like: Tensor) -> Tensor:
 
 
 class FeatureFusion(nn.Module):
-    """Fuses the details and the context, and adds the fused channels scaled by gates computed from their means."""
+    """Fuses the details and the context, and scales each channel by 1 plus a gate computed from all channel means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class STDCSeg(Network):
     Args:
         num_classes: number of output channels.
         blocks: number of STDC blocks in each of the last three stages of the backbone.
-        use_aux_heads: whether to add auxiliary heads to the backbone's features in training.
-        dropout: dropout probability before the classifiers in training.
+        use_aux_heads: whether to add auxiliary heads to the backbone's features; used only during training.
+        dropout: dropout probability before the classifiers; used only during training.
 
     Raises:
         ModelError: if `num_classes` is less than 1.
