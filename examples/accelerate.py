@@ -3,7 +3,7 @@
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]
 
-The lines marked with # <- are specific to Slipstream; the other lines form an ordinary training loop. In a few
+The lines marked with # <- use `accelerate` and `feed`; the other lines form an ordinary training loop. In a few
 seconds on a CPU, the network learns to count the bright squares in small synthetic images.
 """
 

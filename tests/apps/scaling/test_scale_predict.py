@@ -144,7 +144,8 @@ def test_slow_networks_favor_hsdp_over_fsdp2_for_a_large_model():
 @pytest.mark.parametrize("gpus", [12, 20])
 def test_number_of_gpus_must_be_a_multiple_of_the_gpus_per_node(gpus):
     with pytest.raises(
-        ConfigError, match=rf"the number of GPUs \({gpus}\) is not a multiple of the GPUs per node \(8\)"
+        ConfigError,
+        match=rf"the number of GPUs \({gpus}\) is not a multiple of the number of GPUs per node \(8\)",
     ):
         make_cluster(GPUS["h100"], NETWORKS["ib400"], gpus, 8)
 

@@ -22,7 +22,7 @@ Links = tuple[Link, Link]
 def ring(n: float, links: Links, machines: int, local: int) -> float:
     """Return the duration in seconds of a reduce-scatter or an all-gather on a single ring.
 
-    Each of the p - 1 hops transfers n / p bytes over all network cards of a node:
+    Each of the p - 1 hops transfers n / p bytes over all network cards of a node, so the duration is
     `latencies + (p - 1) / p * n * max(beta_intra, beta_inter)`.
     """
     p, (intra, inter) = machines * local, links
@@ -31,7 +31,7 @@ def ring(n: float, links: Links, machines: int, local: int) -> float:
 
 
 def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the duration in seconds of a hierarchical reduce-scatter or all-gather, within nodes and between nodes.
+    """Return the duration in seconds of a reduce-scatter or an all-gather that runs within nodes and between nodes.
 
     Between nodes, each of the `local` GPUs transfers n / local bytes. All GPUs of a node share its network cards.
     """

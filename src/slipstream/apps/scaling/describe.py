@@ -59,11 +59,11 @@ class _Observer:
 
 
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
-    """Return the blocks of a network in training mode, one for each module with its own parameters.
+    """Return the blocks of a network in training mode, one for each module that has parameters of its own.
 
     Operations without parameters (activations, pooling, resizing) are attributed to the preceding block. FLOPs include
-    only matrix multiplications and convolutions (`torch.utils.flop_counter`). Activations are the storages that
-    autograd saves, counted as float32.
+    only matrix multiplications and convolutions (`torch.utils.flop_counter`). The number of activations is the size of
+    the storages that autograd saves, divided by the size of a float32 value.
 
     Args:
         network: the network. This function analyzes a copy and does not change the network.
@@ -71,7 +71,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         name: name of the model. Default: the class name.
 
     Raises:
-        ModelError: if the network has no parameters or does not accept inputs of this shape.
+        ModelError: if the network has no trainable parameters or does not accept inputs of this shape.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

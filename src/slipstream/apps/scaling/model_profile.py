@@ -14,14 +14,14 @@ Kind = Literal["ddp", "hsdp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a network that is executed and gathered as one unit."""
+    """A part of a network whose computation and communication are modeled as a whole."""
 
     name: str
     parameters: int
     flops: float
     """FLOPs of the forward pass for one sample. A multiply-add counts as 2."""
     activations: float
-    """Number of elements per sample saved for the backward pass."""
+    """Number of elements per sample that are saved for the backward pass."""
     norm_channels: int = 0
     """Number of channels whose statistics SyncBN reduces, or 0 if the block is not a BatchNorm."""
 
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def activations(self) -> float:
-        """Number of elements per sample saved for the backward pass."""
+        """Number of elements per sample that are saved for the backward pass."""
         return sum(block.activations for block in self.blocks)
 
 
@@ -56,7 +56,7 @@ class Link:
     alpha: float
     beta: float
     quick_alpha: float | None = None
-    """Alpha of a second protocol for small messages (NCCL's LL), whose beta is twice as large, or None."""
+    """Alpha of a second protocol for small messages (NCCL's LL) with twice the beta; None if there is none."""
 
     def quick(self) -> Link:
         """Return a link that uses the second protocol, or this link if there is none."""
@@ -78,7 +78,7 @@ class Cluster:
 
     Raises:
         ConfigError: if the number of GPUs or of GPUs per node is below 1, or if the GPUs do not fit in one node and
-            their number is not a multiple of the GPUs per node.
+            their number is not a multiple of the number of GPUs per node.
     """
 
     gpus: int
@@ -90,7 +90,7 @@ class Cluster:
     flops: float
     """Sustained FLOP/s of one GPU."""
     memory_bandwidth: float
-    """Bytes per second."""
+    """Sustained memory bandwidth of one GPU, in bytes per second."""
     memory: float
     """Memory of one GPU in bytes."""
     launch: float = 0.0
@@ -102,12 +102,13 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
             raise ConfigError(
-                f"the number of GPUs ({self.gpus}) and the GPUs per node ({self.gpus_per_node}) must be at least 1"
+                f"the number of GPUs ({self.gpus}) and the number of GPUs per node ({self.gpus_per_node}) must both "
+                "be at least 1"
             )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ConfigError(
-                f"the number of GPUs ({self.gpus}) is not a multiple of the GPUs per node ({self.gpus_per_node}); "
-                f"use a multiple of {self.gpus_per_node}"
+                f"the number of GPUs ({self.gpus}) is not a multiple of the number of GPUs per node "
+                f"({self.gpus_per_node}); use a multiple of {self.gpus_per_node}"
             )
 
     @property

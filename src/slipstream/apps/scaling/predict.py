@@ -47,11 +47,12 @@ def best(predictions: list[Prediction]) -> Prediction:
 def estimate_work(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
-    """Return the compute time of each block, which is the maximum of its FLOP time and its memory time.
+    """Return the compute times of the blocks and of the optimizer.
 
-    This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved
-    element once. The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it
-    reads and writes parameters and state, and reads gradients.
+    The time of a block is limited by its FLOPs or by its memory traffic, whichever takes longer (the roofline model of
+    Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved element once. The backward pass
+    has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads and writes parameters and
+    state, and reads gradients.
 
     Raises:
         ConfigError: if the step time is not a positive number.
@@ -76,8 +77,9 @@ def estimate_work(
 def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
     """Return the memory used per GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
-    Sharded strategies partition the first three, and store the two largest units unsharded, for gathering and
-    reduction. DDP stores a second copy of the parameters if the forward pass uses a lower precision than float32.
+    Sharded strategies partition parameters, gradients and state, and also store the two largest units unsharded, for
+    gathers and reductions. DDP stores a second copy of the parameters if the forward pass uses a lower precision than
+    float32.
     """
     activations = batch * model.activations * strategy.activation_bytes
     sharded = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)

@@ -1,4 +1,4 @@
-"""Hardware presets, and profiles of neural networks computed from formulas."""
+"""Hardware presets, and the profile of a SegFormer that is computed from formulas."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> C
     """Return a cluster of `gpus` GPUs, described by its sustained FLOP/s and bandwidths.
 
     Raises:
-        ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
+        ConfigError: if the numbers of GPUs are invalid; see `Cluster`.
     """
     cards = gpus_per_node if network.per_gpu else 1
     # FSDP2 copies values out of all-gather buffers and into reduce-scatter buffers.
@@ -102,9 +102,10 @@ def segformer_1b(height: int, width: int) -> Model:
     """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
 
     Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention downsamples
-    the keys by 8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3
-    depthwise convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
-    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` elements per token.
+    keys and values by factors of 8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens
+    and contain a 3x3 depthwise convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C
+    with reduction R has `12 C^2 + 36 C + (R C)^2` weights (the last term only if R > 1), not counting biases and
+    LayerNorms, and saves `20 C` elements per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, in_channels, decoder, hidden, classes = [], 3, 0, 768, 19
@@ -113,8 +114,8 @@ def segformer_1b(height: int, width: int) -> Model:
         patch = (7 if number == 1 else 3) ** 2 * in_channels * c
         blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
         keys = tokens / reduction**2
-        # Queries, projection and feed-forward layers process all tokens. Keys and values process only the reduced
-        # tokens.
+        # The query, projection and feed-forward layers process all tokens. The key and value layers process only the
+        # reduced tokens.
         per_token = 2 * c * c + 8 * c * c + 36 * c
         per_key = 2 * c * c + ((reduction * c) ** 2 if reduction > 1 else 0)
         vectors = 19 * c if reduction > 1 else 16 * c  # biases and LayerNorms

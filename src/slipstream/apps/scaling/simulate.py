@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a training step: a processor, and a network that runs one collective at a time."""
+"""Discrete-event simulation of a training step on a processor and a network that runs one collective at a time."""
 
 from __future__ import annotations
 
@@ -157,11 +157,11 @@ def _simulate_fsdp(
 
 
 def _run_block(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
-    """Run one pass of a block. If the block is a SyncBN layer, it first waits for one or two small all-reduces.
+    """Run one pass of a block. A SyncBN block first waits for one or two small all-reduces.
 
-    A single all-reduce sends a buffer with one row per GPU, which contains that GPU's moments and sample count. If
-    the buffer is too large, the means and counts are reduced first, then the squared deviations. The backward pass
-    reduces the gradients of these values in the same way.
+    A single all-reduce sends a buffer with one row per GPU. The row contains the moments and the sample count of that
+    GPU. If the buffer is too large, the means and counts are reduced first, then the squared deviations. The backward
+    pass reduces the gradients of these values in the same way.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:

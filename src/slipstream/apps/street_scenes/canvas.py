@@ -75,7 +75,7 @@ class Canvas:
         self._depth = _FAR
 
     def set_layer(self, layer: int, z: float) -> None:
-        """Paint subsequent shapes in `layer`, before all shapes nearer than `z` meters."""
+        """Paint subsequent shapes in `layer`, before all shapes of this layer that are nearer than `z` meters."""
         self._key = layer * _FAR * 2 - z
         self._depth = z
 
@@ -172,7 +172,7 @@ class Canvas:
     def disc(
         self, center: Point, radius: float, cls: int, color: Color, ring: Sequence[Point] | None = None
     ) -> None:
-        """Add a disc (or the outline `ring`) of `radius` meters around an image point at the current depth."""
+        """Add a disc (or the outline `ring`), scaled to `radius` meters, around an image point at the current depth."""
         s = self.camera.focal / self._depth * radius
         cx, cy = center
         self.add([(cx + u * s, cy + 2 * v * s) for u, v in ring or _OCTAGON], cls, color)

@@ -36,7 +36,7 @@ _LOBES = ((1, 0), (0.92, 0.38), (0.71, 0.71), (0.38, 0.92), (0, 1), (-0.38, 0.92
 
 
 def leaf_colors(r: Random) -> tuple[Color, Color]:
-    """Return the light and the dark color of a plant: usually green, sometimes autumnal, or bare and gray."""
+    """Return the light and the dark color of a plant: usually green, sometimes autumnal or gray."""
     pick = r.random()
     if pick < 0.72:
         light = random_color(r, 0.0, 0.0, 1.0)
@@ -219,7 +219,7 @@ def _board(canvas: Canvas, r: Random, x: float, z: float) -> None:
 
 
 def draw_clutter(canvas: Canvas, r: Random, x: float, z: float) -> None:
-    """Draw objects that Cityscapes does not evaluate: bins, junction boxes, a bus shelter."""
+    """Draw an object that Cityscapes does not evaluate: a bin, a junction box or a bus shelter."""
     canvas.set_layer(OBJECTS, z)
     paint = random_color(r, 0.5, 0.15, 0.2)
     if r.random() < 0.15:

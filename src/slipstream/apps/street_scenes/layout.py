@@ -215,7 +215,7 @@ def _parked_vehicles(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place vehicles that drive ahead of the camera, approach the camera, or cross the junction, and cyclists."""
+    """Place cyclists, and vehicles that drive ahead of the camera, approach it, or cross the junction."""
     ahead, oncoming = r.uniform(-0.5, 0.5), -3.3 + r.uniform(-0.3, 0.3)
     tram = r.random() < 0.17
     for lane, heading in ((ahead, 0.0), (oncoming, math.pi)):

@@ -101,7 +101,7 @@ class FocalLoss(nn.Module):
         self.alpha = alpha
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss: a 0-dim tensor or, with the reduction 'none', a tensor with the shape of the outputs.
+        """Return the loss: a 0-dim tensor or, with the reduction 'none', a tensor with the shape of the targets.
 
         Args:
             outputs: logits of any shape.

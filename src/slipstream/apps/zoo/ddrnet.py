@@ -172,7 +172,7 @@ class DDRNet(Network):
         high_depth: number of blocks in each of the first two stages of the high-resolution branch.
         head_width: number of channels in the heads.
         repeats: number of parts in the stage at 1/16. The branches exchange features after each part.
-        use_aux_heads: whether to add an auxiliary head to the high-resolution branch in training.
+        use_aux_heads: whether to add an auxiliary head, used only in training, to the high-resolution branch.
 
     Raises:
         ModelError: if `num_classes` is less than 1.

@@ -34,7 +34,7 @@ class KDOutput(NamedTuple):
 
 @MODELS.register_module()
 class NormalizationAdapter(nn.Module):
-    """Convert normalized images to the normalization that a different network requires.
+    """Converts normalized images to the normalization that a different network requires.
 
     Returns `(x + (mean_original - mean_required) / std_original) * std_original / std_required` per channel.
 
@@ -159,7 +159,7 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
 
         Args:
             student, teacher: logits (N, channels, H, W) of both networks.
-            targets: class ids (N, H, W); required with `ignore_index`.
+            targets: class ids (N, H, W), or None, in which case `ignore_index` has no effect.
         """
         by_channel = self.normalization_mode == "channel_wise"
         dim = 2 if by_channel else 1

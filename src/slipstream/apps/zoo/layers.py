@@ -124,7 +124,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     The gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
     Without it, the edges of the images are aligned.
     """
-    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, so that the network's gradients are zero.
+    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, and the network's gradients are then zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)

@@ -138,5 +138,5 @@ def _sum_of_cross_entropy(
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 logits to float32, so that they can be summed over many pixels."""
+    """Convert float16 and bfloat16 logits to float32, so that sums over many pixels are accurate."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

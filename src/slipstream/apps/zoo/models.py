@@ -83,7 +83,8 @@ def get(
     Raises:
         UnknownNameError: if the network does not exist.
         BuildError: if the network does not accept an option.
-        ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
+        ConfigError: if the number of classes is missing or ambiguous, an option has been renamed, or
+            `pretrained_weights` is set for a network that is not from timm.
         CheckpointError: if the file cannot be read or belongs to a different network.
     """
     _check_name(name, pretrained_weights)
@@ -125,9 +126,10 @@ def unknown_network(name: str) -> str:
 def missing_weights(name: str) -> str:
     """Return the error message for pretrained weights that are requested by name, such as `cityscapes`."""
     return (
-        f"weights are not downloaded by name ('{name}'); set checkpoint_path to a file, or to a URL such as "
-        "hf://ORG/REPO/FILE, with its SHA-256 checksum as checkpoint_sha256 (if the checkpoint has a different number "
-        "of classes, also set checkpoint_num_classes; if it contains only a backbone, also set load_backbone=True)"
+        f"weights are not downloaded by name ('{name}'); set checkpoint_path to a file or to a URL such as "
+        "hf://ORG/REPO/FILE, and optionally checkpoint_sha256 to the file's SHA-256 checksum (if the checkpoint has a "
+        "different number of classes, also set checkpoint_num_classes; if it contains only a backbone, also set "
+        "load_backbone=True)"
     )
 
 
