@@ -8,7 +8,7 @@ __all__ = ["default_device", "device_type", "is_out_of_memory"]
 
 
 def default_device() -> torch.device:
-    """Return the available accelerator (CUDA, ROCm, NPU, XPU, MPS) with its index, or the CPU."""
+    """Return the accelerator (CUDA, ROCm, NPU, XPU, MPS) with its index, or the CPU if none is available."""
     kind = device_type()
     if kind == "cpu":
         return torch.device(kind)

@@ -96,7 +96,7 @@ def _note(comparison: Comparison) -> str:
         "the values. All contenders start from the same weights and train on the same prepared batches, which are "
         "repeated, so the times do not include data loading. The losses are considered equal if the first one differs "
         f"from the loop's by at most {EXACT.first:g} (relative), the mean of the first {WARMUP} by at most "
-        f"{EXACT.mean:g}, and the final one by at most {FINAL_TOLERANCE:g} of the first loss. With low precision, the "
-        f"first two limits are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory is that of the "
-        f"process on a CPU, and of torch's allocator on a GPU.{stopped}"
+        f"{EXACT.mean:g}, and the final one by at most {FINAL_TOLERANCE:g} of the loop's first loss. With low "
+        f"precision, the first two limits are {LOW_PRECISION.first:g} and {LOW_PRECISION.mean:g}. The peak memory is "
+        f"that of the process on a CPU, and of torch's allocator on a GPU.{stopped}"
     )

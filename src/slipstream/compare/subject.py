@@ -27,7 +27,7 @@ from slipstream.tune.jobs import RunnerJob, Setting
 __all__ = ["Batches", "Subject", "config_subject", "model_loss", "network_subject"]
 
 _NUM_BATCHES = 6
-"""Maximum number of different batches. Training repeats these batches."""
+"""Maximum number of distinct batches. Training repeats these batches."""
 _NUM_CLASSES = 19
 _NUM_STEPS = 10**9
 _TRAINING_PARAMS = (
@@ -85,8 +85,8 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
     """Return the model, the first batches and the optimizer that a Runner's configuration defines.
 
     Speed options, hooks, gradient accumulation and clipping, schedules and weight averaging are omitted, because the
-    frameworks implement them differently. The batches are loaded and preprocessed once. Batches that differ from the
-    first batch in the number of samples are omitted, so that every step trains on the same number of samples.
+    frameworks implement them differently. The batches are loaded and preprocessed once. Batches with a different number
+    of samples than the first batch are omitted, so that every step trains on the same number of samples.
 
     Raises:
         ConfigError: the configuration does not include training, or its optimizer wrapper has several optimizers.
@@ -99,7 +99,7 @@ def config_subject(cfg: Mapping[str, Any], name: str) -> Subject:
 
     for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
         if cfg.get(key) is None:
-            raise ConfigError("is required, because training is measured", key)
+            raise ConfigError("is required, because the comparison measures training steps", key)
     with tempfile.TemporaryDirectory(prefix="slipstream-compare-") as folder:
         plain = _plain_config(cfg, Path(folder))
         with at_user_paths(plain):
@@ -157,7 +157,7 @@ def network_subject(name: str, size: tuple[int, int] = (128, 256), batch_size: i
 
 
 def _plain_config(cfg: Mapping[str, Any], folder: Path) -> Config:
-    """Return the configuration without speed options or hooks. A run with it writes only to `folder`."""
+    """Return the configuration without speed options or hooks. A run of this configuration writes only to `folder`."""
     plain = RunnerJob(cfg, Setting()).trial_config(folder)
     plain.speed, plain.custom_hooks, plain.param_scheduler = None, [], None
     params = {k: v for k, v in (plain.get("training_params") or {}).items() if k not in _TRAINING_PARAMS}

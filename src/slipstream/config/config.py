@@ -23,10 +23,11 @@ _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 
 
 class Config(MutableMapping[str, Any]):
-    """A configuration: a mapping with attribute access at every level. It also stores the source file name and text.
+    """A configuration, as a mapping with attribute access at every level. It also stores the name and text of its file.
 
-    A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, their placeholders,
-    and overrides are parsed as data and are not executed or evaluated, unless `fromfile` is called with `trust=True`.
+    A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, their placeholders, and
+    overrides are parsed as data and are never evaluated. With `trust=True`, however, such a file may import any module
+    and may have a `.py` file as a base (see `fromfile`).
 
     Args:
         cfg_dict: the values; containers are copied.
@@ -66,19 +67,21 @@ class Config(MutableMapping[str, Any]):
     ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The `_base_` key lists the files that this file overrides, in any of these formats. Their paths are relative to
-        this file or, in the form `"mmdet::retinanet/NAME.py"`, to the `.mim/configs` folder of an installed library.
-        Dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
-        `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
-        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
+        The `_base_` key lists the base files, in any of these formats, whose values this file overrides. Their paths
+        are relative to this file or, in the form `"mmdet::retinanet/NAME.py"`, to the `.mim/configs` folder of an
+        installed library. Dicts are merged, unless they contain `_delete_=True`; all other values are replaced.
 
-        Only `.py` files are executed. Their top-level variables become the keys, except modules, functions, classes
-        and dunder names. Expressions can refer to a value from a base as `_base_.key.subkey`.
+        The placeholders `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`,
+        `{{ fileExtname }}`, `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced
+        with their values.
+
+        Only `.py` files are executed. Their top-level variables, except modules, functions, classes and dunder names,
+        become the keys. Their expressions can refer to a value from a base as `_base_.key.subkey`.
 
         Args:
             filename: path of the file.
-            import_custom_modules: whether to import the modules listed in `custom_imports=dict(imports=[...])`, for
-                files of any format. Importing a module executes its code.
+            import_custom_modules: whether to import the modules listed in `custom_imports=dict(imports=[...])`. This
+                applies to files of any format. Importing a module executes its code.
             trust: whether a YAML, JSON or TOML file may execute code by importing any module through `custom_imports`
                 or by using a `.py` file as a base. By default, only modules that the program has already imported and
                 modules from slipstream, torch and torchmetrics may be imported. `.py` files are always trusted.
@@ -154,13 +157,13 @@ class Config(MutableMapping[str, Any]):
         """Write the values to `file` in the format specified by its suffix, or return them as text if `file` is None.
 
         The returned text has the format of `filename`, or is Python source if `filename` is None. Loading the output
-        restores the same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16`
-        are written as dotted import strings, and YAML, JSON and TOML convert tuples to lists. TOML requires the
-        `slipstream[toml]` extra.
+        restores the same configuration, except for secrets (see `secrets`) and for these types: classes, functions and
+        objects such as `torch.bfloat16` become dotted import strings, paths become strings, NumPy numbers become Python
+        numbers, and tuples become lists in YAML, JSON and TOML. TOML requires the `slipstream[toml]` extra.
 
         Args:
             file: path of the file to write.
-            secrets: whether to write the secrets themselves instead of environment variable references or `<redacted>`.
+            secrets: whether to write secrets as they are, instead of environment variable references or `<redacted>`.
 
         Raises:
             ConfigError: the format does not support a value (such as None in TOML); the message names its key.
@@ -173,12 +176,12 @@ class Config(MutableMapping[str, Any]):
         return None
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Merge `options`, a mapping of dotted keys to values, into this configuration in order.
+        """Merge `options`, a mapping of dotted keys to values, into this configuration in order, `_delete_` keys first.
 
         Args:
-            options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,
-                unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
-            allow_list_keys: whether integers in keys (`"pipeline.0.type"`) are list indices.
+            options: for example, `{"model.depth": 3, "model": dict(width=8)}`. A dict is merged into the existing
+                value, unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
+            allow_list_keys: whether integers in keys (as in `"pipeline.0.type"`) are list indices.
 
         Raises:
             ConfigError: a dict and a value of a different type cannot be merged, or a list item does not exist. If an
@@ -227,7 +230,7 @@ class Config(MutableMapping[str, Any]):
         return self._cfg_dict.to_dict()
 
     def copy(self) -> Config:
-        """Return a shallow copy, which shares nested dicts and lists; use `copy.deepcopy` for a deep copy."""
+        """Return a shallow copy, which shares nested dicts. Use `copy.deepcopy` for a deep copy."""
         return copy(self)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -291,7 +294,7 @@ def config_text(cfg: Config, file_format: str = "yaml") -> str:
 
 
 def _deletes_first(item: tuple[str, Any]) -> bool:
-    """Sort key that puts `model._delete_` before the other keys of `model`."""
+    """Return a sort key that puts `model._delete_` before the other keys of `model`."""
     return item[0].rpartition(".")[2] != DELETE
 
 

@@ -14,7 +14,7 @@ class ConfigDict(dict[Any, Any]):
     """A dict with attribute access. Nested dicts, including those in lists and tuples, are converted to `ConfigDict`s.
 
     Because it is a subclass of dict, `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name
-    of a dict method (`items`), `cfg.items` is the method and `cfg["items"]` is the value.
+    of a dict method, such as `items`, `cfg.items` is the method and `cfg["items"]` is the value.
 
     Raises:
         AttributeError: the attribute is not a key; the message suggests the nearest key.

@@ -30,7 +30,7 @@ class Document(Protocol):
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return only the values set in this file; `bases` contains the merged values of its bases."""
+        """Return only the values set in this file. `bases` contains the merged values of the file's bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:
@@ -95,7 +95,7 @@ class PythonDocument:
         return []
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Execute the file; return its variables, except modules, functions, classes and dunder names."""
+        """Execute the file and return its variables, except modules, functions, classes and dunder names."""
         self._placeholders.bases = bases
         names: dict[str, Any] = {"__name__": "__config__", "__file__": str(self._path)}
         if self.base_names:

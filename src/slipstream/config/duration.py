@@ -1,4 +1,4 @@
-"""Durations in configurations: `90s`, `5m`, `1h30m`."""
+"""Read durations in configurations, such as `90s`, `5m` and `1h30m`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["read_duration"]
 
 
 def read_duration(value: float | str, path: str) -> float:
-    """Convert a number of seconds, or a string such as `300`, `90s`, `5m` or `1h30m`, to seconds.
+    """Return a duration in seconds. `value` is a number of seconds, or a string such as `300`, `90s`, `5m` or `1h30m`.
 
     Raises:
         ConfigError: the value is not a positive duration. The message names the config path `path`.

@@ -1,4 +1,4 @@
-"""Find configuration files of installed libraries that are used as bases: `_base_ = "mmdet::PATH"`."""
+"""Find the configuration files of installed libraries, which can be used as bases (`_base_ = "mmdet::PATH"`)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Base(NamedTuple):
 
 
 def find_base(name: str, path: Path) -> Base:
-    """Return the file that `_base_` in `path` refers to: a path relative to `path`, or `LIBRARY::PATH`.
+    """Return the base file that the file `path` names in `_base_`.
 
-    A library's configuration files are in the `.mim/configs` folder of its package.
+    `name` is either a path relative to the folder of `path`, or has the form `LIBRARY::PATH`. A library's configuration
+    files are in the `.mim/configs` folder of its package.
 
     Raises:
-        ConfigError: the library is not installed or does not contain the file.
+        ConfigError: `name` is malformed, or the library is not installed or does not contain the file.
     """
     if "::" not in name:
         return Base(path.parent / name, None)

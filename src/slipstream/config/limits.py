@@ -11,7 +11,10 @@ __all__ = ["MAX_COPIES", "MAX_DEPTH", "check_depth"]
 MAX_DEPTH = 100
 """Maximum nesting depth of dicts and lists."""
 MAX_COPIES = 100_000
-"""Maximum total number of values that the aliases (`*name`) in a YAML file may expand to."""
+"""Maximum number of values that all aliases (`*name`) in a YAML file may expand to.
+
+The same limit applies to the values and characters that the `_base_` placeholders in a file expand to.
+"""
 
 
 def check_depth(tree: Any, source: str) -> None:

@@ -18,11 +18,11 @@ _MIN_SIMILARITY = 0.6
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the dotted key and the typed value of `"key=value"`; nothing is evaluated.
+    """Return the dotted key and the typed value of `"key=value"`. The text is parsed and never evaluated.
 
-    The value is parsed as a YAML scalar or flow collection: `1` is an int, `1e-3` a float, `true` and
-    `True` are bools, `none`, `None` and `null` are None, `[1, 2]` is a list, `(1, 2)` a tuple, `{a: 1}` a
-    dict, `'1'` a string; `1,2` is the list `[1, 2]`, as in MMEngine. Anything else is a string.
+    The value is parsed as a YAML scalar or flow collection: `1` is an int, `1e-3` is a float, `true` and `True` are
+    bools, `none`, `None` and `null` are None, `[1, 2]` is a list, `(1, 2)` is a tuple, `{a: 1}` is a dict, and `'1'` is
+    a string. As in MMEngine, `1,2` is the list `[1, 2]`. Anything else is a string.
 
     Raises:
         ConfigError: there is no `=`, a segment of the key is empty, or brackets or quotes do not match.
@@ -88,7 +88,8 @@ def _suggestion(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[
     """Return `"; did you mean 'x'?"` for the dotted key whose full path or last segments are most similar to `key`.
 
     If this key is in `hints`, the value from `hints` is suggested instead. If the last segments of several keys are
-    equally similar, the key with the most similar full path is suggested, so a key without dots is preferred.
+    equally similar, the key with the most similar full path is suggested. If no key is similar enough, the result is an
+    empty string.
     """
     length = key.count(".") + 1
 

@@ -39,7 +39,7 @@ class Placeholders:
     replaces the tokens with the values. If a placeholder is the entire value, the result can have any type: a base
     value is copied, and an environment variable outside quotes is parsed like an override. In a longer string, the
     value is converted to a string. Placeholders in comments are ignored. Strings from environment variables are
-    `Reference`s.
+    returned as `Reference`s.
 
     Args:
         source: the text of the file.
@@ -84,7 +84,7 @@ class Placeholders:
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
-        """Return `text` with every token replaced by its value, converted to a string."""
+        """Return `text` with every token replaced by its value, which is converted to a string."""
 
         def value(token: re.Match[str]) -> Any:
             return self._look_up(self._matches[token[0]])

@@ -119,7 +119,7 @@ Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _NUMBER_START)
 
 
 def scalar(text: str) -> Any:
-    """Return the value of an unquoted YAML scalar: a bool, int, float, None or `text` unchanged."""
+    """Return the value of an unquoted YAML scalar: a bool, an int, a float, None, or `text` unchanged."""
     loader = Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
     if tag not in (_TAG + "bool", _TAG + "int", _TAG + "float", _TAG + "null"):

@@ -1,4 +1,4 @@
-"""Prepare images for prediction with the validation transforms."""
+"""Prepare images for prediction by applying the validation transforms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PreparedImage:
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (
-            (2 * torch.arange(length) + 1) * source // (2 * length)  # source pixels at the pixel centers
+            (2 * torch.arange(length) + 1) * source // (2 * length)  # source pixel at each pixel's center
             for source, length in zip(inside.shape, self.size, strict=True)
         )
         return inside[rows][:, columns]
@@ -43,8 +43,8 @@ class PreparedImage:
 def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:
     """Apply segmentation transforms to an image, uint8 (H, W, 3).
 
-    The sample contains an empty mask as `targets`, so that a model crops its padding. Crops are omitted, because the
-    prediction must cover the whole image.
+    The sample contains a mask of zeros as `targets`, so that a model removes the padding that its preprocessor adds.
+    Crops are omitted, because the prediction must cover the whole image.
     """
     transforms = [transform for transform in transforms if not isinstance(transform, SegCropImageAndMask)]
     height, width = image.shape[:2]

@@ -70,7 +70,7 @@ def traceable_sum(data: Tensor) -> Tensor:
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
-    """Reduce every tensor in `data` like `all_reduce`, with one all-reduce for each dtype.
+    """Reduce every tensor in `data` like `all_reduce`, with one all-reduce for each dtype and device type.
 
     The tensors in the dict are replaced by new tensors; the original tensors are not modified.
     """
@@ -93,9 +93,10 @@ def all_reduce_params(
 
     Args:
         params: the same tensors in the same order on every rank.
-        coalesce: copy the tensors into flat buckets before the reduction. This is faster than reducing the
-            tensors one by one (False), but requires memory for the copies.
-        bucket_size_mb: size of a bucket in MiB; -1 puts all tensors of one dtype into one bucket.
+        coalesce: whether to copy the tensors into flat buckets before the reduction. This is faster than reducing
+            the tensors one by one, but requires memory for the copies.
+        bucket_size_mb: size of a bucket in MiB; -1 puts all tensors with the same dtype and device type into one
+            bucket.
         op: sum, mean, max, min or product.
         group: process group; the default group if None.
     """

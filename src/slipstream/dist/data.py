@@ -14,7 +14,10 @@ __all__ = ["cast_data_device", "get_data_device"]
 
 
 def get_data_device(data: Tensor | Mapping[Any, Any] | Iterable[Any]) -> torch.device:
-    """Return the device of all tensors in `data`, a tensor or nested dicts, lists and tuples of tensors.
+    """Return the device of all tensors in `data`.
+
+    Args:
+        data: a tensor, or nested dicts, lists and tuples of tensors.
 
     Raises:
         DataError: `data` contains no tensors, an object that is not a tensor, or tensors on different devices.
@@ -36,7 +39,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
     Args:
         data: a tensor, or nested dicts, lists and tuples of tensors.
         device: target device.
-        out: output with the same structure as `data`; its tensors are overwritten, and `out` is returned.
+        out: optional output with the same structure as `data`. Its tensors are overwritten, and `out` is returned.
 
     Raises:
         DataError: `data` contains an object that is not a tensor, or the structure of `out` differs.

@@ -52,7 +52,7 @@ _where: Callable[[], str] | None = None
 def report_progress(where: Callable[[], str] | None) -> None:
     """Register a function that returns the current position, such as `iteration 57`, for failure messages.
 
-    Failure detection calls `where()` once, from a different thread, when it reports a failure. Pass None to
+    Failure detection calls `where()` when it reports a failure, possibly from a different thread. Pass None to
     unregister the function.
     """
     global _where
@@ -161,7 +161,7 @@ class FailureDetector:
         faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
 
     def report(self) -> None:
-        """Print the failure once."""
+        """Print the failure, unless it has already been printed."""
         with self._lock:
             if not self._reported:
                 self._reported = True
@@ -201,7 +201,7 @@ class FailureDetector:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, peer: Peer) -> bool:
-        """Read the messages from a peer; return whether to keep waiting for messages."""
+        """Read the messages from a peer, and return whether to keep waiting for messages."""
         try:
             data = peer.sock.recv(4096)
         except OSError:
@@ -217,7 +217,7 @@ class FailureDetector:
         return True
 
     def _handle(self, peer: Peer, line: str) -> bool:
-        """Process one message; return whether the peer may send more messages."""
+        """Process one message, and return whether the peer may send more messages."""
         command, _, rest = line.partition(" ")
         if peer.rank is None and command == self._token and rest.isdecimal():
             peer.rank = int(rest)
@@ -279,7 +279,7 @@ def _listen() -> tuple[socket.socket, list[str]]:
 
 
 def _own_address(master: str) -> list[str]:
-    """Return this machine's address on the master's network; connecting a UDP socket sends no packet."""
+    """Return this machine's address on the master's network. Connecting a UDP socket sends no packet."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
@@ -322,7 +322,7 @@ def _one_line(text: str) -> str:
 
 @functools.cache
 def _install() -> None:
-    """Announce uncaught exceptions, and close the connections in forked children, such as loader workers."""
+    """Install hooks to announce uncaught exceptions and to close connections in forked children (loader workers)."""
     sys.excepthook = functools.partial(_excepthook, sys.excepthook)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_close_in_child)

@@ -58,7 +58,7 @@ def get_dist_info(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def get_local_rank() -> int:
-    """Return the rank among the processes on this machine, or 0 without a process group.
+    """Return the rank of this process among the processes on this machine, or 0 without a process group.
 
     The launcher exports this rank as `LOCAL_RANK`.
     """
@@ -142,9 +142,10 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def flag_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device to use for small values that the host reads: the CPU if the group has a CPU backend.
+    """Return the CPU if the group has a CPU backend, or else the device from `get_comm_device`.
 
-    Reading a value from the accelerator causes a device synchronization.
+    Use this device for small values that the host reads, because reading a value from the accelerator causes a device
+    synchronization.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else get_comm_device(group)
 

@@ -55,8 +55,9 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
             default 300), `port`, and other arguments for `torch.distributed.init_process_group`.
 
     Raises:
-        DistributedError: an environment variable of the launcher is missing or invalid, processes are missing, or
-            this machine has more processes than devices. The message names the variable and its value.
+        DistributedError: an option is invalid, an environment variable of the launcher is missing or invalid, processes
+            are missing, or this machine has more processes than devices. The message names the option or variable and
+            its value.
     """
     if is_distributed():
         return
@@ -129,8 +130,8 @@ def _check_supports(backend: str, device: str) -> None:
 def _device_index(placement: Placement, count: int, backend: str) -> int:
     """Return the index of this process's device among the visible devices.
 
-    A launcher may make only one device visible to each process (`srun --gpus-per-task=1`). The index is then 0
-    for every local rank.
+    A launcher may make only one device visible to each process, for example with `srun --gpus-per-task=1`. The index is
+    then 0 for every local rank.
     """
     if placement.local_rank < count:
         return placement.local_rank

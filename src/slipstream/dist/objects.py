@@ -55,7 +55,7 @@ def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = Non
 def gather_named_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors from all ranks as CPU tensors, in rank order, on rank 0; return an empty list elsewhere.
+    """Return the tensors from all ranks as CPU tensors, in rank order, on rank 0, and an empty list on the other ranks.
 
     The tensor names may differ between ranks. Tensors are gathered one at a time.
     """
@@ -100,8 +100,8 @@ def collect_results(
     """Return the results from all ranks, in sample order, on rank 0, and None on the other ranks.
 
     Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
-    removes the repeated samples with which the sampler padded the ranks. `device` (cpu, gpu or the name of
-    an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
+    removes the results of samples that the sampler repeated to give all ranks the same number. `device` (cpu, gpu or
+    the name of an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:
         DistributedError: `device` is unknown.

@@ -44,10 +44,10 @@ class Placement:
     local_size: int | None = None
     """Number of processes on this machine; None if the launcher does not set it."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Names of the launcher's variables from which RANK, WORLD_SIZE, ... were read."""
+    """The launcher's variable from which each of RANK, WORLD_SIZE, ... was read."""
 
     def describe(self, name: str) -> str:
-        """Describe an environment variable that torch reads, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
+        """Return the value and source of a variable that torch reads, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
         value = self.environ()[name]
         source = self.sources.get(name, name)
         return f"{name}={value}" if source == name else f"{name}={value} (from {source})"
@@ -68,8 +68,8 @@ def read_placement(launcher: str, environ: Mapping[str, str], port: int | str | 
     """Read the placement of this process from the environment variables that `launcher` sets.
 
     Raises:
-        DistributedError: a variable is missing or not a number, or the rank is not less than the world size. The
-            message names the variable and the launcher.
+        DistributedError: the launcher is unknown, a variable is missing or not a number, or the rank is not less than
+            the world size. The message names the launcher or the variable.
     """
     from slipstream.dist.slurm import slurm_placement
 
@@ -141,7 +141,7 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
     if not families:
         names = ", ".join(family[0] for family in _MPI_FAMILIES)
         raise DistributedError(
-            f"launcher 'mpi' requires one of {names}, but none is set; start the program with mpirun"
+            f"launcher 'mpi' requires one of {names}, but none of them is set; start the program with mpirun"
         )
     rank, size, local_rank, local_size = families[0]
     world = read_int(environ, size, "mpi")
@@ -171,7 +171,7 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
 def _mpi_port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(read_int(environ, "MASTER_PORT", "mpi"))
-    # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets no variable for it.
+    # Two jobs on one machine need different ports. Open MPI sets a variable with the job's name; Hydra does not.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job:
         return DEFAULT_PORT

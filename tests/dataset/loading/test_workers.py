@@ -154,7 +154,7 @@ def test_invalid_values_raise_errors(key: str, least: int, wrong: object) -> Non
     with pytest.raises(ConfigError, match=expected):
         build(Sleeping(0), **{"num_workers": 1, key: wrong})
     with pytest.raises(
-        ConfigError, match=f"train_dataloader.{key}: 'auto' does not support iterable datasets"
+        ConfigError, match=f"train_dataloader.{key}: 'auto' is not supported for iterable datasets"
     ):
         build(Stream(), **{key: "auto"})
 

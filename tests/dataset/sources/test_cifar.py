@@ -144,7 +144,9 @@ def test_damaged_file_error_names_the_file(tmp_path, spoil):
 def test_invalid_label_raises_an_error(tmp_path):
     path = make(tmp_path / FOLDER) / FOLDER / "test_batch.bin"
     path.write_bytes(b"\x0a" + bytes(3072))
-    with pytest.raises(DataError, match=r"/test_batch\.bin' contains the label 10; labels must be 0 to 9"):
+    with pytest.raises(
+        DataError, match=r"/test_batch\.bin' contains the label 10, but labels must be from 0 to 9"
+    ):
         CIFAR10(tmp_path, train=False)
 
 
@@ -243,7 +245,7 @@ def test_cifar100_reads_the_second_label_of_each_record(tmp_path, monkeypatch):
     assert len(set(classes)) == len(train.metainfo["palette"]) == 100
     assert list(classes) == sorted(classes)  # the ids are in alphabetical order
     (tmp_path / "cifar-100-binary/test.bin").write_bytes(bytes([0, 100]) + bytes(3072))
-    with pytest.raises(DataError, match="contains the label 100; labels must be 0 to 99"):
+    with pytest.raises(DataError, match="contains the label 100, but labels must be from 0 to 99"):
         CIFAR100(tmp_path, train=False)
 
 

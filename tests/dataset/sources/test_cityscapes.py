@@ -200,8 +200,8 @@ def test_missing_list_file_error_names_the_alternative(tmp_path):
     ("text", "message"),
     [
         ("\n", r"some\.lst' is empty"),
-        ("\na.png\n", r"some\.lst', line 2: must contain the paths of an image and its mask, got 'a\.png'"),
-        ("a.png b.png c.png\n", "line 1: must contain the paths of an image and its mask"),
+        ("\na.png\n", r"some\.lst', line 2: expected the paths of an image and its mask, got 'a\.png'"),
+        ("a.png b.png c.png\n", "line 1: expected the paths of an image and its mask"),
     ],
 )
 def test_invalid_list_file_raises_an_error(tmp_path, text, message):
@@ -241,8 +241,8 @@ def test_split_without_masks_error_names_the_expected_files(tmp_path):
     [
         ({}, "requires a split"),
         ({"split": "val", "list_file": "lists/some.lst"}, "either split or list_file, not both"),
-        ({"split": "val", "ignore_label": 18}, "ignore_label: must be 19 to 255"),
-        ({"split": "val", "ignore_label": 256}, "ignore_label: must be 19 to 255"),
+        ({"split": "val", "ignore_label": 18}, "ignore_label: must be from 19 to 255"),
+        ({"split": "val", "ignore_label": 256}, "ignore_label: must be from 19 to 255"),
     ],
 )
 def test_conflicting_options_raise_errors(tmp_path, wrong, message):

@@ -57,7 +57,9 @@ def test_errors_name_the_file_or_the_row(folder):
     ):
         SuperviselyPersonsDataset(folder, "none.csv")
     (folder / "bad.csv").write_text("images/0.png,masks/0.png\nimages/1.png\n")
-    with pytest.raises(DataError, match=r"row 2 of '.*bad\.csv' must contain an image and a mask"):
+    with pytest.raises(
+        DataError, match=r"row 2 of '.*bad\.csv' must contain the paths of an image and its mask"
+    ):
         SuperviselyPersonsDataset(folder, "bad.csv")
     (folder / "bad.csv").write_text("images/0.png,masks/9.png\n")
     with pytest.raises(

@@ -29,7 +29,9 @@ class BatchSizes:
         self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
 
     def get(self, batch_index: int, batch: Any) -> int:
-        """Return the number of samples in batch `batch_index` (starting at 0), or 1 if it cannot be determined.
+        """Return the number of samples in the batch with index `batch_index`, counting from 0.
+
+        If this number cannot be determined, return the loader's batch size, or 1 if that is not known either.
 
         Call this method while the pass over the loader is in progress, because the sizes may differ in the next pass.
         """

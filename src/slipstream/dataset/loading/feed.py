@@ -22,10 +22,10 @@ _DEVICES_WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def read_prefetch(value: Any) -> int:
-    """Convert a value of `prefetch` to the number of batches to copy ahead: True means 2, None and False mean 0.
+    """Convert a value of `prefetch` to the number of batches to copy ahead. True means 2; None and False mean 0.
 
     Raises:
-        ConfigError: the value is not a bool, None or a non-negative int.
+        ConfigError: the value is not a bool, None or an int from 0 to 1024.
     """
     if value is None or isinstance(value, bool):
         return 2 if value else 0
@@ -39,7 +39,7 @@ def read_prefetch(value: Any) -> int:
 def feed(
     loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
 ) -> DeviceFeed[Batch]:
-    """Return an iterable of the batches of `loader` on `device` (default: the accelerator if available, else CPU)."""
+    """Return an iterable of the batches of `loader` on `device` (default: the accelerator, or else the CPU)."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 
@@ -58,7 +58,7 @@ class CopyStream(Protocol):
     """Interface for asynchronous copies to the device."""
 
     def send(self, batch: Any) -> Any:
-        """Start copying `batch`; return a handle for `receive`."""
+        """Start copying `batch`, and return a handle for `receive`."""
 
     def receive(self, sent: Any) -> Any:
         """Return the batch on the device, ready for kernels that are launched afterwards."""
@@ -73,9 +73,9 @@ class DeviceFeed(Generic[Batch]):
     batches drawn before the error are returned first. On the CPU, batches are returned unchanged and without
     prefetching.
 
-    On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
-    (`pin_memory=True`), a thread pins them. Up to `prefetch` + 2 batches are in device memory: the current batch and
-    `prefetch` + 1 later batches.
+    On accelerators with streams, a side stream copies from pinned memory. If the loader does not set `pin_memory=True`,
+    a thread pins its batches. Up to `prefetch` + 2 batches are in device memory: the current batch and `prefetch` + 1
+    later batches.
 
     Args:
         loader: any iterable.
@@ -162,7 +162,7 @@ class _SideStream:
         self.stream = torch.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Start copying `batch`; return the copy and an event that marks the end of the copy."""
+        """Start copying `batch`, and return the copy and an event that marks its completion."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
         # for all previously launched steps and overlaps with the next step. `record_stream` would delay the reuse of
         # that memory by up to one log interval, because the host runs ahead of the device.

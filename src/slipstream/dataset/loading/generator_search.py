@@ -84,8 +84,8 @@ def generator_kind(value: Any) -> GeneratorKind | None:
 def find_generators(roots: Sequence[Any], included: tuple[type, ...] = ()) -> dict[str, Any]:
     """Return the generators in the attributes of `roots`, keyed by names such as `Wrapper.inner.rng`.
 
-    The search includes attributes of instances and of their classes, nested objects and short containers. It does not
-    include slots, the local variables of functions, or nested datasets and modules, unless `included` contains them.
+    The search includes attributes of instances and of their classes, nested objects and short containers. It excludes
+    slots, the local variables of functions, and nested datasets, loaders and modules whose type is not in `included`.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -103,7 +103,7 @@ def find_generators(roots: Sequence[Any], included: tuple[type, ...] = ()) -> di
 
 
 def _children(value: Any, included: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of a value that may contain generators, each with the suffix of its name."""
+    """Return the attributes and items of `value` that may contain generators, each with the suffix of its name."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{index}]", item) for index, item in enumerate(value))

@@ -72,7 +72,7 @@ def build_dataloader(
         training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
 
     Raises:
-        ConfigError: a key is unknown or missing.
+        ConfigError: a key is unknown or missing, or its value is not supported.
         DataError: the dataset is empty, or `drop_last` is set and the dataset is smaller than one batch.
     """
     limit = None
@@ -124,7 +124,8 @@ def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, skip: int = 0
         loader: a loader.
         epoch: index of the epoch, starting at 0.
         start: index of the first batch, starting at 0.
-        skip: number of samples to skip at the beginning of this batch; requires `can_start_inside_batch`.
+        skip: number of samples to skip at the beginning of this batch; must be 0 unless
+            `can_start_inside_batch(loader)` is True.
     """
     if isinstance(loader.batch_sampler, EpochBatchSampler):
         loader.batch_sampler.set_epoch(epoch, start, skip)
@@ -184,7 +185,7 @@ def is_infinite(loader: DataLoader[Any]) -> bool:
 
 
 class RunLoader(DataLoader[Any]):
-    """A `DataLoader` built from a configuration."""
+    """A `DataLoader` that `build_dataloader` or `limited_stream` creates."""
 
     stall_warning: float = STALL_WARNING
     """Number of seconds without a batch after which a run logs a warning; 0 disables the warning."""
@@ -203,7 +204,7 @@ class RunLoader(DataLoader[Any]):
 class _FirstBatches:
     """Iterator over the first `count` batches. At the end, it stops the workers unless they are persistent.
 
-    Other attributes, such as the workers, are read from the loader's iterator, because `Loading` uses them.
+    All other attributes are read from the loader's iterator, because `Loading` uses them (for example, `_workers`).
     """
 
     def __init__(self, batches: Iterator[Any], count: int) -> None:
@@ -237,7 +238,7 @@ def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
 
 
 def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
-    """Return a loader that yields at most `count` batches per pass, or None for a subclass of `DataLoader`.
+    """Return a loader that yields at most `count` batches per pass, or None for a user's subclass of `DataLoader`.
 
     Args:
         loader: a loader for an iterable dataset.
@@ -373,14 +374,14 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
 
 
 def _check_sampler(sampler: Any, path: str, forbidden: Any) -> None:
-    """Check that `sampler` is a configuration or an iterable; a list must not contain items of type `forbidden`."""
+    """Check that `sampler` is None, a configuration or an iterable, and not a list that contains a `forbidden` type."""
     iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
     if not iterable or (isinstance(sampler, list) and any(isinstance(item, forbidden) for item in sampler)):
         raise ConfigError(f"must be a sampler or a dict with a 'type', not {short_repr(sampler)}", path)
 
 
 def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults that the sampler's constructor accepts; torch's samplers call the dataset `data_source`."""
+    """Return the defaults that the sampler's constructor accepts. torch's samplers call the dataset `data_source`."""
     kind = sampler.get("type")
     if kind is None:
         return {}  # the registry raises the error
@@ -512,7 +513,10 @@ def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 
 
 def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
-    """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch."""
+    """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch.
+
+    A loader for an iterable dataset, or without a batch sampler, is returned unchanged.
+    """
     batches = loader.batch_sampler
     options = _copied_options(loader)
     if (

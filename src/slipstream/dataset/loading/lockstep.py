@@ -41,7 +41,11 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
 
 
 def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
-    """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: no minimum)."""
+    """Raise a DataError if a pass over `loader` ended too early.
+
+    A pass must have at least `expected` batches, unless `expected` is None. With an endless sampler, a pass must not
+    end.
+    """
     streamed = isinstance(loader.dataset, IterableDataset)
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     tolerance = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
@@ -126,7 +130,7 @@ def _any_batch(loader: DataLoader[Any]) -> Any:
 
 
 def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
-    """Start an all-reduce of `has_next`; return a function that waits and returns whether it is True on all ranks."""
+    """Start an all-reduce of `has_next`, and return a function that waits for it and returns whether all are True."""
     flag = torch.tensor(int(has_next), device=flag_device())
     work = dist.all_reduce(flag, dist.ReduceOp.MIN, async_op=True)
 

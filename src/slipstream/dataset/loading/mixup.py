@@ -29,7 +29,7 @@ def collate_mixup(
     mode: str = "batch",
     cutmix_minmax: None = None,
 ) -> Any:
-    """Return a batch in which each image i is mixed with image N - 1 - i, with class probabilities as targets.
+    """Return a batch of N images in which image i is mixed with image N - 1 - i. The targets are class probabilities.
 
     A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns `l * image + (1 -
     l) * other`, in float32. CutMix replaces a rectangle that covers the fraction 1 - l of the image's area. The targets
@@ -42,7 +42,7 @@ def collate_mixup(
         mixup_alpha: alpha of mixup; 0 disables it.
         cutmix_alpha: alpha of CutMix; 0 disables it.
         prob: probability of mixing a batch.
-        switch_prob: probability of CutMix if both are enabled.
+        switch_prob: probability of using CutMix instead of mixup if both are enabled.
         correct_lam: whether CutMix recomputes l from the part of the rectangle that is inside the image.
         label_smoothing: probability mass that is distributed evenly over all classes.
         num_classes: number of classes.
@@ -50,7 +50,7 @@ def collate_mixup(
         cutmix_minmax: must be None.
 
     Raises:
-        ConfigError: an argument is not supported, or both alphas are 0.
+        ConfigError: the value of an argument is not supported, or both alphas are 0.
         DataError: the number of samples is odd, the transforms include color jitter, or a class id is out of range.
     """
     if mode != "batch" or cutmix_minmax is not None:

@@ -42,7 +42,7 @@ class Replacements:
         table[0, 0] = count + 1
 
     def resolve(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, in which samples replaced in this epoch have the indices of their replacements."""
+        """Return `indices`, with the index of its replacement for each sample that was replaced in this epoch."""
         rows = self._table[:, 1:].reshape(-1, 3)
         replacements = {index: other for _, index, other in rows[rows[:, 0] == epoch + 1].tolist()}
         return [replacements.get(int(index), int(index)) for index in indices]

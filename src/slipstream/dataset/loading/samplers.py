@@ -38,14 +38,14 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """Sampler for one rank's shard of a dataset: samples rank, rank + world_size, ... in shuffled or original order.
+    """Sampler for one rank, which yields items rank, rank + world_size, ... of the shuffled or original order.
 
     Args:
         dataset: any object with a length.
         shuffle: whether to reshuffle the samples in each epoch.
         seed: seed for shuffling; it must be the same on every rank.
-        round_up: whether to repeat the first samples so that all ranks get the same number. It is False for the
-            Runner's validation and test loaders, so that no sample is counted twice.
+        round_up: whether to repeat the first samples so that all ranks get the same number of samples. The Runner's
+            validation and test loaders set this to False, so that no sample is counted twice.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         samples: number of this rank's samples in one pass over the dataset.
         use_sample_index: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the
             epoch.
-        limit: maximum number of batches in an epoch; None means all.
+        limit: maximum number of batches in an epoch; None for no limit.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._sizes: list[tuple[int, int]] = []
 
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
-        """Start the next iteration in this epoch at batch `start`, after the first `skip` samples of the batch."""
+        """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""
         epoch = 0 if self.repeats else epoch
         self.epoch, self.start, self.skip = epoch, start, skip
         for sampler in (self.sampler, self.batch_sampler):

@@ -34,7 +34,7 @@ class SeededDataset(Dataset[Any]):
     """Dataset wrapper that seeds the global generators of Python, NumPy and torch for each sample.
 
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may also draw random numbers. Other attributes are read from the dataset.
+    is collated, so a `collate_fn` may also draw random numbers. All other attributes are read from `dataset`.
 
     If reading a sample raises an error, a note with the sample's index and, if known, its file is added to the error.
 
@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def resolve_replacements(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, in which samples replaced in this epoch have the indices of their replacements."""
+        """Return `indices`, with the index of its replacement for each sample that was replaced in this epoch."""
         return list(indices) if self._replacements is None else self._replacements.resolve(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:
@@ -118,7 +118,7 @@ class SeededDataset(Dataset[Any]):
             yield SampleIndex((first + offset) % len(self), seed, epoch)
 
     def _count_failure(self, index: int, error: Exception) -> None:
-        """Count a failing sample; raise a DataError if more than `skip_errors` samples have failed."""
+        """Count a failing sample, and raise a DataError if more than `skip_errors` samples have failed."""
         assert self.failed is not None
         already_failed = bool(self.failed[int(index)])
         self.failed[int(index)] = True
@@ -167,7 +167,7 @@ def _join_indices(indices: Sequence[Any]) -> str:
 
 
 def _file(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample, or None."""
+    """Return the file of a sample, or None if it is unknown."""
     if (inner := _inner(dataset, index)) is not None:
         return _file(*inner)
     for name in _LIST_ATTRIBUTES:
@@ -178,7 +178,10 @@ def _file(dataset: Any, index: Any) -> str | None:
 
 
 def _inner(dataset: Any, index: int) -> tuple[Any, int] | None:
-    """Return the wrapped dataset and the index in it, for wrappers from torch and from this package."""
+    """Return the wrapped dataset and the index in it if `dataset` is a wrapper, or None otherwise.
+
+    Wrappers from torch and from this package are supported.
+    """
     if hasattr(dataset, "cumulative_sizes"):
         dataset_index = bisect.bisect_right(dataset.cumulative_sizes, index)
         start = dataset.cumulative_sizes[dataset_index - 1] if dataset_index else 0
@@ -192,7 +195,10 @@ def _inner(dataset: Any, index: int) -> tuple[Any, int] | None:
 
 
 def _path(entry: Any) -> str | None:
-    """Return the path in a sample's entry: a path, a dict with a path, or a tuple that begins with a path."""
+    """Return the path in a sample's entry, or None if it contains no path.
+
+    The entry may be a path, a dict with a path, or a list or tuple that begins with a path.
+    """
     if isinstance(entry, Mapping):
         entry = next((entry[key] for key in _PATH_KEYS if key in entry), None)
     elif isinstance(entry, tuple | list) and entry:

@@ -18,7 +18,7 @@ class StreamingSamples(Dataset[Any]):
 
     A `StreamingDataset` is iterable: it divides its samples among the processes and workers, and counts its epochs. Its
     samples can also be read by index. This class uses the order of the loader's sampler, so a run can resume after any
-    batch, and augmentation depends only on (seed, epoch, index). Other attributes are read from the stream.
+    batch, and augmentation depends only on (seed, epoch, index). All other attributes are read from `stream`.
 
     Args:
         stream: a `StreamingDataset`. A subclass can override `__getitem__`, for example to apply transforms.
@@ -60,7 +60,7 @@ def as_map_style(dataset: Any) -> Any:
 
 
 def _unsupported(stream: Any) -> str:
-    """Return the options that would be ignored if samples were read by index, or an empty string."""
+    """Return the options that would be ignored if samples were read by index, or an empty string if there are none."""
     if stream.replication not in (None, 1):
         return "`replication`"
     chosen = [part.choose for part in stream.streams]

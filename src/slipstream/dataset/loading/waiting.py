@@ -91,7 +91,7 @@ class Loading:
             self._stop.set()
 
     def close(self) -> None:
-        """Stop the thread and the worker processes, except persistent ones. The pass cannot continue afterwards."""
+        """Stop the thread and all worker processes that are not persistent. The pass cannot continue afterwards."""
         self._stop.set()
         if not getattr(self.loader, "persistent_workers", False):
             stop_workers(self._iterator)
@@ -162,7 +162,7 @@ def stop_workers(iterator: Any) -> None:
 def explain_worker_errors(name: str) -> Iterator[None]:
     """Replace torch's errors about worker processes with errors that name the loader's option and suggest a remedy.
 
-    When a worker dies, torch raises an error in the training process at whatever line it is executing.
+    When a worker dies, torch raises an error in the training process, at whatever line that process is executing.
 
     Raises:
         DataLoaderError: a worker died or timed out, or shared memory or file descriptors were exhausted.

@@ -31,14 +31,14 @@ _POLL_INTERVAL = 1.0
 class WorkerInit:
     """A `worker_init_fn` that prepares the worker and calls the user's function.
 
-    - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send signals to
-      the workers, but the training process still needs its workers until it has saved a checkpoint after the current
-      step.
-    - Processes that a worker starts inherit these signal settings, so only SIGKILL terminates them.
-    - The worker exits when the training process dies. torch's workers check for its death only between batches, so they
-      do not exit while a sample hangs.
-    - The worker exits when it cannot send a batch, because shared memory is full or the batch cannot be pickled.
-      torch's workers would lose the batch, and the run would wait for the batch forever.
+    - SIGINT, SIGHUP, SIGUSR1, SIGUSR2 and SIGTERM are ignored, except SIGTERM from the training process. Terminals,
+      Slurm and torchrun also send signals to the workers, but the training process still needs its workers until it
+      has saved a checkpoint after the current step.
+    - Processes that a worker starts inherit these signal settings. Terminate such processes with SIGKILL.
+    - The worker exits when the training process dies. torch's workers check only between batches whether the training
+      process is alive, so they do not exit while a sample hangs.
+    - The worker exits if it cannot send a batch, for example because shared memory is full or the batch cannot be
+      pickled. torch's workers would lose the batch, and the run would wait for the batch forever.
 
     Args:
         user_init: the user's `worker_init_fn`, or None.
@@ -74,8 +74,8 @@ def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
 def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
     """Block signals in this thread while the workers of `loader` start, if a `WorkerInit` prepares them.
 
-    New processes inherit the blocked signals. If the signals were not blocked, a signal that arrives before
-    `WorkerInit` has run, such as SIGTERM from Slurm, would terminate the worker and therefore the run.
+    New processes inherit the blocked signals. Without this context, a signal that arrives before `WorkerInit` has run,
+    such as SIGTERM from Slurm, would terminate the worker and therefore the run.
     """
     if not isinstance(loader.worker_init_fn, WorkerInit) or not hasattr(signal, "sigtimedwait"):
         yield

@@ -46,7 +46,7 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
         if isinstance(value, str) and value == _AUTO:
             if streamed:
                 raise ConfigError(
-                    f"'{_AUTO}' does not support iterable datasets; set a number", f"{name}.{key}"
+                    f"'{_AUTO}' is not supported for iterable datasets; set a number", f"{name}.{key}"
                 )
         elif value is not None and not (matches(value, int) and minimum <= value <= _MAX_VALUE):
             raise ConfigError(
@@ -75,7 +75,8 @@ def with_workers(
     the number of processes on the machine. The result is the smallest number of workers whose throughput is within 5%
     of the best. The result is 0 if the throughput without workers is more than 1.5 times the best throughput with
     workers, because most of the time is then spent transferring batches between processes. No new trial starts after
-    five seconds. Samples are read only in worker processes, so the generators and caches of this process do not change.
+    five seconds; if the throughput is still increasing then, the result is twice the last number measured, up to the
+    limit. Samples are read only in worker processes, so the generators and caches of this process do not change.
 
     Args:
         options: options of the `DataLoader`, with its `collate_fn`.
@@ -193,9 +194,9 @@ class _Trials:
         return count * chunk / seconds
 
     def _probe(self, size: int) -> list[tuple[float, int]]:
-        """Read several batches of `size` samples in one worker, and return the (seconds, bytes) of each."""
+        """Read several batches of `size` samples in one worker, and return (seconds, bytes) for each batch."""
         batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
-        next(batches)  # not measured: it includes imports and opening files
+        next(batches)  # not measured, because its time includes imports and opening files
         measurements, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
         while time.monotonic() < end:
             measurements.append(next(batches))
@@ -213,7 +214,7 @@ class _Trials:
 
 
 class _Probe(Dataset[Any]):
-    """Dataset wrapper that returns the (seconds, bytes) of each batch, measured in the worker that reads it."""
+    """Dataset wrapper that returns (seconds, bytes) for each batch, measured in the worker that reads the batch."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self.dataset = dataset
@@ -244,7 +245,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
     if rates[0] > 1.5 * best:
         return 0
-    # The time limit was reached while each doubling still increased the throughput.
+    # Each doubling still increased the throughput when the time limit was reached.
     if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
         return min(2 * last, limit)
     return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)
@@ -256,7 +257,7 @@ def _prefetch_factor(ratio: float, max_batches: float) -> int:
 
 
 def _free_bytes() -> int:
-    """Return the bytes available for prefetched batches: the smaller of free memory and free shared memory."""
+    """Return the number of bytes available for batches: the smaller of available memory and free shared memory."""
     free = [2**62]
     if (memory := Path("/proc/meminfo")).is_file():
         lines = memory.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Base class for segmentation datasets: loading, caching, transforms and conversion to tensors."""
+"""Base class for segmentation datasets, which loads, caches and transforms samples and converts them to tensors."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     Args:
         transforms: functions that take a sample and a generator, and return a new sample without modifying their input
             arrays; or dicts from which `TRANSFORMS` builds such functions.
-        cache_in_memory: keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
-            for samples that are slow to create. Every worker process keeps a separate copy.
-        cache: folder in which decoded pairs are stored for later epochs and for all processes (see `DecodeCache`).
+        cache_in_memory: keep each loaded image and mask (before the transforms) in memory. Use this option for small
+            datasets, or for samples that are slow to create. Every worker process keeps a separate copy.
+        cache: folder in which decoded images and masks are stored for later epochs and for all processes (see
+            `DecodeCache`).
     """
 
     metainfo: dict[str, Any]
@@ -125,7 +126,9 @@ def segmentation_metainfo(
     if isinstance(classes, str) or not 0 < len(classes) <= 256:
         raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
     if ignore_index is not None and not 0 <= ignore_index <= 255:
-        raise ConfigError(f"ignore_index must be 0 to 255 (masks are uint8) or None, got {ignore_index}")
+        raise ConfigError(
+            f"ignore_index must be from 0 to 255 (masks are uint8), or None, got {ignore_index}"
+        )
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):

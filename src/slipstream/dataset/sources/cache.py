@@ -26,7 +26,7 @@ Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 _MAGIC = b"SLIPDEC\0"
 _FORMAT_VERSION = 1
-_FIELDS = struct.Struct("<8sIII16sI")  # magic, format, fields of _Header, CRC-32 of the header
+_FIELDS = struct.Struct("<8sIII16sI")  # magic, format version, fields of _Header; their CRC-32 follows
 _PAGE = 4096  # image and mask start at page boundaries
 _SUFFIX = ".decoded"
 _MAX_TEMPORARY_AGE = 3600  # seconds after which a temporary file counts as abandoned
@@ -74,7 +74,7 @@ class DecodeCache:
     def read(self, key: Key) -> Pair | None:
         """Return the sample as read-only views of the memory-mapped file.
 
-        The result is None if the file is missing, has a different version, or is damaged (with a warning).
+        The result is None if the file cannot be opened, has a different version or, with a warning, is damaged.
         """
         path, digest = self.path(key[0]), _digest(key)
         data: mmap.mmap | bytes
@@ -96,7 +96,7 @@ class DecodeCache:
         return None
 
     def write(self, key: Key, image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> None:
-        """Store a sample: image uint8 (H, W, 3), mask uint8 (H, W).
+        """Store a sample, which consists of an image, uint8 (H, W, 3), and a mask, uint8 (H, W).
 
         Raises:
             OSError: the folder is not writable.
@@ -132,7 +132,7 @@ class DecodeCache:
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:
         """Remove abandoned temporary files and the files of all samples except those listed in `keep`.
 
-        Returns the number of removed files and their total size in bytes.
+        The result is the number of removed files and their total size in bytes.
         """
         kept_paths = {self.path(name) for name in keep}
         count = size = 0

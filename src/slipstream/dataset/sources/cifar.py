@@ -33,7 +33,7 @@ from slipstream.registry import DATASETS
 
 __all__ = ["CIFAR10", "CIFAR100"]
 
-_PIXELS = 3 * 32 * 32  # the red, green and blue planes, after the labels of a record
+_PIXELS = 3 * 32 * 32  # size of the red, green and blue planes, which follow the labels in a record
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     including the device transforms.
 
     Args:
-        root: folder that contains either the archive's folder or the files of that folder.
+        root: folder that contains either the archive's folder or the files in that folder.
         train: whether to use the training images instead of the test images.
         transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
             W), and a generator; followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
-        download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
+        download: if the files are missing, download the archive (170 MB) and verify its published MD5 checksum.
 
     Raises:
         DataError: the files are missing, are damaged, or cannot be downloaded.
@@ -106,7 +106,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         for path, records in zip(self._paths, self._records, strict=True):
             if (label := records[:, class_id].max()) >= count:
                 raise DataError(
-                    f"'{path}' contains the label {label}; labels must be 0 to {count - 1}; download it again"
+                    f"'{path}' contains the label {label}, but labels must be from 0 to {count - 1}; download it again"
                 )
         labels = np.concatenate([records[:, class_id] for records in self._records])
         self.targets = torch.from_numpy(labels.astype(np.int64))

@@ -47,8 +47,8 @@ class CityscapesDataset(ImageMaskPairs):
     Args:
         root_dir: folder that contains `leftImg8bit` and `gtFine`.
         split: `train`, `val` or `test`. Samples are sorted by path.
-        list_file: text file with an image and its mask on each line. All paths, including the path of the list file
-            itself, are relative to `root_dir`.
+        list_file: text file with the paths of an image and its mask on each line. All paths, including the path of the
+            list file itself, are relative to `root_dir`.
         labels_csv_path: CSV table, relative to `root_dir`, that maps each label id (column `id`, or the row number if
             this column is missing) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
@@ -81,7 +81,7 @@ class CityscapesDataset(ImageMaskPairs):
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
             raise ConfigError(
-                f"must be {_CLASSES} to 255, because 0 to {_CLASSES - 1} are class ids; got {ignore_label}",
+                f"must be from {_CLASSES} to 255, because 0 to {_CLASSES - 1} are class ids; got {ignore_label}",
                 "ignore_label",
             )
         root = Path(root_dir)
@@ -178,7 +178,7 @@ def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path
     for number, words in lines:
         if len(words) not in (0, 2):
             raise DataError(
-                f"'{path}', line {number}: must contain the paths of an image and its mask, got {' '.join(words)!r}"
+                f"'{path}', line {number}: expected the paths of an image and its mask, got {' '.join(words)!r}"
             )
     pairs = [(root / words[0], root / words[1]) for _, words in lines if words]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
@@ -188,7 +188,9 @@ def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path
             + "\n  ".join(missing)
         )
     if not pairs:
-        raise DataError(f"the list of samples '{path}' is empty; write an image and its mask on each line")
+        raise DataError(
+            f"the list of samples '{path}' is empty; write the paths of an image and its mask on each line"
+        )
     return pairs
 
 

@@ -14,7 +14,10 @@ __all__ = ["CITYSCAPES_LABELS", "Label"]
 
 
 class Label(NamedTuple):
-    """One label: its id in `*_labelIds.png`, its train id (255 or -1: not scored), and its category."""
+    """One Cityscapes label.
+
+    `id` is the value of the label in `*_labelIds.png`. `train_id` is 255 or -1 if the label is not scored.
+    """
 
     name: str
     id: int

@@ -45,8 +45,8 @@ class ImageNetDataset(Dataset[dict[str, torch.Tensor]]):
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:
-        DataError: the folder is missing, or contains no images in subfolders; or, when a sample is read, a file is
-            corrupt.
+        DataError: the folder is missing or contains no images, or an image is not in a class folder; or, when a sample
+            is read, a file is corrupt.
         ConfigError: the order of the transforms is not supported.
     """
 

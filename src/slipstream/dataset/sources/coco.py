@@ -72,8 +72,8 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         targets_sub_directory: folder of the annotation file, relative to `root_dir`.
         dataset_classes_inclusion_tuples_list: category id and name of each class, or 'voc' for the 21 classes of
             PASCAL VOC. Instances of other categories are ignored. The first entry is the class of the pixels outside
-            the instances, so its category id must not occur in the file, except with the name 'background'. Default:
-            all categories; class ids are then category ids.
+            the instances, so its category id must not occur in the file, except with the name 'background'. By default,
+            all categories are used, and class ids are category ids.
         transforms, cache: see `SegmentationDataset`.
         cache_labels, cache_images: if either is True, keep each image and its mask in memory after the first read.
         max_pixels: see `ImageMaskFolder`.

@@ -17,10 +17,10 @@ Outline: TypeAlias = list[NDArray[np.float64]] | NDArray[np.int64]
 Ints: TypeAlias = NDArray[np.int64]
 
 _CELLS_PER_PIXEL = 5
-"""The COCO API rounds points to a grid with this many cells per pixel."""
+"""The COCO API rounds points to a grid with this many cells per pixel in each direction."""
 _CENTER = _CELLS_PER_PIXEL // 2
 _MAX_COORDINATE = 100_000
-"""Limit on coordinates, because memory usage grows with the length of the outline."""
+"""Limit on the absolute value of coordinates, because memory usage grows with the length of the outline."""
 
 
 def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
@@ -98,7 +98,7 @@ def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints
 
 
 def _flat_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and grid rows, (2, steps), where edges that are wider than tall cross a center cell."""
+    """Return the pixel columns and grid rows, (2, steps), where edges at least as wide as tall cross a center cell."""
     low = -(
         (_CENTER - x0) // _CELLS_PER_PIXEL
     )  # the first column whose center cell is not to the left of the edge
@@ -112,7 +112,7 @@ def _flat_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
 
 
 def _steep_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and grid rows, (2, steps), where edges that are taller than wide cross a center cell."""
+    """Return the pixel columns and grid rows, (2, steps), where edges taller than wide cross a center cell."""
     edge, offset = _ragged(y1 - y0)
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
     before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PIXELS", "ImageBytes", "check_readable", "open_image", "read_image", "read_mask"]
 
 MAX_PIXELS = 178_956_970
-"""Default maximum number of pixels in a file, the same as in Pillow. Even a small file can describe a huge image."""
+"""Default maximum number of pixels in a file. Pillow raises an error above the same limit.
+
+Even a small file can describe a huge image.
+"""
 _GRAY, _RGB = 0, 2  # PNG color types
 _JPEG = b"\xff\xd8\xff"  # the first bytes of a JPEG file
 _ORIENTATION = 0x0112  # EXIF tag
@@ -61,7 +64,7 @@ class ImageBytes:
 
 
 def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
-    """Return an image as uint8 (H, W, 3) RGB, in the orientation in which it is displayed (EXIF).
+    """Return an image as uint8 (H, W, 3) RGB, in the orientation that its EXIF metadata specifies.
 
     Plain PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
     installed (the `png` extra), which is three times as fast as Pillow. Other files, and files in which pywuffs finds
@@ -72,8 +75,8 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
     Pixels and errors are the same as with Pillow.
 
     Raises:
-        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is a grayscale image
-            with more than 8 bits per pixel.
+        DataError: the file cannot be read, has more than `max_pixels` pixels (None means no limit), or is a grayscale
+            image with more than 8 bits per pixel.
     """
     pixels = _decode_plain_png(path, max_pixels, _RGB)
     if pixels is None:
@@ -81,7 +84,7 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
     if pixels is not None:
         return pixels
     image, _ = _decode_with_pillow(path, max_pixels)
-    if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
+    if image.mode[0] in "IF":  # converting these to RGB would clip the values instead of scaling them
         raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits per channel")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
@@ -92,7 +95,7 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
     The file is decoded and oriented as in `read_image`.
 
     Raises:
-        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not a
+        DataError: the file cannot be read, has more than `max_pixels` pixels (None means no limit), or is not a
             single-channel 8-bit file.
     """
     pixels = _decode_plain_png(path, max_pixels, _GRAY)
@@ -113,7 +116,7 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
 
 
 def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
-    """Raise a DataError if the file cannot be decoded as an image of any mode, or has too many pixels."""
+    """Raise a DataError if the file cannot be decoded as an image of any mode or has more than `max_pixels` pixels."""
     if (
         _decode_plain_png(path, max_pixels, _GRAY, _RGB) is None
         and _decode_plain_jpeg(path, max_pixels) is None
@@ -206,7 +209,7 @@ def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> b
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
-    """Yield the type of each chunk of a PNG, or the keyword of a text chunk. Metadata may follow the pixels."""
+    """Yield the type of each chunk of a PNG or, for a text chunk, its keyword. Metadata may follow the pixels."""
     position = 8
     while kind := data[position + 4 : position + 8]:
         text = kind in (b"tEXt", b"zTXt", b"iTXt")

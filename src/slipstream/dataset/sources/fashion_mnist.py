@@ -57,14 +57,14 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     """60,000 training and 10,000 test images of clothing in ten classes.
 
     A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The `images` attribute, uint8 (N, 1, 28, 28),
-    and the `targets` attribute, int64 (N,), contain the whole split. Samples without augmentation are views of them.
+    and the `targets` attribute, int64 (N,), contain the whole split. Without augmentation, samples are views of them.
 
     Args:
         data_root: folder that contains the IDX files, optionally gzipped; by default, the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
-        download: if `data_root` does not contain the files, use the files from the Debian package; if it is not
-            installed, download the files to `data_root` and verify their published MD5 checksums.
+        download: if `data_root` does not contain the files, use the files from the Debian package; if the package is
+            not installed either, download the files to `data_root` and verify their published MD5 checksums.
         augment: shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
             probability 1/2. The result depends only on the sample's (seed, epoch, index).
 
@@ -123,7 +123,7 @@ def _augment(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def _find(data_root: str | Path | None, names: Sequence[str], download: bool) -> list[Path]:
-    """Return the paths in the first folder that contains all files; otherwise download them, if allowed."""
+    """Return the paths in the first folder that contains all files. If there is none, download the files if allowed."""
     folders = [Path(data_root)] if data_root is not None else []
     if data_root is None or download:
         folders.append(_SYSTEM_FOLDER)
@@ -153,8 +153,8 @@ def _download(name: str, folder: Path) -> Path:
 def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     """Return the array of unsigned bytes in an IDX file, as uint8 with `ndim` dimensions.
 
-    The file contains two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
-    big-endian 32-bit integer, and the values in row-major order.
+    The file contains two zero bytes, the byte 8 (the type code of unsigned bytes), the number of dimensions as a byte,
+    each dimension as a big-endian 32-bit integer, and the values in row-major order.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -192,6 +192,6 @@ def _check(images: torch.Tensor, targets: torch.Tensor, image_file: Path, label_
         )
     if int(targets.max()) >= len(_CLASSES):
         raise DataError(
-            f"'{label_file}' contains the label {int(targets.max())}; labels must be 0 to 9; "
+            f"'{label_file}' contains the label {int(targets.max())}, but labels must be from 0 to 9; "
             "download it again"
         )

@@ -45,13 +45,14 @@ class ImageMaskFolder(ImageMaskPairs):
         mask_suffix: suffix of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
         label_map: maps ids in the files to class ids (or `ignore_index`); other ids are not changed.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once when the dataset is created, and skip samples with unreadable files. Each
-            unreadable file is logged as a warning.
+        skip_corrupt: read every file once when the dataset is created, and skip samples with unreadable files. A
+            warning is logged for each unreadable file.
         max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can describe a huge image.
 
     Raises:
-        DataError: a folder is missing or has no images, or a file has no counterpart; or, when a sample is read, a file
-            is corrupt, the image and mask sizes differ, or a label id is neither a class nor `ignore_index`.
+        DataError: a folder is missing or has no matching files, or a file has no counterpart; or, when a sample is
+            read, a file is corrupt, the image and mask sizes differ, or a label id is neither a class id nor
+            `ignore_index`.
         ConfigError: `palette`, `label_map` or `ignore_index` does not match the classes.
     """
 

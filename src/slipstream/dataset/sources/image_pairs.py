@@ -86,7 +86,7 @@ class ImageMaskPairs(SegmentationDataset):
 
     @property
     def samples_targets_tuples_list(self) -> list[tuple[str, str]]:
-        """The paths of the image and the mask of each sample; the SuperGradients name for this list."""
+        """The paths of the image and the mask of each sample. SuperGradients uses the same name."""
         return [
             (str(image), str(mask)) for image, mask in zip(self.image_paths, self.mask_paths, strict=True)
         ]
@@ -155,7 +155,7 @@ class ImageMaskPairs(SegmentationDataset):
             raise with_remedy(error, _REMEDY + _SKIP_HINT if unreadable else _REMEDY) from error
 
     def _invalid_pixels(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Return a mask of the pixels that are neither a class id nor the ignored id, or None if all ids are valid."""
+        """Return a mask of the pixels that have neither a class id nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
@@ -168,10 +168,8 @@ class ImageMaskPairs(SegmentationDataset):
 def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path]:
     """Return the files in `folder` and its subfolders whose names end with `suffix`.
 
-    The keys are relative paths without the suffix.
-
-    Symbolic links to folders are followed; hidden files and folders are skipped. If `suffix` is None, `kind` ("image"
-    or "mask") determines the extensions.
+    The keys are relative paths without the suffix. Symbolic links to folders are followed; hidden files and folders are
+    skipped. If `suffix` is None, `kind` ("image" or "mask") determines the extensions.
 
     Raises:
         DataError: the folder is missing or cannot be read, contains no matching files, or contains two files with the

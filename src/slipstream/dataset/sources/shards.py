@@ -36,7 +36,7 @@ def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
 
     Raises:
         DataError: no file matches a pattern, or a file in a range does not exist.
-        ConfigError: a pattern is a URL.
+        ConfigError: a pattern is a URL, no shard is given, or a shard is listed twice.
     """
     found: list[Path] = []
     for pattern in [shards] if isinstance(shards, str | Path) else shards:
@@ -87,7 +87,7 @@ class TarShards:
 
     Raises:
         DataError: a shard cannot be read, or a sample has no file for a field.
-        ConfigError: a field specifies an extension for pickled files.
+        ConfigError: `fields` is empty or malformed, or contains an extension of pickled files.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ def _alternatives(name: str, text: str) -> tuple[str, ...]:
 def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None) -> Any:
     """Decode a file; the last part of its extension determines the format.
 
-    Images are uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` are int64 scalar tensors; `npy` is a
-    tensor; `json` is parsed; `txt`, `text` and `transcript` are strings; other files are bytes. Pickled data is never
-    loaded.
+    Images become uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` become int64 scalar tensors; `npy`
+    becomes a tensor; `json` becomes the parsed value; `txt`, `text` and `transcript` become strings; and other files
+    remain bytes. Pickled data is never loaded.
 
     Raises:
         DataError: the file cannot be decoded.

@@ -70,7 +70,9 @@ def _read_table(root: Path, list_file: str) -> list[tuple[Path, Path]]:
         raise DataError(f"the list file '{path}' is empty; set list_file to a file that lists images")
     for number, row in enumerate(rows, start=1):
         if len(row) < 2:
-            raise DataError(f"row {number} of '{path}' must contain an image and a mask, not {row}")
+            raise DataError(
+                f"row {number} of '{path}' must contain the paths of an image and its mask, not {row}"
+            )
     pairs = [(root / row[0], root / row[1]) for row in rows]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:

@@ -94,7 +94,7 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
 def _check_end(file: BinaryIO, path: Path, position: int) -> None:
     """Raise an error if a file contains nonzero bytes after the block at `position`, which ends the archive.
 
-    Writers pad an archive with zeros to a whole record.
+    Writers pad an archive with zeros to a whole record. If there are more zeros, issue a warning.
     """
     zeros = _BLOCK
     while content := file.read(2**20):

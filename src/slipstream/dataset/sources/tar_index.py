@@ -30,7 +30,7 @@ class ShardIndex:
     """The samples of a shard. A sample consists of consecutive files with the same key.
 
     Attributes:
-        keys: key of each sample: the name of its files up to the first dot, including the folder.
+        keys: key of each sample, which is the path of its files up to the first dot in the file name.
         extensions: the distinct extensions in this shard, in lowercase.
         parts: int64 (files, 4): for each file, the sample index, the index in `extensions`, the offset and the size.
         version: the shard's size in bytes and modification time in nanoseconds.

@@ -158,7 +158,7 @@ class WebSegmentationDataset(SegmentationDataset):
         shards, index, max_pixels, max_bytes: see `WebDataset`.
         classes: names of the classes, in the order of their ids.
         image: extensions of image files, separated by semicolons; the first extension found in a sample is used.
-        mask: extensions of mask files, in the same form.
+        mask: extensions of mask files, in the same format.
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] color per class; by default, the PASCAL VOC colors.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.

@@ -22,7 +22,7 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Concatenation of datasets; `metainfo` comes from the first dataset.
+    """Concatenation of datasets. Its `metainfo` is that of the first dataset.
 
     Args:
         datasets: datasets, or dicts from which `DATASETS` builds them.

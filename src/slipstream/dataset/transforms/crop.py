@@ -1,4 +1,4 @@
-"""Geometric transforms, composed into one crop-resize that computes only the visible pixels."""
+"""Geometric transforms, composed into a single crop-and-resize operation on the visible pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sample: TypeAlias = dict[str, Pixels]
 
 @dataclass(frozen=True)
 class CropRegion:
-    """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
+    """A crop region of the resized image. The source is resized, cropped, placed on a canvas, and then mirrored.
 
     Sizes are (width, height), and boxes are (left, top, right, bottom). The `resized`, `padded`, `cropped` and
     `flipped` methods return the region with one more transform applied. The first two return None if a single region
@@ -149,7 +149,7 @@ class Geometric(ABC):
 
 
 def _crop_axis(offset: int, first: int, last: int, start: int, length: int) -> tuple[int, int, int]:
-    """Crop one axis; return the new (offset, first, last) of the visible pixels [first, last)."""
+    """Crop one axis, and return the new (offset, first, last) of the visible pixels [first, last)."""
     hidden = max(0, start - offset)
     offset = max(0, offset - start)
     first = min(first + hidden, last)

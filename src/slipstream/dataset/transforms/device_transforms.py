@@ -8,7 +8,7 @@ A dataset does not compute these transforms. It draws their parameters and adds 
     19  both, in this order
 
 A stage maps x, in the range 0 to 255, to `f * x + s * gray + c * mean`, clamped to 0..255, where gray is the pixel's
-brightness (ITU-R 601) and mean is the mean of gray. As in torchvision, a brightness change is (f, 0, 0),
+brightness (ITU-R 601) and mean is the mean of gray over the image. As in torchvision, a brightness change is (f, 0, 0),
 a saturation change is (f, 1 - f, 0), a contrast change is (f, 0, 1 - f), and the identity is (1, 0, 0).
 """
 
@@ -77,7 +77,7 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
 
 
 def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply the parameters in `device_params` to `inputs`; return the batch without `device_params`.
+    """Apply the parameters in `device_params` to `inputs`, and return the batch without `device_params`.
 
     A batch without `device_params` is returned unchanged. `inputs` may also be a list of (3, H, W) images.
     """
@@ -112,7 +112,7 @@ def check_same_params(samples: Sequence[Any]) -> None:
 
 
 def _color(images: Tensor, params: Tensor) -> None:
-    """Apply the three stages in place, in half the time of out-of-place operations on the CPU.
+    """Apply the three stages in place, which takes half as long as out-of-place operations on the CPU.
 
     `params` has shape (N, 13, 1, 1, 1).
     """

@@ -134,7 +134,7 @@ class SegPadShortToCropSize(Geometric):
             the SuperGradients default, is a class in many datasets (road in Cityscapes), and the network would
             silently learn to predict that class for the padding.
         fill_image: color of the padding, a gray value or [r, g, b].
-        padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as in SuperGradients;
+        padding_mode: 'center' pads both sides equally, as in SuperGradients (an extra pixel goes to the top or left);
             'random' places the image at a random position.
     """
 
@@ -198,8 +198,8 @@ class SegCropImageAndMask(Geometric):
 
     Args:
         crop_size: (width, height), or one number for both.
-        mode: 'random' draws the position uniformly; 'center' crops the center. If a margin m is odd, round(m / 2)
-            pixels are above or to the left of the crop, as in SuperGradients.
+        mode: 'random' draws the position uniformly; 'center' crops the center. If m rows or columns are removed,
+            round(m / 2) of them are above or to the left of the crop, as in SuperGradients.
 
     Raises:
         DataError: the image is smaller than the crop (raised when the transform is called).
@@ -229,9 +229,10 @@ class SegCropImageAndMask(Geometric):
 class SegColorJitter:
     """Change the brightness, contrast and saturation of the image in random order, like torchvision's `ColorJitter`.
 
-    For a factor f, a brightness change returns `f * image`, a contrast change `f * image + (1 - f) * g`, where g is the
-    mean of the gray values (ITU-R 601), and a saturation change `f * image + (1 - f) * gray`. Results are clamped to
-    0..255. On the CPU, Pillow also rounds g and the gray values to integers, and rounds results down.
+    Let f be a factor, gray the gray value of each pixel (ITU-R 601), and g the mean of the gray values. A brightness
+    change returns `f * image`, a contrast change returns `f * image + (1 - f) * g`, and a saturation change returns
+    `f * image + (1 - f) * gray`. Results are clamped to 0..255. On the CPU, Pillow also rounds g and the gray values to
+    integers, and rounds results down.
 
     Args:
         brightness, contrast, saturation: range of f as [smallest, largest]; a single number v means

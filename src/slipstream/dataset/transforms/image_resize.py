@@ -18,7 +18,7 @@ __all__ = ["CenterCrop", "RandomResizedCropAndInterpolation", "Resize"]
 _FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
 _RANDOM_FILTERS = ("bilinear", "bicubic")
 _MAX_ATTEMPTS = 10
-"""Maximum number of random boxes to try; if none fits in the image, the center of the image is used."""
+"""Maximum number of random boxes to try. If none fits in the image, a centered box is used."""
 
 Image = NDArray[np.uint8]
 
@@ -51,7 +51,7 @@ class Resize:
 class CenterCrop:
     """Crop the center of an image. Smaller images are padded with zeros first.
 
-    If a margin is odd, half of the margin is rounded to the nearest even integer, as in torchvision.
+    If m rows or columns are removed, round(m / 2) of them are above or to the left of the crop, as in torchvision.
 
     Args:
         size: (height, width), or one number for both.

@@ -87,7 +87,10 @@ class ToTensor:
 
 @TRANSFORMS.register_module()
 class Normalize:
-    """Subtract `mean` and divide by `std`, one number per channel, on the device. Must follow `ToTensor`."""
+    """Subtract `mean` and divide by `std`, one number per channel, on the device.
+
+    This transform must follow `ToTensor`.
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:

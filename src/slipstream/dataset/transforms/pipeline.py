@@ -1,4 +1,4 @@
-"""Apply transforms to a sample: a single crop-resize on the CPU, and color jitter and normalization on the device."""
+"""Apply transforms to a sample: one crop-and-resize on the CPU; color jitter and normalization on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Composed:
     region: CropRegion
     """Geometric transforms of the sample."""
     params: Floats | None
-    """Parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`), if there are any."""
+    """Parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or None."""
 
     def apply(self) -> dict[str, torch.Tensor]:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
@@ -140,7 +140,7 @@ def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -
 
 
 def _initial_region(sample: Sample, name: str) -> CropRegion:
-    """Check the dtypes and shapes of the sample; return the region that covers the whole sample."""
+    """Check the dtypes and shapes of the sample, and return the region that covers the whole sample."""
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
         raise DataError(

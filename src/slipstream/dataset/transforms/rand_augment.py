@@ -32,15 +32,15 @@ class RandAugmentTransform:
     """Apply n random operations, each with probability 0.5 and a magnitude from 0 to 10.
 
     Args:
-        config_str: `rand`, followed by sections separated by `-`: `m` and the magnitude (default: 10), `n` and the
-            number of operations (default: 2), `mstd` and the standard deviation of the magnitude (default: 0; `inf`
-            means uniformly random up to the magnitude), `inc1` to make every operation stronger as the magnitude
-            increases, and `w0` for fixed probabilities of the operations. Example: `rand-m9-n3-mstd0.5`.
+        config_str: `rand`, followed by sections separated by `-`, such as `rand-m9-n3-mstd0.5`. `m` sets the magnitude
+            (default: 10), `n` sets the number of operations (default: 2), `mstd` sets the standard deviation of the
+            magnitude (default: 0; `inf` means uniformly random up to the magnitude), `inc1` makes every operation
+            stronger as the magnitude increases, and `w0` selects fixed probabilities of the operations.
         crop_size: ignored; translations are relative to the image size.
         img_mean: color of the pixels outside the image, three numbers between 0 and 1.
 
     Raises:
-        ConfigError: `config_str` has an unknown section, or `img_mean` is invalid.
+        ConfigError: `config_str` or `img_mean` is invalid.
     """
 
     def __init__(

@@ -23,11 +23,11 @@ _MAX_OVERHEAD = 2  # per pixel, torch is more than twice as fast as Pillow
 
 
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
-    """Return a box of the image resized to `scaled`, uint8 (h, w, 3). The result may be a view.
+    """Resize the image to `scaled`, and return a box of the result, uint8 (h, w, 3). The result may be a view.
 
     The result matches the same box of the whole image resized by Pillow (with antialiasing when the image shrinks),
     except for rounding differences of at most one gray level (rarely two, in noisy images). Only the source pixels that
-    affect the box are read and, in some cases, the pixels between the box and the nearest edges.
+    affect the box and, in some cases, the pixels between the box and the nearest edges are read.
 
     Args:
         image: uint8 (H, W, 3).
@@ -46,7 +46,7 @@ def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
 
 
 def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixels:
-    """Return a box of the mask resized to `scaled`, identical to Pillow's result.
+    """Resize the mask to `scaled`, and return a box of the result, which is identical to Pillow's.
 
     Args:
         mask: uint8 (H, W).
