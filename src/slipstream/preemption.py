@@ -25,7 +25,7 @@ CHECKPOINT_NAME = "preempted"
 """Name, without suffix, of the checkpoint that a Runner saves after a signal."""
 
 EXIT_STATUS = 75
-"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` in sysexits.h: try again)."""
+"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` in sysexits.h, which means "try again")."""
 SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -33,12 +33,12 @@ SIGNALS = tuple(
 )
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _REPEAT_INTERVAL = 1.0
-"""Signals that arrive within this many seconds of the first one are ignored: launchers and terminals can send a signal
-twice."""
+"""Signals that arrive within this many seconds of the first one are ignored, because launchers and terminals can send a
+signal twice."""
 _POLL_INTERVAL = 0.25
 """Seconds between checks for a signal on another rank."""
 _TIMEOUT = timedelta(seconds=30)
-"""Time limit within which every rank must report its step after a signal."""
+"""Time within which every rank must report its step after a signal."""
 
 
 class Preempted(SystemExit):
@@ -64,7 +64,7 @@ class Preemption:
                     torch.save(...)
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
-    A second signal, at least one second after the first, has its default effect and terminates the process. Signals
+    A second signal, more than one second after the first, has its default effect and terminates the process. Signals
     that the process ignores (`nohup`) or for which it has already installed a handler are left unchanged. Outside the
     main thread, where Python cannot handle signals, this process reacts only to signals that other ranks receive. All
     ranks must enter the block.
@@ -112,7 +112,7 @@ class Preemption:
         return self._agreement.signal_seen and self._calls >= self._agreement.stop_call()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a forked process inherits the handler, such as a data loader worker
+        if os.getpid() != self._owner:  # a forked process, such as a data loader worker, inherits the handler
             if number == signal.SIGTERM:  # `Process.terminate` and `Pool.terminate` must end the process
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -158,7 +158,7 @@ def _protect_sigterm_of_forked_processes() -> None:
 
 
 def _print(text: str) -> None:
-    """Write to stderr, which may be closed: SIGHUP is sent when the terminal closes."""
+    """Write to stderr. It may be closed, because SIGHUP is sent when the terminal closes."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
 

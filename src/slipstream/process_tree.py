@@ -41,7 +41,7 @@ def kill(processes: Mapping[int, str]) -> None:
 def kill_group(group: int, processes: Mapping[int, str]) -> None:
     """Kill a process group and its leader's descendants in other groups, such as Inductor's workers.
 
-    Wait up to ten seconds until the descendants have ended, so that their memory is free again.
+    Wait up to ten seconds for the descendants to end, so that their memory is free again.
 
     Args:
         group: id of the process group, which may no longer exist.

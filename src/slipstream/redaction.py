@@ -117,7 +117,7 @@ def redact_text(text: str) -> str:
 
 
 def redact(tree: Any) -> Any:
-    """Return a copy of nested dicts, lists, sets and the arguments of partials without secrets.
+    """Return a copy of `tree` (nested dicts, lists, tuples, sets and arguments of partials) without secrets.
 
     A `Reference` is replaced by its `reference` string. If a key's name indicates a secret, the value is replaced by
     `<redacted>`.

@@ -139,7 +139,7 @@ def test_duplicate_name_requires_force_or_the_same_object():
     parts = Registry("part", scope="x")
     parts.register_module(name="A", module=Plain)
     parts.register_module(name="A", module=Plain)
-    with pytest.raises(KeyError, match=r"'A' is already registered in part by .*force=True"):
+    with pytest.raises(KeyError, match=r"'A' is already registered in the part registry by .*force=True"):
         parts.register_module(name="A", module=Other)
     assert parts.get("A") is Plain
     parts.register_module(name="A", module=Other, force=True)

@@ -76,7 +76,7 @@ def test_equal_values_are_shown_as_identical(value):
 def test_comparison_names_the_settings_whose_values_are_not_recorded():
     config = {"model": Net(), "act": lambda x: x, "name": Net, "api_key": "s3cr3t"}
     text, _ = compared(redact(config), redact(config))
-    assert "secrets are not recorded and may differ: act, api_key, model." in text
+    assert "secrets, whose values are not recorded and may differ: act, api_key, model." in text
 
 
 def test_arguments_of_partials_and_items_of_sets_contain_no_secrets():

@@ -1,4 +1,4 @@
-"""Speed options for scripts that do not use Slipstream directly: `--speed compile=True precision=bf16 ema=True`.
+"""Speed options for scripts that do not use Slipstream directly (`--speed compile=True precision=bf16 ema=True`).
 
 `python -m slipstream.openmmlab` passes these options to the Runner in the SLIPSTREAM_SPEED environment variable.
 Processes that the script starts inherit this variable.
@@ -39,7 +39,7 @@ def split_speed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_environment(speed: Any) -> Any:
-    """Merge the options in the environment variable into a Runner's `speed`. They take precedence.
+    """Merge the options in the environment variable, which take precedence, into a Runner's `speed`.
 
     Raises:
         ConfigError: if an option in the environment variable is invalid.

@@ -47,8 +47,8 @@ class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs the forward pass and loss under `torch.autocast`, on any device.
 
     If a gradient overflows, fused kernels skip the step without synchronizing with the host. Therefore, with float16 on
-    an accelerator, optimizers use fused kernels if they have them, unless `fused=` or `foreach=` was passed to the
-    constructor. With other optimizers, the host synchronizes with the device in each step to check for an overflow.
+    an accelerator, an optimizer that has fused kernels uses them, unless it was constructed with `fused=` or
+    `foreach=`. With other optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
         loss_scale: `"dynamic"`, a fixed scale, or the options for `torch.amp.GradScaler`; used only for float16,
@@ -98,7 +98,10 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return an autocast context for the forward pass and loss, and `no_sync` inside an accumulation window."""
+        """Return the context manager for a batch, which applies autocast to the forward pass and loss.
+
+        It also applies `no_sync`, unless the batch ends its accumulation window.
+        """
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast

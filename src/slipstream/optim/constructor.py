@@ -20,7 +20,7 @@ from slipstream.typecheck import NonNegative, check, check_optimizer_options
 
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms, instance norms
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms and instance norms
 _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because these classes are in other libraries
 
 
@@ -36,10 +36,10 @@ class ParamwiseOptions:
         default_factory=dict
     )  # maps substrings of parameter names to dicts with lr_mult, decay_mult and optimizer options
     bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
-    bias_decay_mult: NonNegative | None = None  # biases, except those of norm layers
+    bias_decay_mult: NonNegative | None = None  # biases; norm_decay_mult takes precedence
     norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers
     flat_decay_mult: NonNegative | None = None  # other 1-dim parameters
-    dwconv_decay_mult: NonNegative | None = None  # weights of depth-wise convolutions
+    dwconv_decay_mult: NonNegative | None = None  # depth-wise convolutions; bias_decay_mult takes precedence
     dcn_offset_lr_mult: NonNegative | None = None  # `conv_offset` in deformable convolutions
     bypass_duplicate: bool = False  # whether a repeated parameter keeps its first options
 
@@ -65,7 +65,7 @@ class ParamwiseOptions:
             check_optimizer_options(values, _path(key))
 
     def option_with_suffix(self, suffix: str) -> str | None:
-        """Return the path of an option that is set and whose name ends with `suffix` (such as `"lr_mult"`), if any."""
+        """Return the path of a set option that ends with `suffix` (such as `"lr_mult"`), or None if there is none."""
         for name in (f.name for f in fields(self)):
             if name.endswith(suffix) and getattr(self, name) is not None:
                 return name

@@ -24,7 +24,7 @@ __all__ = ["FusedLayouts", "lay_out_states"]
 def lay_out_states(optimizer: Optimizer) -> None:
     """Convert an optimizer's loaded states to the strides of their parameters.
 
-    The states in a checkpoint have the memory format of the run that saved the checkpoint (channels_last or not).
+    The states in a checkpoint have the memory format (such as channels_last) of the run that saved the checkpoint.
     """
     for param, states in optimizer.state.items():
         if is_sharded(param):
@@ -64,7 +64,7 @@ class FusedLayouts:
             self._convert(groups)
 
     def _register_after_others(self, fused: bool) -> None:
-        """Make `_after_hooks` the last step pre-hook, or remove it if there are no other pre-hooks."""
+        """Make `_after_hooks` the last step pre-hook, or remove it if no group is fused or there are no others."""
         hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
         own = None if self._handle is None else self._handle.id
         others = bool(_global_optimizer_pre_hooks) or any(hook_id != own for hook_id in hooks)

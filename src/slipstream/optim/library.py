@@ -37,7 +37,7 @@ class _Foreach(Optimizer):
         return loss
 
     def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        """Update the parameters of one group that have the same dtype."""
+        """Update `params`, which belong to one group and have the same dtype."""
         raise NotImplementedError
 
     def _state(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:
@@ -124,7 +124,7 @@ _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""Learning rate factor after the fraction `x` of all steps, for `x` above `warmup`."""
+"""Learning rate factor after the fraction `x` of all steps, for `x` of at least `warmup`."""
 
 
 @OPTIMIZERS.register_module()

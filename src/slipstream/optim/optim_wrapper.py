@@ -80,7 +80,7 @@ class ClipGradients(StepPart):
 
 
 def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the total norm of all tensors (0-dim); for sharded tensors, over all processes."""
+    """Return the total norm of all tensors (0-dim). For sharded tensors, this is the norm over all processes."""
     if not any(map(is_sharded, tensors)):
         return nn.utils.get_total_norm(tensors, norm_type)
     return (
@@ -91,7 +91,7 @@ def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 class _Guard(Protocol):
-    """Interface of a guard that skips steps whose loss or gradients are not finite, without synchronization."""
+    """Interface of a guard, which skips steps with a non-finite loss or gradient without a device synchronization."""
 
     def before_forward(self) -> None:
         """Save the state that a forward pass changes."""
@@ -143,11 +143,11 @@ class OptimWrapper:
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """Values to log that the parts returned in the last update."""
+        """Values to log, as returned by the parts in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
-        """Whether the gradients are finite (0-dim bool) during an update that the guard checks, otherwise None."""
+        """During an update that the guard checks, whether the gradients are finite (0-dim bool); otherwise None."""
         self.phases: PhaseTimes | None = None
         """Measures the host time of each phase of eager steps, if set."""
         self.batches_per_epoch: int | None = None
@@ -220,8 +220,7 @@ class OptimWrapper:
         """Run a backward pass without counting the batch, for steps with several backward passes.
 
         Raises:
-            ModelError: in the first accumulation window, the last loss does not depend on any of the optimizer's
-                parameters.
+            ModelError: at the end of the first accumulation window, none of the optimizer's parameters has a gradient.
         """
         check_loss(loss)
         if self.guard is not None:
@@ -242,7 +241,7 @@ class OptimWrapper:
         self._trains = True
 
     def _amplify(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward; overridden to multiply it by the loss scale."""
+        """Return the loss for backward. A subclass may multiply it by a loss scale."""
         return loss
 
     def step(self, **kwargs: Any) -> None:
@@ -332,8 +331,8 @@ class OptimWrapper:
         """Number of batches since the end of the last accumulation window.
 
         If a run ends with a smaller window and is then extended, the next window is also smaller than
-        `accumulative_counts`. This cannot be inferred from the number of completed batches, so checkpoints contain this
-        value.
+        `accumulative_counts`. Therefore, this value cannot be inferred from the number of completed batches, and
+        checkpoints contain it.
         """
         return self._inner_count - self._window_start
 
@@ -345,8 +344,8 @@ class OptimWrapper:
         gradient of the window. Without gradients, the next batch is the first of a window.
 
         Args:
-            unfinished: number of batches in the checkpoint since the end of the last window.
-            window: number of batches in the whole window, as in the checkpoint; None if it is unknown.
+            unfinished: number of batches between the end of the last window and the checkpoint.
+            window: number of batches in the whole window when the checkpoint was saved, or None if it is unknown.
             ratio: number of this wrapper's batches per batch in the checkpoint, if the batch size has changed.
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
@@ -371,7 +370,7 @@ class OptimWrapper:
         return min(ends) - self._window_start
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for the forward and backward passes: `no_sync` unless the batch ends a window."""
+        """Return the context manager for a batch, which is `no_sync` unless the batch ends its accumulation window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -387,12 +386,12 @@ class OptimWrapper:
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaler, or None."""
+        """Loss scaler; always None in this class."""
         return None
 
     @property
     def adapts_scale(self) -> bool:
-        """Whether overflows change the loss scale."""
+        """Whether overflows change the loss scale; always False in this class."""
         return False
 
     @property

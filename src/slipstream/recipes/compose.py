@@ -258,8 +258,8 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
         names := recipes_extending(path.stem, search_folders(path, config_dir))
     ):
         raise ConfigError(
-            f"is missing: {path.stem} is only a base for other recipes; train one of them ({', '.join(names)}), or set "
-            "architecture=NAME",
+            f"is missing, because {path.stem} is only a base for other recipes; train one of them "
+            f"({', '.join(names)}), or set architecture=NAME",
             "architecture",
         )
 
@@ -339,4 +339,4 @@ def _raise_unknown_key(
         {k: v for k, v in tree.items() if k != "hydra"}, key.partition("@")[0], _TOP_LEVEL_KEYS, str(path)
     )
     if re.match("Could not override", str(error)) and "@" not in key:
-        raise ConfigError(f"new keys require a +: +{key}=... (in {path})", key)
+        raise ConfigError(f"new keys require a +; use +{key}=... (in {path})", key)

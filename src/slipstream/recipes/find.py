@@ -29,7 +29,10 @@ COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparam
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
-    """Return the name and description (the comment on the first line) of each recipe; those in `config_dir` first."""
+    """Return a dict that maps recipe names to descriptions, with the recipes in `config_dir` first.
+
+    The description is the comment on the first line of the file.
+    """
     found: dict[str, str] = {}
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for path in sorted(folder.glob("[a-z]*.yaml")):

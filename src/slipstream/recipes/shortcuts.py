@@ -88,7 +88,7 @@ def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:
     """Apply the `ema=True` or `ema=False` shortcut, and return the other overrides.
 
     `False` removes each `EMAHook` from the recipe. `True` enables the `ema` speed option if the recipe has no
-    `EMAHook`. Overrides with other values are returned unchanged, and later cause an error for an unknown key.
+    `EMAHook`. Overrides with other values are returned unchanged, and later cause an unknown-key error.
     """
     rest = []
     for override in overrides:

@@ -72,7 +72,7 @@ def check_search_path(entries: Iterable[str], path: Path) -> None:
     """Check the entries of a recipe's `hydra.searchpath`.
 
     Raises:
-        ConfigError: if an entry makes Hydra import a package.
+        ConfigError: if an entry makes Hydra import a package that is not in `_PACKAGES`.
     """
     for entry in entries:
         own = any(entry == package or entry.startswith(f"{package}.") for package in _PACKAGES)

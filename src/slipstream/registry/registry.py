@@ -40,7 +40,7 @@ def init_default_scope(scope: str) -> None:
 
 
 def current_scope() -> str | None:
-    """Return the default scope of this context, or None."""
+    """Return the default scope of this context, or None if there is none."""
     return _scope.get()
 
 
@@ -157,14 +157,14 @@ class Registry:
             existing = self.module_dict.get(key)
             if existing is not None and existing is not module and not force:
                 raise UnknownNameError(
-                    f"'{key}' is already registered in {self.name} by {existing.__module__}; "
+                    f"'{key}' is already registered in the {self.name} registry by {existing.__module__}; "
                     "choose a different name, or pass force=True to replace it"
                 )
             self.module_dict[key] = module
         return module
 
     def get(self, key: str) -> Any | None:
-        """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
+        """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None if there is none.
 
         A name without a scope is looked up in the registry of the default scope, then in this registry. Each registry
         searches its registered objects first, then its namespaces, and then its parent. A registered object can also
@@ -379,7 +379,7 @@ def _reason(error: Exception) -> str:
 
 
 def locate(target: Any, tree: Any) -> str | None:
-    """Return the dotted path of the object `target` (by identity) inside nested dicts and lists, or None."""
+    """Return the dotted path of the object `target` (by identity) in nested dicts and lists, or None if absent."""
     if target is tree:
         return ""
     items: Any = ()

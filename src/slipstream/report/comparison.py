@@ -175,7 +175,10 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
         text = f"The configuration is unknown for runs without a report.json file: {', '.join(unknown)}."
         note = f'<p class="note">{escape(text)}</p>'
     if uncompared := _uncompared(runs):
-        text = f"The values of objects, local functions and secrets are not recorded and may differ: {uncompared}."
+        text = (
+            "These settings contain objects, local functions or secrets, whose values are not recorded and may differ: "
+            f"{uncompared}."
+        )
         note += f'<p class="note">{escape(text)}</p>'
     rows = [[key, *map(str, row)] for key, row in _differences(runs)]
     if not rows:

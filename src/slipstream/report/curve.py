@@ -70,7 +70,7 @@ class Curve:
             del getattr(self, name)[count:]
 
     def points(self, max_points: int) -> Curve:
-        """Return a curve with at most `max_points` points (at least 2), merged from this curve."""
+        """Return a copy of this curve, with points merged until at most `max(max_points, 2)` remain."""
         merged = Curve(max(self.limit, len(self) + 1), **{name: list(getattr(self, name)) for name in _LISTS})
         while len(merged) > max(max_points, 2):
             merged._merge()
@@ -81,11 +81,11 @@ class Curve:
         return self.newest[-1] if self.newest else None
 
     def lowest(self) -> float | None:
-        """Return the minimum of all finite values."""
+        """Return the minimum of all finite values, or None if there are none."""
         return min(_finite(self.low), default=None)
 
     def highest(self) -> float | None:
-        """Return the maximum of all finite values."""
+        """Return the maximum of all finite values, or None if there are none."""
         return max(_finite(self.high), default=None)
 
     def to_json(self) -> dict[str, list[Any]]:

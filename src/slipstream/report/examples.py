@@ -12,7 +12,7 @@ __all__ = ["examples_section"]
 
 
 def examples_section(examples: list[Example]) -> str:
-    """Return HTML with the images and their labels, predictions and probabilities, or an empty string."""
+    """Return HTML with the images, labels, predictions and probabilities, or an empty string if there are no images."""
     items = "".join(_item(each) for each in examples)
     if not items:
         return ""

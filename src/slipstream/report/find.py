@@ -118,7 +118,7 @@ def _has_training(row: RunRow) -> bool:
 
 
 def record_value(record: RunRecord, key: str) -> Any:
-    """Return the value named `key` from a record, or None; see `RunRow.value`."""
+    """Return the value named `key` from a record, or None if there is none; see `RunRow.value`."""
     if key in _RECORD_COLUMNS:
         return _RECORD_COLUMNS[key](record)
     for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):

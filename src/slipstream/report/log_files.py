@@ -46,7 +46,10 @@ class LogFile:
 
 
 def log_file(folder: Path) -> Path | None:
-    """Return the log file that is named after the run folder or, if it does not exist, the only log file; or None."""
+    """Return the log file that is named after the run folder.
+
+    If this file does not exist, return the folder's only log file, or None if there is not exactly one.
+    """
     named_log = folder / f"{folder.name}.log"
     if named_log.is_file():
         return named_log

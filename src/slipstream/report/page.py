@@ -88,8 +88,8 @@ def _head(record: RunRecord) -> str:
     if record.source == "logs":
         lines.append(
             '<p class="note">This report was generated from the log files, which contain neither the time '
-            "breakdown nor the options. Validation metrics are plotted against the logged step: the epoch or the "
-            "iteration.</p>"
+            "breakdown nor the options. Validation metrics are plotted against the logged step, which is the epoch "
+            "or the iteration.</p>"
         )
     if record.error:
         lines.append(f'<div class="error"><p class="message">{escape(record.error)}</p></div>')

@@ -213,7 +213,7 @@ class RunRecord:
             DataError: a field is missing or has the wrong type, or a different version wrote the file.
         """
         if not isinstance(data, Mapping) or not isinstance(data.get("format"), int):
-            raise DataError(f"{file_name} is not a report: it has no 'format'")
+            raise DataError(f"{file_name} is not a report, because it has no 'format'")
         if data["format"] != FORMAT:
             raise DataError(
                 f"{file_name} has format {data['format']}, but this version of Slipstream reads format {FORMAT}; "

@@ -194,7 +194,7 @@ def _segments(values: Sequence[float | None]) -> list[tuple[int, int]]:
 
 
 def _band(curve: Curve, first: int, last: int, y_axis: _Axis, x_axis: _Axis) -> str:
-    """Return the outline of the area between minimum and maximum, or an empty string if the two are equal."""
+    """Return the outline of the area between minimum and maximum, or an empty string if there is no such area."""
     low = [value for value in curve.low[first:last] if value is not None]
     high = [value for value in curve.high[first:last] if value is not None]
     if last - first < 2 or low == high or not len(low) == len(high) == last - first:

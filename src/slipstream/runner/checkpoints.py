@@ -58,7 +58,7 @@ class Checkpoints:
         self._runner, self._redactor = runner, redactor
         self._load_from = load_from
         self.resume_from = resume_from
-        """The checkpoint from which `load_or_resume` will resume training, if any; None after the call."""
+        """The checkpoint from which `load_or_resume` resumes training; None if there is none, or after a resume."""
         self.run_id = secrets.token_hex(8)
         """Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues."""
         self._writer = BackgroundWriter()
@@ -126,8 +126,8 @@ class Checkpoints:
         if lines := [line for name, line in found.items() if name not in self._changed]:
             self._changed.update(found)
             self._runner.logger.warning(
-                "The model or the optimizer has changed since training started, so this checkpoint cannot be "
-                f"resumed ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
+                "The model or the optimizer has changed since training started, so the run cannot be resumed from this "
+                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
                 "shape and all parameter groups before training"
             )
 
@@ -156,7 +156,7 @@ class Checkpoints:
     def read_to_resume(
         self, source: str | Path, map_location: str | torch.device
     ) -> tuple[dict[str, Any], int | None]:
-        """Return a checkpoint for `restore`, and its seed if the training loop must still be built with this seed."""
+        """Return a checkpoint for `restore`, and the seed for its training loop, or None to keep the Runner's seed."""
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
@@ -187,8 +187,8 @@ class Checkpoints:
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
-                    "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
-                    "the averaged weights"
+                    "The checkpoint contains averaged weights, but the Runner has no EMAHook, so training continues "
+                    "from the averaged weights"
                 )
             self._load_weights(checkpoint, True, source)
             self._restore_parts(checkpoint, source, optim, schedulers)

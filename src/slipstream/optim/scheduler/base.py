@@ -64,10 +64,10 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    _step_arguments: ClassVar[tuple[str, ...]] = ()  # arguments in steps, which can be converted from epochs
+    _step_arguments: ClassVar[tuple[str, ...]] = ()  # arguments that can be converted from epochs to steps
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
-    _initial: dict[str, Any]  # the attributes after the constructor
+    _initial: dict[str, Any]  # the attributes after construction
 
     def __init__(
         self,

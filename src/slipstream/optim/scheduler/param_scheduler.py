@@ -87,7 +87,7 @@ class LinearParamScheduler(_ParamScheduler):
         require(
             is_number(start_factor) and 0 < start_factor <= 1,
             "start_factor",
-            "above 0 (each value is a multiple of the previous value) and at most 1",
+            "above 0 (because each value is a multiple of the previous value) and at most 1",
             start_factor,
         )
         require(is_number(end_factor) and 0 <= end_factor <= 1, "end_factor", "from 0 to 1", end_factor)

@@ -65,7 +65,8 @@ class InferencerMeta(ABCMeta):
             assert isinstance(names, set), f"{cls.__name__}.{stage}_kwargs must be a set, not {names!r}"
             for name in names:
                 assert name not in owner, (
-                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove it from one"
+                    f"{cls.__name__} has '{name}' in {owner[name]}_kwargs and {stage}_kwargs; remove it from one "
+                    "of them"
                 )
                 owner[name] = stage
 
@@ -79,7 +80,8 @@ class BaseInferencer(metaclass=InferencerMeta):
     Args:
         model: a configuration, a configuration file, or the name of a model in the metafiles of the installed library
             `scope`. If None, the configuration is read from the checkpoint.
-        weights: path or URL of a checkpoint. Default: the checkpoint listed in the metafile.
+        weights: path or URL of a checkpoint. Default: the checkpoint listed in the metafile if `model` is the name of a
+            model, otherwise no checkpoint.
         device: the device. Default: the accelerator if one is available, otherwise the CPU.
         scope: the registry scope to search first. Default: the current scope.
         show_progress: show a progress bar.
@@ -233,10 +235,12 @@ class BaseInferencer(metaclass=InferencerMeta):
 
     @staticmethod
     def list_models(scope: str | None = None, patterns: str = r".*") -> list[str]:
-        """Return and log the model names in a library's metafiles that match a regular expression.
+        """Return and log the model names that match a regular expression.
+
+        The names are read from a library's metafiles.
 
         Raises:
-            ConfigError: if no scope is set, or no library has this name.
+            ConfigError: if no scope is set, or the library is unknown, not installed, or without configurations.
         """
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope

@@ -13,7 +13,10 @@ __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
 
 class BaseModule(own.BaseModule):
-    """Slipstream's `BaseModule`, except that an initializer without `layer` has no effect (see `initialize`)."""
+    """Slipstream's `BaseModule`, except that some initializers have no effect.
+
+    These are layer initializers that set neither `layer` nor `override` (see `initialize`).
+    """
 
     def _initialize(self, cfgs: list[Mapping[str, Any]]) -> None:
         initialize(self, cfgs)

@@ -38,7 +38,7 @@ class BaseTTAModel(BaseModel):
 
     @abstractmethod
     def merge_preds(self, data_samples_list: list[Any]) -> list[Any]:
-        """Return one prediction per sample. Each item of the argument contains all predictions for one sample."""
+        """Return one prediction per sample; an item of `data_samples_list` contains all predictions for one sample."""
 
     def test_step(self, data: Any) -> Any:
         """Return the merged predictions for a batch. Each value in the batch is a list with one item per augmentation.

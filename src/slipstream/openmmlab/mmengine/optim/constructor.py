@@ -24,7 +24,7 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
     """Slipstream's constructor with MMEngine's parameter groups, so that optimizer states have the same structure.
 
     With `paramwise_cfg`, each trainable parameter has its own group. Without it, a single group contains all
-    parameters, including frozen ones. A group contains the settings of the custom key that applies to it.
+    parameters, including frozen ones. A group contains the settings of the custom key that applies to its parameter.
 
     Custom keys that do not match any parameter are logged instead of raising an error, because stock configurations
     contain such keys, for example for other variants of a network.

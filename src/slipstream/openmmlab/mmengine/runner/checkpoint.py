@@ -35,7 +35,7 @@ Loader = Callable[..., Any]
 
 
 class CheckpointLoader:
-    """Read checkpoints with the loader registered for the path prefix."""
+    """Read each checkpoint with the loader registered for the longest matching prefix of its path."""
 
     _schemes: ClassVar[dict[str, Loader]] = {}
 
@@ -189,6 +189,6 @@ def save_checkpoint(
 
 
 def find_latest_checkpoint(path: str) -> str | None:
-    """Return the path of the newest checkpoint in a folder, or None."""
+    """Return the path of the newest checkpoint in a folder, or None if there is none."""
     found = next(newest_checkpoints(path), None)
     return str(found) if found else None

@@ -14,9 +14,10 @@ __all__ = ["ConvertSchedulerStates"]
 
 
 class ConvertSchedulerStates(Hook):
-    """Remove the values for the extra parameter group in which MMEngine's wrapper stores the base learning rate.
+    """Remove the values of MMEngine's extra parameter group from resumed scheduler states.
 
-    MMEngine adds this group, which contains no model parameters, if the optimizer has several groups.
+    If the optimizer has several groups, MMEngine's optimizer wrapper adds a group without model parameters, in which it
+    stores the base learning rate.
     """
 
     priority = "VERY_HIGH"

@@ -21,7 +21,7 @@ from slipstream.step.background import can_fork
 __all__ = ["Runner"]
 
 _COMPILE_BUDGET = "5m"
-"""Default compilation time limit. OpenMMLab losses and post-processing can take even longer to compile."""
+"""Default compilation time limit. OpenMMLab losses and post-processing can take longer than this to compile."""
 
 
 @RUNNERS.register_module()
@@ -30,8 +30,8 @@ class Runner(OwnRunner):
 
     Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
     logger and the message hub of the most recently created Runner are the current instances, even before and after a
-    run. On Linux CPUs, compilation with Inductor has a time limit (`compile.budget`). The speed options in
-    SLIPSTREAM_SPEED take precedence over those in the configuration.
+    run. On the CPU under Linux, compilation with Inductor has a time limit (`compile.budget`). The speed options in the
+    SLIPSTREAM_SPEED environment variable take precedence over those in the configuration.
     """
 
     @classmethod

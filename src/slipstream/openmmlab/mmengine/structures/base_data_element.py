@@ -113,7 +113,7 @@ class BaseDataElement:
     # ---- read fields -----------------------------------------------------------------------------------
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the attribute `key`, or `default`."""
+        """Return the attribute `key`, or `default` if it does not exist."""
         return getattr(self, key, default)
 
     def __contains__(self, item: str) -> bool:
@@ -128,7 +128,7 @@ class BaseDataElement:
 
     def _batch_fields(self) -> dict[str, Any]:
         """Return the data that a compiled step receives, in a fixed order; see `slipstream.step.leaves`."""
-        # Omit properties such as `name`, because their values are stored in the `_name` field.
+        # Omit a property such as `name`, because its value is stored in the `_name` field.
         return {name: self.__dict__[name] for name in sorted(self._data_fields) if name in self.__dict__}
 
     def metainfo_keys(self) -> list[str]:

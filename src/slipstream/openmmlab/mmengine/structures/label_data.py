@@ -10,7 +10,7 @@ __all__ = ["LabelData"]
 
 
 class LabelData(BaseDataElement):
-    """Labels of an image, and conversions between class ids and one-hot vectors."""
+    """The labels of an image, with methods that convert between class ids and one-hot vectors."""
 
     @staticmethod
     def onehot_to_label(onehot: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`PixelData`: data fields of shape (C, H, W) with equal height and width."""
+"""`PixelData`: data fields of shape (C, H, W) that all have the same height and width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Type checks and conversions, and decorators for deprecated and optional functions."""
+"""Type checks, conversions, imports, and decorators for deprecated functions and functions with prerequisites."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_tuple_of(seq: Any, expected_type: Any) -> bool:
 
 
 def iter_cast(inputs: Iterable[Any], dst_type: Callable[[Any], Any], return_type: Any = None) -> Any:
-    """Convert each item with `dst_type`, and the result with `return_type` if it is set.
+    """Convert each item with `dst_type` and, if `return_type` is set, the resulting iterator with `return_type`.
 
     Raises:
         TypeError: if `inputs` is not iterable.
@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Apply `apply_func` to the values in nested containers for which `expr` returns True, and return the result."""
+    """Apply `apply_func` to each value in nested containers if `expr(value)` is True, and return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):
@@ -128,7 +128,10 @@ def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any],
 def import_modules_from_strings(
     imports: str | Sequence[str] | None, allow_failed_imports: bool = False
 ) -> Any:
-    """Import modules by name; with `allow_failed_imports`, return None for a failed import and issue a warning."""
+    """Import modules by name and return them.
+
+    With `allow_failed_imports`, a module that cannot be imported is replaced by None, and a warning is issued.
+    """
     if not imports:
         return None
     if isinstance(imports, str):

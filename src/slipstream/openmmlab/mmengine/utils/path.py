@@ -50,7 +50,7 @@ def scandir(
     recursive: bool = False,
     case_sensitive: bool = True,
 ) -> Iterator[str]:
-    """Yield the paths, relative to the folder, of the files in a folder, except hidden files.
+    """Yield the paths of the files in a folder, relative to this folder. Hidden files are omitted.
 
     Args:
         dir_path: the folder.

@@ -12,7 +12,7 @@ __all__ = ["ProgressBar", "track_iter_progress", "track_parallel_progress", "tra
 
 
 class ProgressBar:
-    """Print the number of completed tasks.
+    """Print the number of completed tasks, the elapsed time and, if the number of tasks is known, a bar.
 
     Args:
         task_num: number of tasks; 0 if unknown.

@@ -47,7 +47,7 @@ class Timer:
         return self._last - self._start
 
     def since_last_check(self) -> float:
-        """Return the seconds since the last call to this method or to `since_start`."""
+        """Return the seconds since the last call to this method, `since_start` or `start`."""
         self._check()
         previous, self._last = self._last, time.monotonic()
         return self._last - previous

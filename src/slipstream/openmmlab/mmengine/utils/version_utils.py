@@ -25,7 +25,7 @@ _RANKS = {
 
 
 def digit_version(version_str: str, length: int = 4) -> tuple[int, ...]:
-    """Convert a version to a tuple, so that tuples compare in version order: `1.2rc1` becomes `(1, 2, 0, 0, -1, 1)`.
+    """Convert a version to a tuple that sorts in version order. For example, `1.2rc1` becomes `(1, 2, 0, 0, -1, 1)`.
 
     Args:
         version_str: the version; a local part (`+cpu`) is ignored.

@@ -38,7 +38,8 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         name: name of the instance.
         image: an RGB image, uint8 (H, W, 3).
         vis_backends: the backends or their configurations.
-        save_dir: parent folder of the backends' files; if it is not set, backends that require a folder are omitted.
+        save_dir: parent folder of the backends' files; if it is not set, backend configurations without their own
+            `save_dir` are omitted.
         fig_save_cfg: options for matplotlib's figure.
         fig_show_cfg: has no effect.
     """
@@ -113,7 +114,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         )
 
     def get_image(self) -> Image:
-        """Return the image with everything that was drawn on it, RGB (H, W, 3)."""
+        """Return the RGB image (H, W, 3), including everything drawn on it."""
         assert self._image is not None, "the visualizer has no image; call set_image first"
         return img_from_canvas(self.fig_save_canvas)
 
@@ -190,7 +191,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
     def draw_lines(
         self, x_datas: Any, y_datas: Any, colors: Any = "g", line_styles: Any = "-", line_widths: Any = 2
     ) -> Self:
-        """Draw lines from x and y coordinates (N, 2)."""
+        """Draw N line segments; `x_datas` and `y_datas` (N, 2) contain the coordinates of their end points."""
         from matplotlib.collections import LineCollection
 
         ends = np.stack([tensor2ndarray(v).reshape(-1, 2) for v in (x_datas, y_datas)], axis=-1)

@@ -18,7 +18,7 @@ __all__ = ["BaseModel"]
 class BaseModel(BaseModule, OwnModel):
     """Slipstream's `BaseModel`, except that losses may have any shape and are averaged.
 
-    An initializer without `layer` has no effect (see `BaseModule`).
+    A layer initializer that sets neither `layer` nor `override` has no effect (see `BaseModule`).
     """
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:

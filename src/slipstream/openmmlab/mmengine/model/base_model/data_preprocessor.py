@@ -65,7 +65,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     Args:
         mean, std: one value per channel, or a single value. Set both or neither.
-        pad_size_divisor: pad the height and width at the bottom and right to multiples of this number.
+        pad_size_divisor: pad the bottom and right edges so that height and width are multiples of this number.
         pad_value: padding value; padding is applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the channel order.
         non_blocking: see `BaseDataPreprocessor`.

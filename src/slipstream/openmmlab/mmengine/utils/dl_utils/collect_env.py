@@ -11,5 +11,5 @@ __all__ = ["collect_env"]
 
 
 def collect_env() -> dict[str, Any]:
-    """Return the versions of Python, torch and Slipstream, and the devices."""
+    """Return information about the environment, such as the device and the versions of Python, torch and Slipstream."""
     return {**collect_own(), "MMEngine": f"Slipstream {__version__}"}
