@@ -33,13 +33,13 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which the parameters of a module are sharded, or None if they are plain tensors."""
+    """Return the mesh over which a module's parameters are sharded, or None if all parameters are plain tensors."""
     sharded: Any = next((param for param in module.parameters() if is_sharded(param)), None)
     return None if sharded is None else sharded.device_mesh
 
 
 def placements_on(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Return the placements that `fully_shard` uses on a mesh: `Shard(0)` over the last mesh dimension."""
+    """Return `fully_shard`'s placements on a mesh: `Shard(0)` for its last dimension, `Replicate()` for all others."""
     from torch.distributed.tensor import Replicate, Shard
 
     return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))

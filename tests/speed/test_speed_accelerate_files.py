@@ -209,7 +209,7 @@ def test_file_without_or_with_other_tensors_outside_the_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"other_tensors\.0"):
         step.load_state_dict({**state, "other_tensors": [torch.zeros(9)] * 4})
     del state["other_tensors"]
-    with pytest.warns(UserWarning, match="does not contain 4 tensors of the optimizer or of loss_fn"):
+    with pytest.warns(UserWarning, match="does not contain the 4 tensors that the optimizer or loss_fn uses"):
         step.load_state_dict(state)
 
 
@@ -224,7 +224,7 @@ def test_summary_reports_the_graph_and_the_options():
     text = step.summary()
     assert "step: compiled as one graph; trained on 5 batches, 1 of them with the graph" in text
     assert "precision (speed.precision)" in text
-    assert "accumulation: 2 batches per update; the current window is unfinished" in text
+    assert "accumulation: 2 batches per update; the current accumulation window is unfinished" in text
     assert "average: 2 updates" in text
     assert "warning" not in text
 

@@ -51,7 +51,8 @@ class Randomness:
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
-    """Add the rank to the seed for the model's random numbers, such as dropout. This does not affect the data order."""
+    """Add the rank to the seed, so that random numbers (for example, in dropout) differ between ranks. This does not
+    affect the data order."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class MpOptions:
     opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
         None
     )
-    """Number of OpenCV threads in each worker; None keeps the process's current setting."""
+    """Number of OpenCV threads in this process and in forked workers, if OpenCV has already been imported; None keeps
+    the current setting."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ class EnvOptions:
     cudnn_benchmark: bool = False
     """Let cuDNN benchmark its algorithms for each new input shape, which is faster if input shapes are constant."""
     mp_cfg: MpOptions = field(default_factory=MpOptions)
-    """How data loader workers are started, and their number of threads."""
+    """How data loader workers are started, and the number of OpenCV threads."""
     dist_cfg: Mapping[str, Any] = field(default_factory=dict)
-    """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
+    """Arguments of `init_dist`, such as `backend`, `timeout` (for collectives, in seconds) and `init_timeout` (for all
+    processes to connect, in seconds)."""
     resource_limit: NonNegativeInt = 4096
     """Minimum soft limit on the number of open files; many workers require a high limit."""
 
@@ -103,11 +106,11 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
 
 
 def _unused_launcher() -> str | None:
-    """Return the launcher that started several processes, or None."""
+    """Return the launcher that started several processes, or None if no launcher did."""
     launcher = infer_launcher()
     try:
         single_process = launcher == "none" or read_placement(launcher, os.environ).world_size == 1
-    except DistributedError:  # the job's environment variables are set, but the process's are not
+    except DistributedError:  # the job's environment variables are set, but those of the process are not
         return None
     return None if single_process else launcher
 

@@ -26,8 +26,8 @@ class FolderLock:
     """Hold an exclusive lock on output folders from `lock` to `release`.
 
     The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
-    that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, to which the folder
-    then belongs.
+    that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, so that runs with a
+    different work_dir cannot use the folder.
 
     Args:
         work_dir: output folder of the run.
@@ -65,7 +65,7 @@ class FolderLock:
                 _unlock(file)
 
     def _lock(self, folder: Path) -> str | None:
-        """Lock `folder` and return None, or return the reason why the folder cannot be locked."""
+        """Lock `folder` and return None, or return the reason why this run must not use the folder."""
         if os.name != "posix":
             return None
         folder.mkdir(parents=True, exist_ok=True)

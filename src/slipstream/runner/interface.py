@@ -31,7 +31,7 @@ class ModelInterface:
     """
 
     initializes_weights = True
-    """Whether the model's weights are initialized before training."""
+    """Whether the model's `init_weights` method is called before training."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -43,7 +43,7 @@ class ModelInterface:
 
     @property
     def preprocessor(self) -> Any:
-        """The data preprocessor, or None."""
+        """The data preprocessor, or None if the model has none."""
         return getattr(self.core, "data_preprocessor", None)
 
     @property
@@ -54,7 +54,7 @@ class ModelInterface:
 
     @property
     def loss_step(self) -> Callable[[Any], Any] | None:
-        """The function that returns the losses of a batch from the loader, or None."""
+        """The model's `loss_step`, which returns the losses of a batch from the loader; None if it is not defined."""
         return getattr(self.core, "loss_step", None)
 
     def losses(self, module: nn.Module, inputs: Any) -> Any:
@@ -96,7 +96,7 @@ class ModelInterface:
 class PlainModel(ModelInterface):
     """Calls a module without the methods of `BaseModel`.
 
-    In evaluation, the predictions are pairs `(outputs, targets)`, or `(outputs, batch)` if the batch is a dict.
+    During evaluation, the predictions are pairs `(outputs, targets)`, or `(outputs, batch)` if the batch is a dict.
 
     Args:
         model: the model, wrapped if there are several processes.

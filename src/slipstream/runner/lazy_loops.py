@@ -57,7 +57,7 @@ class LazyLoops:
         return loop
 
     def get_if_built(self, mode: str) -> Any:
-        """Return the loop for `mode`, or None if it has not been built."""
+        """Return the loop for `mode`, or None if it is not defined or has not been built."""
         loop = self._loops[mode]
         return None if isinstance(loop, Mapping) else loop
 

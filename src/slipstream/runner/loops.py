@@ -82,7 +82,8 @@ class _TrainLoop(BaseLoop):
         self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
         """The recent passes over the loader, from which the samples in a step can be determined."""
         self._epoch = self._iter = self._start = 0
-        self._used_samples = 0  # this rank's samples in the next batch that were used before the resume
+        # Number of this rank's samples in the next batch that were used before the resume.
+        self._used_samples = 0
         self._validated = True
         self._validation_start: dict[str, Any] | None = (
             None  # random state at the start of an incomplete validation

@@ -54,7 +54,7 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def _check_params(params: Any) -> None:
-    """Check that `training_params` contains only speed options, because a Runner ignores SuperGradients' other keys."""
+    """Check that `training_params` contains only speed options, because a Runner supports no other keys."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -166,7 +166,7 @@ def make_step(
 
 
 class _CompiledOwnStep:
-    """A model's own `train_step`, if the model is compiled.
+    """Calls the `train_step` method of a compiled model that overrides it.
 
     The first call warns if the step does not call the model's forward.
     """

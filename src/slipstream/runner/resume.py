@@ -124,9 +124,9 @@ def _newest(work_dir: str, lines: list[str]) -> Iterator[Path]:
 
 
 def _check_intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
-    """Return the checkpoint's `meta`, and the error of a rank that cannot read the checkpoint, or None.
+    """Return the checkpoint's `meta`, and the error of a rank that cannot read the checkpoint.
 
-    All ranks return the same values.
+    The error is None if all ranks can read the checkpoint. All ranks return the same values.
     """
     result: list[Any] = [{}, None]
     try:
@@ -243,9 +243,9 @@ def group_sizes(optim: OptimWrapper) -> dict[str, list[int]]:
 def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:
     """Restore the number of batches that each wrapper has counted, which determines where its accumulation windows end.
 
-    With a single wrapper, the count normally equals the iteration number, which `initialize_count_status` sets. It is
-    not restored in that case, because the iteration number changes if the batch size has changed. The count differs
-    from the iteration number if `train_step` updates the weights several times per batch.
+    With a single wrapper, the saved count normally equals the iteration number. In that case, the count that
+    `initialize_count_status` has set is kept, because the iteration number changes if the batch size has changed. The
+    saved count differs from the iteration number if `train_step` updates the weights several times per batch.
 
     Args:
         optim: the optimizer wrapper, after `initialize_count_status`.
@@ -328,7 +328,7 @@ def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint:
 
 
 def _pending_gradients(model: nn.Module) -> dict[str, Any]:
-    """Return the checkpoint entries for an unfinished accumulation window, if it has gradients.
+    """Return the checkpoint entries for the gradients of an unfinished accumulation window, or {} if there are none.
 
     On rank 0, `rank_gradients` contains the gradients of every rank. For a sharded model, `gradients` contains the
     gradients averaged over all ranks.
@@ -346,7 +346,7 @@ def _pending_gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def check_weights(model: nn.Module, iteration: int) -> None:
-    """Check that all weights, and the running statistics of BatchNorm layers, are finite.
+    """Check that all trainable weights, and the running statistics of normalization layers, are finite.
 
     A non-finite weight makes the loss non-finite one step later. Non-finite running statistics do not affect the
     training loss, but they affect validation, and they remain NaN or infinite in all later steps.

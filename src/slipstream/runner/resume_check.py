@@ -64,9 +64,9 @@ def check_matches(
         checkpoint: a checkpoint that has passed `check_content` and the checks of the hooks.
         source: name of the checkpoint in messages.
         model: the wrapped model.
-        optim: the optimizer wrapper to restore, or None.
-        schedulers: the schedulers to restore.
-        warn: called for an entry that is missing but not required.
+        optim: the optimizer wrapper to restore; None if the optimizer state is not restored.
+        schedulers: the schedulers to restore; None if their states are not restored.
+        warn: called with a message about each difference that does not prevent resuming.
 
     Raises:
         CheckpointError: an entry is missing, or belongs to a different model, optimizer or schedule.
@@ -124,10 +124,10 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
     changes = [f"{name}={a} (now {b})" for name, a, b in zip(names, saved, now, strict=True) if a != b]
     if changes and max(saved[0], now[0]) > 1:
         raise CheckpointError(
-            f"{source} was written in the middle of an epoch with {', '.join(changes)}. This determines the order of "
-            f"the samples of {type(loader.dataset).__name__}, an iterable dataset, so some samples would be repeated "
-            "and others skipped; use the same values, or resume from a checkpoint that was written at the end of an "
-            "epoch"
+            f"{source} was written in the middle of an epoch with {', '.join(changes)}. The change affects the order "
+            f"of the samples of {type(loader.dataset).__name__}, an iterable dataset, so some samples would be "
+            "repeated and others skipped; use the same values, or resume from a checkpoint that was written at the "
+            "end of an epoch"
         )
 
 

@@ -132,7 +132,7 @@ class Rollback:
 
     @property
     def oldest_iteration(self) -> int | None:
-        """The iteration of the oldest checkpoint to which the run can roll back, or None if there is no checkpoint."""
+        """The iteration of the oldest checkpoint to which the run can roll back, or None if it cannot roll back."""
         if not self._policies:
             return None
         return min((iteration for iteration, path in self._saved if path.exists()), default=None)
@@ -151,7 +151,10 @@ class Rollback:
         self._saved = deque((*others, (iteration, path)), maxlen=_MAX_CHECKPOINTS)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
-        """Return the earliest error across all ranks (the same on every rank). All ranks must call this method."""
+        """Return the earliest error of all ranks, or None if no rank has one. All ranks must call this method.
+
+        The result is the same on every rank.
+        """
         if get_world_size() == 1:
             return error
         own_error = None if error is None else (error.iteration or 0, str(error), error.located)

@@ -95,13 +95,13 @@ class Runner:
         default_scope: the registry scope to search first.
         experiment_name: the run's name in logs.
         cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
-        speed: speed options, `'auto'` or a dict of `SpeedPlan`'s fields; by default `cfg['speed']`.
-        loss_fn: for a plain `nn.Module`: `loss_fn(outputs, targets)` as in `accelerate` (or its configuration), or
-            `'model'` if the model returns the loss.
+        speed: `'auto'`, or a dict of `SpeedPlan`'s fields; the default is `cfg['speed']`.
+        loss_fn: for a plain `nn.Module`, a function `loss_fn(outputs, targets)` as in `accelerate`, its
+            configuration, or `'model'` if the model returns the loss.
         limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test run.
         overfit_batches: train on only this many batches, the same ones in every epoch.
         fast_dev_run: run this many steps, validate on the same number of batches, and save no checkpoints; True means
-        1.
+            1.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Runner:
         self.is_training = self._compiled = False
         self.phases = PhaseTimes()
         self.error: BaseException | None = None
-        """The error that ended the last run, or None."""
+        """The error that ended the last run, or None if there was no error."""
         self._context = RunContext(self, self._user_cfg, default_scope, self._redactor)
         with self._context.constructing():
             self._init_parts(arguments)
@@ -220,12 +220,12 @@ class Runner:
 
     @property
     def val_loop(self) -> Any:
-        """The validation loop, or None."""
+        """The validation loop, or None if the arguments do not define it."""
         return self.loops.get("val")
 
     @property
     def test_loop(self) -> Any:
-        """The test loop, or None."""
+        """The test loop, or None if the arguments do not define it."""
         return self.loops.get("test")
 
     @property
@@ -270,7 +270,7 @@ class Runner:
 
     @property
     def max_iters(self) -> int:
-        """Total number of training steps; a very large number if it is unknown (see `knows_length`)."""
+        """Total number of training steps; a very large number if the total is unknown (see `knows_length`)."""
         return self.loops.count("max_iters", 1)
 
     @property
@@ -364,7 +364,7 @@ class Runner:
 
         Args:
             budget: time limit, as a number of seconds or a string such as `5m` or `1h30m`.
-            options: names of `slipstream.tune.OPTIONS` to measure; None means all.
+            options: names of the options in `slipstream.tune.OPTIONS` to measure; None means all.
             cache: whether to return the stored result of an identical configuration on an identical machine.
             report: called with each row as soon as it is measured.
 

@@ -90,7 +90,7 @@ class AutoScaleLr:
     enable: bool = False
     """Whether to scale the learning rates."""
     base_batch_size: PositiveInt | None = None
-    """Number of samples per step for which the learning rates were chosen; required if `enable` is set."""
+    """Number of samples per step for which the learning rates were chosen; required if `enable` is True."""
 
     def __post_init__(self) -> None:
         if self.enable and self.base_batch_size is None:
@@ -117,8 +117,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
         str(path := Path(arguments["work_dir"]).absolute()).encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"must be encodable as UTF-8, because this path is written to text files, not {short_repr(str(path))}; "
-            "rename the folder",
+            f"must be encodable as UTF-8, because the path is written to text files, but {short_repr(str(path))} is "
+            "not; rename the folder",
             "work_dir",
         ) from None
     for name, hook in (arguments["default_hooks"] or {}).items():

@@ -187,8 +187,8 @@ def _move_state(optimizer: Optimizer) -> None:
 class TrainStep:
     """A training step with its state, returned by `accelerate`.
 
-    `average` is the averaged model, or None without `ema`. `close()` logs the compile report and restores process-wide
-    settings; it is called automatically when the step is deleted.
+    `average` is the averaged model, or None if `ema` is not set. `close()` logs the compile report and restores
+    process-wide settings; it is called automatically when the step is deleted.
     """
 
     def __init__(
@@ -233,17 +233,17 @@ class TrainStep:
         if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
-        """The averaged weights, if the plan sets `ema`."""
+        """The averaged model, or None if the plan does not set `ema`."""
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch; return `loss` and other values as 0-dim tensors. Does not synchronize with the device."""
+        """Train on one batch, without device synchronization; return `loss` and other values as 0-dim tensors."""
         return self._step(batch)
 
     @property
     def compiled_scope(self) -> str | None:
-        """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None if eager."""
+        """Scope of the compiled code: 'step' (even before its graph is ready), 'model' or 'block'; None if eager."""
         return compiled_scope(self._step, self.model)
 
     @property
@@ -252,7 +252,7 @@ class TrainStep:
         return self._step
 
     def summary(self) -> str:
-        """Return a summary as a string: whether the step is compiled, its options, and the warnings so far."""
+        """Return a summary as a string: whether the step is compiled, the options, and the warnings so far."""
         return describe_step(self, self._warnings)
 
     @property
@@ -427,7 +427,7 @@ class TrainStep:
         gradients = state.get("gradients", [None] * len(params))
         if len(gradients) != len(params):
             raise CheckpointError(
-                f"{source}: 'gradients' has length {len(gradients)}, but the optimizer's number of parameters is "
+                f"{source}: 'gradients' has length {len(gradients)}, but the optimizer's parameter count is "
                 f"{len(params)}; load the state of the same model and optimizer"
             )
         saved_gradients = {
@@ -440,18 +440,17 @@ class TrainStep:
         own = self._other_tensors()
         if saved is None:
             if own:
-                tensors = "one tensor" if len(own) == 1 else f"{len(own)} tensors"
+                tensors = "the tensor" if len(own) == 1 else f"the {len(own)} tensors"
                 warnings.warn(
-                    f"{source} does not contain {tensors} of the optimizer or of loss_fn outside the model; the "
+                    f"{source} does not contain {tensors} that the optimizer or loss_fn uses outside the model; the "
                     "current values are kept",
                     stacklevel=4,
                 )
             return
         if len(saved) != len(own):
             raise CheckpointError(
-                f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors of the optimizer and of "
-                f"loss_fn that are not in the model is {len(own)}; load the state of the same model, optimizer and "
-                "loss_fn"
+                f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors that the optimizer and "
+                f"loss_fn use outside the model is {len(own)}; load the state of the same model, optimizer and loss_fn"
             )
         own_by_index, saved_by_index = ({str(i): t for i, t in enumerate(each)} for each in (own, saved))
         check_tensors(own_by_index, saved_by_index, "other_tensors", source, warnings.warn)

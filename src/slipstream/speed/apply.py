@@ -145,7 +145,7 @@ def overrides_train_step(model: nn.Module) -> bool:
 
 
 def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
-    """Return the optimizer wrapper's configuration, if any, with the plan's precision, accumulation and clipping.
+    """Return the optimizer wrapper's configuration with the plan's precision, accumulation and clipping.
 
     Raises:
         ConfigError: `cfg` is an existing or custom wrapper whose settings differ from those of the plan.
@@ -250,7 +250,10 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 
 def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of a method that overrides a method of `OptimWrapper` without running the parts, or None."""
+    """Return the name of a method of `kind` that overrides one of `OptimWrapper` without running the parts.
+
+    Returns None if there is no such method.
+    """
     for method in ("update_params", "update", "step"):
         for owner in kind.__mro__:
             override = vars(owner).get(method)

@@ -1,6 +1,6 @@
 """Capabilities of the machine and the model, and the options that `speed='auto'` enables for them.
 
-`auto` only enables options that improve speed and keep the results within the documented tolerance.
+`auto` enables only options that improve speed and keep the results within the documented tolerance.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class CompileOptions:
     verify: bool = True
     """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
     wait: bool = False
-    """Whether to compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU,
-    Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on how long the
-    compilation takes."""
+    """Whether training waits for compilations that would otherwise run in the background (in scope 'step' with backend
+    'inductor', or with `budget`; only on a CPU under Linux). By default, steps run eagerly during these compilations,
+    so the number of eager steps depends on how long the compilations take."""
     budget: float | str | None = None
     """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If the
     limit is exceeded, a smaller scope is compiled, if possible. None means no limit, except in the background, where
@@ -107,9 +107,9 @@ def compile_model(
 ) -> None:
     """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
-    The keys of the state dict do not change. Call this function before the model is wrapped in DDP, and before
-    `fully_shard` shards the blocks. Each module is compiled on its first call. If a module cannot be compiled, all
-    blocks of its class run eagerly, and `warn` is called once with the reason.
+    The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
+    `fully_shard`. Each module is compiled on its first call. If a module cannot be compiled, all blocks of its class
+    run eagerly, and `warn` is called once with the reason.
 
     Args:
         model: the unwrapped model.
@@ -167,13 +167,13 @@ def backend_options(options: CompileOptions) -> dict[str, Any]:
 
 
 def backend_problem(model: nn.Module, options: CompileOptions) -> str | None:
-    """Return the reason why the backend cannot compile for the model's device, or None."""
+    """Return the reason why the backend cannot compile for the model's device, or None if it can."""
     param = next(model.parameters(), None)
     return None if param is None or options.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Return the reason why inductor cannot compile for this device type, or None."""
+    """Return the reason why inductor cannot compile for this device type, or None if it can."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
     init_backend_registration()
@@ -186,7 +186,11 @@ def inductor_problem(device_type: str) -> str | None:
 
 
 def _limit_argument(kinds: int) -> Mapping[str, int]:
-    """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`."""
+    """Return the recompile limit for `kinds` different blocks that share one code object.
+
+    The result contains keyword arguments of `torch.compile`. It is empty for a single kind of block, and if this
+    version of torch has only a process-wide limit.
+    """
     return {"recompile_limit": kinds * _RECOMPILE_LIMIT} if kinds > 1 and _has_recompile_limit() else {}
 
 

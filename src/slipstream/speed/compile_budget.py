@@ -138,7 +138,7 @@ class BudgetedCall:
         return training in self._ready
 
     def _may_recompute(self) -> bool:
-        """Return whether modules that ran eagerly may be recomputed, which is impossible after a weight update."""
+        """Return whether modules that ran eagerly may still be recomputed; after a weight update, they cannot be."""
         before, self._versions = self._versions, sum(param._version for param in self._model.parameters())
         return self._switch.saw_checkpoint and self._versions == before
 

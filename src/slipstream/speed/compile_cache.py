@@ -58,7 +58,10 @@ def use_cache(
     except (OSError, ConfigError) as error:
         if isinstance(options.cache, str):
             raise ConfigError(str(error), "compile.cache") from error
-        warn(f"compiled code is not cached: {error}. Set SLIPSTREAM_CACHE to a different folder")
+        warn(
+            f"compiled code is cached in torch's default folder, because Slipstream's folder cannot be used: {error}. "
+            "Set SLIPSTREAM_CACHE to a different folder"
+        )
         return None
     os.environ[_VARIABLE] = str(folder)
     return folder

@@ -123,8 +123,9 @@ class CompileSummary:
     recompiles: dict[str, int] = field(default_factory=dict)
     """Function and cause of each recompile."""
     unexpected: int = 0
-    """Number of recompiles beyond the expected four per function, which are due to validation, a smaller last batch,
-    different heights and different widths."""
+    """Number of recompiles beyond those expected for each function. One recompile each is expected for validation, a
+    smaller last batch, different heights and different widths; more are expected if several kinds of blocks share the
+    function."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -169,7 +170,7 @@ class CompileReport:
 
     Args:
         kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
-            is proportional to this number.
+            increases with this number.
     """
 
     def __init__(self, kinds: int = 1) -> None:

@@ -111,7 +111,7 @@ class _Layouts:
         _update_strides(node)
 
     def _copied(self, node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-        """Return `node` if its result has the layout `wanted`, otherwise a cached copy in that layout."""
+        """Return `node` if its result has the layout of `memory_format`, otherwise a cached copy with that layout."""
         value = node.meta["val"]
         # `is_contiguous` ignores the strides of dimensions of size one; inductor does not.
         if value.stride() == torch.empty_like(value, memory_format=memory_format).stride():

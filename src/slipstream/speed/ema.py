@@ -26,7 +26,7 @@ class EmaOptions:
     """Options of `ema=dict(...)`; True selects the defaults."""
 
     decay: float | None = None
-    """Maximum decay, the weight given to the old average in an update; None means 0.9999."""
+    """Maximum decay (the weight of the old average in an update); None means 0.9999."""
     type: str = "exp"
     """Decay schedule: `constant`, `threshold` or `exp`; or `swa` for the mean of the weights over all updates."""
     beta: float | None = None
@@ -75,7 +75,7 @@ def read_ema(value: Any) -> EmaOptions | None:
         ConfigError: the value has an unsupported type, or an option is unknown or has an invalid value.
     """
     if isinstance(value, Mapping) and "momentum" in value:
-        raise ConfigError("is an argument of EMAHook (1 - decay); use decay instead", "ema.momentum")
+        raise ConfigError("is an argument of EMAHook and equals 1 - decay; use decay instead", "ema.momentum")
     return optional(EmaOptions, value, "ema")
 
 

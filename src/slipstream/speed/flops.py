@@ -69,7 +69,7 @@ _VARIANT_WORDS = {"laptop", "mobile", "max", "mig", "d", "ti", "super", "ada"}
 
 
 def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | None:
-    """Return the peak throughput of a device in operations per second, and its source, or None if unknown.
+    """Return the peak throughput of a device in operations per second, and its source, or None if it is unknown.
 
     Args:
         device_name: the name that torch reports, such as `NVIDIA H100 80GB HBM3`.

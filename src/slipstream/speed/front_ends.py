@@ -46,7 +46,8 @@ def read_front_ends(
     Keys that are not options are not checked.
 
     Raises:
-        ConfigError: `speed` or `training_params` is not a dict, or `cfg` sets an unsupported option.
+        ConfigError: `speed` is neither 'auto' nor a dict, `training_params` is not a dict, or `cfg` sets an unsupported
+            option.
     """
     for key in _UNSUPPORTED:
         if cfg.get(key):
@@ -124,7 +125,10 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
 
 
 def _short_name(dtype: Any, device: str) -> str | None:
-    """Return the short name of a dtype, such as `bf16`; None means autocast's default dtype on this device type."""
+    """Return the short name of a dtype, such as `bf16`, or None if the dtype has no short name.
+
+    If `dtype` is None, autocast's default dtype on this device type is used.
+    """
     return _SHORT_NAMES.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 

@@ -39,7 +39,7 @@ __all__ = ["build_graph_step", "why_not_one_graph"]
 
 
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return the reason why the whole step cannot be compiled as one graph, or None."""
+    """Return the reason why the whole step cannot be compiled as one graph, or None if it can."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
     for name, module in model.named_modules():
@@ -124,7 +124,7 @@ def _compile_less(
     error: Exception,
     problem: str | None,
 ) -> None:
-    """Compile only the model, or nothing, after the graph of the step has failed, and warn about it."""
+    """After the graph of the step has failed, compile only the model, or nothing, and warn with the reason."""
     core._compiled_call_impl = None
     if isinstance(error, WrongNumbersError):
         warn(_wrong_numbers(error, options))

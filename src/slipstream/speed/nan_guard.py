@@ -131,8 +131,8 @@ class StepGuard:
     """The `guard` of an `OptimWrapper`, which skips optimizer steps whose loss or gradients are not finite.
 
     A skipped step does not change weights, optimizer state or the model's buffers (BatchNorm statistics). With
-    accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
-    steps as usual, and this class counts them.
+    gradient accumulation, the whole accumulation window is skipped. All ranks skip the same steps. With a loss scale,
+    the `GradScaler` skips steps as usual, and this class counts them.
 
     A step that creates optimizer state cannot be undone. Examples are the first step, and steps in which more
     parameters receive their first gradient. In these steps, the host waits for the device, and calls the optimizer only

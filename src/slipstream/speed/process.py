@@ -44,7 +44,7 @@ def read_gc(value: Any) -> int | None:
 
 @contextmanager
 def cuda_settings(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the `cudnn_benchmark` and `expandable_segments` options within the context if the arguments are true."""
+    """Enable cuDNN's benchmark mode if `benchmark`, and expandable segments if `expandable`, within the context."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())

@@ -37,7 +37,7 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     counts, optim = step.optim.accumulative_counts, step.optim
     if counts > 1:
         state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
-        yield f"accumulation: {counts} batches per update; the current window is {state}"
+        yield f"accumulation: {counts} batches per update; the current accumulation window is {state}"
     if step.average is not None:
         updates = int(step.average.steps)
         yield f"average: {updates} update{'' if updates == 1 else 's'}"

@@ -79,7 +79,10 @@ def build_step(
 
 
 def compiled_scope(step: Step, model: nn.Module) -> str | None:
-    """Return the scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None."""
+    """Return the scope of the compiled code: 'step' (even before its graph is ready), 'model' or 'block'.
+
+    Returns None if nothing is compiled.
+    """
     if isinstance(step, CompiledStep) and step.uses_graph:
         return "step"
     core = unwrap_model(model)

@@ -19,7 +19,7 @@ class _Average(Protocol):
 
     interval: int
     steps: int
-    """Number of EMA updates."""
+    """Number of updates of the average."""
 
     @property
     def every_batch(self) -> bool:
@@ -36,7 +36,7 @@ class _Average(Protocol):
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
-    """Return the number of EMA updates in a run of `batches` batches, excluding the first `skipped` batches.
+    """Return the number of updates in a run of `batches` batches, excluding the first `skipped` batches; at least 1.
 
     Args:
         window: number of batches per update.

@@ -1,4 +1,7 @@
-"""Detect losses that torch.compile does not support for a model: those that differentiate the model's gradients."""
+"""Detect losses that a compiled model does not support.
+
+These losses differentiate the model's gradients, or run several backward passes through its outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from slipstream.step.leaves import leaves_of
 __all__ = ["BackwardPasses", "check_compiled_backward", "observe_backward"]
 
 _UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
-"""Parts of torch's errors for a second backward pass through a compiled model."""
+"""Parts of torch's error messages for a second backward pass through a compiled model."""
 
 
 class BackwardPasses:
@@ -29,7 +32,7 @@ class BackwardPasses:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the compiled model would raise an error in a backward pass, or None."""
+        """The reason why a backward pass through the compiled model would raise an error, or None if it would not."""
         if self.creates_graph:
             return "the loss differentiates the model's gradients (create_graph=True)"
         if self.is_repeated:
@@ -45,7 +48,7 @@ class BackwardPasses:
         passes: set[int] = set()
 
         def hook(_: Any) -> None:
-            self.creates_graph |= torch.is_grad_enabled()  # torch sets the grad mode to `create_graph`
+            self.creates_graph |= torch.is_grad_enabled()  # backward sets the grad mode to `create_graph`
             passes.add(torch._C._current_graph_task_id())
             self.is_repeated |= len(passes) > 1
 
@@ -69,7 +72,7 @@ def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
 
 
 def check_compiled_backward(error: RuntimeError) -> None:
-    """Raise a `ModelError` if a backward pass failed because torch.compile does not support it for a model."""
+    """Raise a `ModelError` if a backward pass failed because a compiled model does not support it."""
     if any(part in str(error) for part in _UNSUPPORTED):
         raise ModelError(
             "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "

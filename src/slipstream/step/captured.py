@@ -105,7 +105,7 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return what has changed and therefore invalidates the graph, or None. This method is called at every step."""
+        """Return what has changed and invalidates the graph, or None if nothing has. This method runs at every step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"

@@ -40,7 +40,7 @@ class ClassChanges:
         self._watched = [_WatchedClass(base, read) for base in classes]
 
     def find(self) -> str | None:
-        """Return the name of a class that has changed, or None. This method is called at every step."""
+        """Return the name of a class that has changed, or None if none has. This method is called at every step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 

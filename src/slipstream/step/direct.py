@@ -54,7 +54,7 @@ class DirectCalls:
         return list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
 
     def find(self, inputs: Any, grad_buffers: Sequence[Tensor] | None, ends_window: bool) -> _Call | None:
-        """Return the call whose guards accept these arguments, or None."""
+        """Return the call whose guards accept these arguments, or None if there is no such call."""
         if not self._calls:
             return None
         current = self._tensors()
@@ -145,7 +145,11 @@ class _Call:
         outputs: Outputs,
         known: Set[int],
     ) -> _Call | None:
-        """Return the call, or None if the code uses tensors that are neither arguments nor in `known`."""
+        """Return the call, or None if a direct call is not possible.
+
+        A direct call is possible if each tensor that the code reads is an argument or in `known`, and each output of
+        the step is a result of the code.
+        """
         inputs, results = last
         leaves = list(enumerate(_leaves(arguments[0], arguments[1])))
         # A `known` tensor in the batch is not treated as variable, because the guards check it if the step reads it

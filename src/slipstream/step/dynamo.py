@@ -88,7 +88,7 @@ def refuse_python_random() -> None:
 
 
 def why_not_recomputed() -> str | None:
-    """Return the reason why torch does not recompute checkpointed activations in a step's graph, or None."""
+    """Return the reason why torch does not recompute checkpointed activations in a step's graph, or None if it does."""
     if _recomputes():
         return None
     return (

@@ -34,7 +34,8 @@ class EagerStep:
 
     Args:
         forward: `forward(inputs) -> losses`, a dict of scalar tensors; may call a DDP-wrapped model.
-        model: the module that `forward` calls, which may be wrapped; gradient sync is skipped during accumulation.
+        model: the module that `forward` calls, which may be wrapped. Unless a part replaces the gradients, gradient
+            sync is skipped before the last batch of an accumulation window.
         optim: the optimizer wrapper.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         prepare: `prepare(batch) -> inputs`, for example a transfer to the device; runs under autocast, as in MMEngine.
@@ -102,7 +103,8 @@ class EagerStep:
     def _train_once(self, inputs: Any) -> dict[str, Tensor]:
         """Train with one forward and one backward pass."""
         self._switch("forward")
-        with self.optim.optim_context(self.model):  # autocast and, inside a window, no gradient sync
+        # Run under autocast, and without gradient sync before the last batch of an accumulation window.
+        with self.optim.optim_context(self.model):
             losses = self.forward(inputs)
         loss, logs = self.reduce(losses)
         self._switch("backward")
@@ -161,7 +163,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return keyword arguments that restrict `backward` to this optimizer's parameters, or {} if not possible."""
+        """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
         if self._can_restrict is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)

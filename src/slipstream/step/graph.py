@@ -84,7 +84,7 @@ class GraphStep(CompiledStep):
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
         recover: called if the graph cannot be used, with the exception and the reason why the model alone cannot be
-            compiled, or None; returns the step to use instead, whose `train` receives the result of `prepare`.
+            compiled (None if it can); returns the step to use instead, whose `train` receives the result of `prepare`.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
@@ -326,7 +326,7 @@ class GraphStep(CompiledStep):
         with self._on_gradients(record), observe_backward(self.model) as self._backward_passes:
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
-            self._failed = failed  # postpone the comparison until the window ends
+            self._failed = failed  # postpone the comparison until the accumulation window ends
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs

@@ -22,7 +22,7 @@ __all__ = ["StepPart", "apply_update", "has_gradients", "trained_params"]
 class StepPart:
     """Base class for operations around the optimizer update; subclasses override the methods they need.
 
-    The step calls the methods in the following order, and each method for all parts in list order:
+    The step calls the methods in the following order, each for all parts in list order:
 
     1. `before_batch`: on the host, before each batch.
     2. `gradients`: once per batch, after the forward and backward passes (at most one part in a list may override it).

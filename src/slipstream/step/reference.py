@@ -65,8 +65,8 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
     Args:
         graph: the graph that `torch.compile` passes to a backend.
         inputs: the graph's inputs; if `double` is true, the result of `copies(..., torch.float64)`.
-        double: whether to compute in float64 and without autocast. Random numbers are still drawn in the graph's
-            precision, so that they do not change.
+        double: whether to compute in float64 and without autocast. Random numbers are still drawn in lower
+            precision, because drawing them in float64 would change them.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)
@@ -102,7 +102,7 @@ class _InFloat64(TorchDispatchMode):
 
 
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Draw random numbers in float32."""
+    """Draw random numbers in lower precision: convert float64 tensors to float32, and keep dtype arguments."""
     lower_args, lower_kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
     out = func(*lower_args, **lower_kwargs)
     if func._schema.is_mutable and isinstance(args[0], Tensor):
