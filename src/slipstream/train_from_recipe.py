@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train the recipe specified in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.
 
     Raises:
-        SystemExit: Hydra or a multirun job exited.
+        SystemExit: if Hydra or a multirun job exits.
     """
     from slipstream.errors import ConfigError, MissingPackageError
 

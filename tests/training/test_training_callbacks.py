@@ -292,7 +292,7 @@ def test_model_has_ema_weights_at_the_end_of_validation(tmp_path):
         ("PRE_TRAINING", "valid_metrics", "context.runner.val_loop.evaluator"),
         ("PRE_TRAINING", "criterion", "not available in this run"),
         ("PRE_TRAINING", "metric_to_watch", "not available in this run"),
-        ("PRE_TRAINING", "lr_warmup_epochs", "use context.runner instead"),
+        ("PRE_TRAINING", "lr_warmup_epochs", "use an attribute of context.runner instead"),
         ("PRE_TRAINING", "arch_params", "use context.net instead"),
         ("PRE_TRAINING", "optimiser", "did you mean 'optimizer'"),
     ],

@@ -210,7 +210,7 @@ def test_launching_tensorboard_only_logs_a_warning(caplog):
             dict(sg_logger_params=dict(save_logs_remote=True)),
             r"sg_logger_params\.save_logs_remote: logs are saved only",
         ),
-        (dict(loss=None), r"loss: a loss is required: one of BCEDiceLoss"),
+        (dict(loss=None), r"loss: a loss is required; use one of BCEDiceLoss"),
         (dict(max_epochs=None), r"max_epochs: is required"),
         (dict(max_epoch=3), r"max_epoch: .*did you mean 'max_epochs'"),
     ],

@@ -53,7 +53,7 @@ def test_cpu_memory_bounds_the_size_before_it_is_tried(fake_process, monkeypatch
     found = find(mib=mib, max_size=1024)
     assert max(tried) <= 10
     assert 8 <= found.largest <= 10
-    assert any(row.status == "too large" and "1000 MiB are available" in row.reason for row in found.rows)
+    assert any(row.status == "too large" and "1000 MiB is available" in row.reason for row in found.rows)
 
 
 def test_out_of_memory_at_one_sample_raises_an_error(fake_process):

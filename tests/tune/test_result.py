@@ -43,7 +43,7 @@ def result(**changes):
 def test_summary_reports_epoch_times_and_when_compilation_pays_off():
     text = result().summary()
     assert (
-        "compile=step: 2.00 times the speed of the baseline (1.90 to 2.10, measured against the baseline)"
+        "compile=step, at 2.00 times the speed of the baseline (1.90 to 2.10, measured against the baseline)"
         in text
     )
     assert "One epoch of 100 steps: 10 s before, 5 s after" in text
@@ -77,7 +77,7 @@ def test_table_contains_ratio_interval_memory_and_reason():
 
 def test_a_product_of_ratios_has_no_interval():
     text = result(total_is_product=True).summary()
-    assert "compile=step: 2.00 times the speed of the baseline (product of the individual ratios)." in text
+    assert "compile=step, at 2.00 times the speed of the baseline (product of the individual ratios)." in text
 
 
 def test_square_brackets_in_a_reason_are_printed():
@@ -150,7 +150,7 @@ def test_cache_returns_an_equal_result(tmp_path, monkeypatch):
     assert again.cached
     assert again.outcome == result().outcome
     assert again.yaml_text().partition("\nspeed")[2] == result().yaml_text().partition("\nspeed")[2]
-    last = "Read from the cache (measured on cpu in 250 s). To measure again, use --no-cache (cache=False)."
+    last = "Read from the cache (measured on cpu in 250 s). To measure again, use --no-cache, or cache=False in Python."
     assert again.summary().splitlines()[-1] == last
 
 
@@ -217,5 +217,5 @@ def test_a_dataset_whose_first_sample_fails_has_a_key():
 
 def test_yaml_comments_contain_the_measured_figures():
     lines = result().yaml_text().splitlines()
-    assert lines[0].startswith("# Fastest: num_workers=2 + compile=step: 2.00 times")
+    assert lines[0].startswith("# Fastest: num_workers=2 + compile=step, at 2.00 times")
     assert yaml.safe_load("\n".join(lines))["speed"]["compile"] == {"scope": "step"}

@@ -18,8 +18,8 @@ _BUCKET_BYTES = 25 * 2**20
 class GradientSync:
     """Averages gradients across all ranks with functional collectives, which `torch.compile` can trace.
 
-    Buckets contain the gradients in the order in which backward computes them (last layer first). All buckets are sent
-    before the step waits for the first one.
+    Buckets contain the gradients in the order in which the backward pass computes them (last layer first). The
+    reductions of all buckets start before the step waits for the first one.
 
     Args:
         world_size: number of ranks.

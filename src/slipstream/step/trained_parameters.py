@@ -65,7 +65,7 @@ class _TrainedParameters:
         """Check that no trained parameter has been replaced by a parameter that the optimizer does not train.
 
         Raises:
-            ModelError: a parameter was replaced, and the optimizer does not contain the new parameter.
+            ModelError: if a parameter was replaced and the optimizer does not contain the new parameter.
         """
         current = [params.get(name) for params, name in self._owners]
         if all(map(is_, current, self._params)):
@@ -75,8 +75,8 @@ class _TrainedParameters:
         for name, param in self._model.named_parameters():
             if id(param) in new:
                 raise ModelError(
-                    f"the parameter '{name}' was replaced, so the optimizer does not train it. model.to() replaces the "
-                    f"parameters of models on {self._device}; move a copy instead, with "
+                    f"the parameter '{name}' was replaced, and the optimizer does not contain the new parameter. "
+                    f"model.to() replaces the parameters of models on {self._device}; move a copy instead, with "
                     "copy.deepcopy(model).to(...), or rebuild the optimizer and the training step"
                 )
         self._find()

@@ -29,7 +29,7 @@ _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer: a supported torch class without step hooks."""
+    """Return whether `GraphUpdate` supports the optimizer's class, and its `step` has no hooks and was not replaced."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED
@@ -37,9 +37,9 @@ def can_trace(optimizer: Optimizer) -> bool:
 
 
 def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter] | None:
-    """Return the trained parameters of a run, or None if the optimizer has not taken a step yet.
+    """Return the parameters that a run trains, or None if a stateful optimizer has not taken a step yet.
 
-    These are the parameters that have optimizer state, or all parameters if the optimizer is stateless.
+    These are the trainable parameters that have optimizer state, or all trainable parameters if none has any.
     """
     stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
     if not optimizer.state and not stateless:
@@ -70,7 +70,7 @@ def _is_defined_by_torch(function: Any) -> bool:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step has hooks or was replaced; fast enough to be called at each step."""
+    """Return whether the optimizer's step has hooks or was replaced. This check is fast enough to run at each step."""
     own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
     # The attributes are missing if a subclass does not call torch's constructor.
     return bool(
@@ -93,7 +93,7 @@ class GraphUpdate:
 
     In `torch.optim`, each `step` method collects lists of parameters, gradients and state through `_init_group`, and
     passes them to a function. This class calls that method with a proxy as `self`, whose `_init_group` returns the
-    graph's gradients and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and
+    graph's gradients, and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and
     schedulers can change settings without a new graph.
 
     Args:
@@ -111,16 +111,16 @@ class GraphUpdate:
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
-        """Update the parameters with `grads`, in the order of `params`."""
+        """Update the parameters with `grads`, which must be in the order of `params`."""
         view = _OptimizerView(self._groups, grads)
         self._step(view)
         view.write_back()
 
     def refresh(self) -> str | None:
-        """Write changed learning rates, betas and momenta into the graph's tensors, without synchronizing.
+        """Write changed learning rates, betas and momenta into the graph's tensors, without waiting for the device.
 
         Returns:
-            The name of a setting whose change invalidates the graph, or None.
+            The changed setting that invalidates the graph, or None if the graph is still valid.
         """
         for group in self._groups:
             if (changed := group.refresh()) is not None:
@@ -144,7 +144,7 @@ class GraphUpdate:
 
 
 class _Group:
-    """Parameter groups with identical settings, merged into one: their tensors, and the settings as tensors."""
+    """Parameter groups with identical settings, merged into one; some of its settings, such as `lr`, are tensors."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Group:
 
 
 class _OptimizerView:
-    """Proxy that is passed to an optimizer's `step` as `self`, with the graph's tensors."""
+    """Proxy with the graph's tensors, which is passed to an optimizer's `step` as `self`."""
 
     def __init__(self, groups: list[_Group], grads: Sequence[Tensor]) -> None:
         self.groups = groups
@@ -253,7 +253,7 @@ class _OptimizerView:
         return own.flag
 
     def write_back(self) -> None:
-        """Copy the step counts back into the optimizer's state, rounded to the dtype of the state."""
+        """Copy the step counts and other counters back into the optimizer's state, rounded to its dtype."""
         for values, precise in self.precise:
             torch._foreach_copy_(values, precise)
 
@@ -324,7 +324,7 @@ def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group as Python values, without keys that schedulers add."""
+    """Return a group's settings, except `lr`, `betas`, `foreach`, `fused` and the keys that schedulers add."""
     excluded = {"foreach", "fused", *_TENSOR_SETTINGS}
     return {
         name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded

@@ -86,7 +86,7 @@ class WrongNumbersError(SlipstreamError, RuntimeError):
 
 
 class VerificationNeeded(BaseException):
-    """A step has been captured and compiled, and must be verified with this batch before it runs.
+    """A step has been captured and compiled, and must be verified with the current batch before it runs.
 
     Derives from `BaseException`, so that `except Exception` in user code does not catch it.
     """
@@ -114,7 +114,7 @@ class CompiledGraph:
         self.graph, self.run, self.verified = graph, run, verified
         self.has_side_effects = has_side_effects
         self.running = False
-        """Whether the code is running. If it is still true after an exception, tensors may have changed."""
+        """Whether the code is running. If this is still True after an exception, tensors may have changed."""
         self.guards: Any = None
         """Dynamo's guard manager."""
         self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
@@ -201,7 +201,7 @@ class Verification:
             False if a gradient overflowed and the weights were not updated, otherwise True.
 
         Raises:
-            WrongNumbersError: the numerical error of the eager step or of the compiled code is too large.
+            WrongNumbersError: if the numerical error of the eager step or of the compiled code is too large.
         """
         eager = _values(
             [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
@@ -305,7 +305,7 @@ class _Row:
         return self.name.partition("'")[0]
 
     def excess(self, compiler: bool, typical: _Typical) -> float:
-        """Return the error as a multiple of the tolerance; infinity for NaN."""
+        """Return the error as a multiple of the tolerance, or infinity if the error is NaN."""
         distance = self.compiled if compiler else self.eager
         if not np.isfinite(self.noise):  # lower precisions may overflow
             return 0.0

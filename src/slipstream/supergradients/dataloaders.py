@@ -100,6 +100,6 @@ def _own_transform(transform: Any, index: int) -> Any:
 
 
 def __getattr__(name: str) -> Callable[..., DataLoader[Any]]:
-    """Return `get` bound to the name of a loader: `cifar10_train(dataset_params={...})`."""
+    """Return `get` with `name` as its first argument, for calls such as `cifar10_train(dataset_params={...})`."""
     getattr(dataloaders, name)  # raises an AttributeError with a hint if there is no such loader
     return partial(get, name)

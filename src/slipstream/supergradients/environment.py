@@ -49,7 +49,7 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
     The devices are determined by the machine and the launcher, not by this function.
 
     Args:
-        multi_gpu: a `MultiGPUMode` or its name; or a device, as in `setup_device('cpu')`.
+        multi_gpu: a `MultiGPUMode`, its name, or a device, as in `setup_device('cpu')`.
         num_gpus: number of devices; -1 for all, 0 for the CPU.
         device: 'cuda' for the machine's accelerator, if available, or 'cpu'.
 

@@ -1,4 +1,4 @@
-"""Import `super_gradients` and its submodules, which are created from the table in `names.py`."""
+"""Import `super_gradients` and its submodules, which are created from `MODULES` in `names.py`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Module(ModuleType):
 
 
 class _Loader(Loader):
-    """Create the modules in the table."""
+    """Creates the modules listed in `MODULES`."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -48,7 +48,7 @@ class _Loader(Loader):
 
 
 class _Finder(ReplacementFinder):
-    """Find the modules in the table."""
+    """Finds the modules listed in `MODULES`."""
 
     name = "super_gradients"
 

@@ -73,7 +73,7 @@ _CALLBACKS = {
     "LRCallbackBase": "slipstream.training.lr_callbacks:LRCallbackBase",
 }
 TRANSFORMS = sorted(name for name in dataset.__all__ if re.match("Seg[A-Z]", name))
-"""Names of the transforms for segmentation, which SuperGradients' transforms have in common with Slipstream's."""
+"""Names of the segmentation transforms, which are the same in SuperGradients and Slipstream."""
 _TRANSFORMS = {name: f"{_OWN}.transforms:{name}" for name in TRANSFORMS}
 _CLASSIFICATION = {
     "Cifar10": "slipstream.dataset:CIFAR10",
@@ -186,12 +186,13 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 _TOPICS = (
     (
         r"train_from_(kd_)?recipe|recipes",
-        "use `slipstream train RECIPE`, or python -m slipstream.train_from_recipe",
+        "use `slipstream train RECIPE`, or `python -m slipstream.train_from_recipe`",
     ),
     (r"kd|distill", "use KDTrainer, and pass student=... and teacher=... to its train method"),
     (
         r"detection|yolo|ssd|(?<!com)pose|keypoint|dekr|bbox|nms",
-        "object detection and pose estimation are not supported, only semantic segmentation and image classification",
+        "object detection and pose estimation are not supported; Slipstream supports only semantic segmentation and "
+        "image classification",
     ),
     (r"quantiz|qat|ptq|calibrat", "quantization is not supported"),
     (

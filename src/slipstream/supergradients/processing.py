@@ -25,7 +25,7 @@ class _Entry(dict[str, Any]):
 
 
 class CenterCrop(_Entry):
-    """Crop the center of the image, with `size` x `size` pixels."""
+    """Crop the image to the `size` x `size` pixels at its center."""
 
     def __init__(self, size: int = 224) -> None:
         super().__init__(size=size)
@@ -46,7 +46,7 @@ class ImagePermute(_Entry):
 
 
 class NormalizeImage(_Entry):
-    """Subtract `mean` and divide by `std`, one number per channel."""
+    """Subtract `mean` and divide by `std`, each with one number per channel."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(mean=list(mean), std=list(std))

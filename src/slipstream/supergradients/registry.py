@@ -26,7 +26,7 @@ Register = Callable[..., Callable[[T], T]]
 
 def _register_in(target: registry.Registry) -> Register[Any]:
     def register(name: str | None = None, deprecated_name: str | None = None) -> Callable[[T], T]:
-        """Return a decorator that registers a class under `name` (default: its own name) and `deprecated_name`.
+        """Return a decorator that registers a class under `name` (default: the class name) and any `deprecated_name`.
 
         Raises:
             UnknownNameError: if another class is registered under one of the names.

@@ -19,7 +19,7 @@ class Trainer(SlipstreamTrainer):
     """`slipstream.Trainer` with SuperGradients' constructor arguments and method names.
 
     Args:
-        experiment_name: name of the run and its folder.
+        experiment_name: name of the run and of its folder.
         device, multi_gpu: see `setup_device`.
         ckpt_root_dir: parent folder of the run's folder. Default: `work_dirs`.
 

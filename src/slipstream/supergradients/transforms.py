@@ -1,4 +1,4 @@
-"""SuperGradients' transforms, which can also be called with a single argument, as in a user's own dataset."""
+"""SuperGradients' transforms, which a user's own dataset can also call with the sample as the only argument."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Callable:
         """Return the transformed sample.
 
         Args:
-            sample: a dict with `image` and `mask`, Pillow images or arrays. Pillow images are returned as Pillow
+            sample: a dict whose `image` and `mask` are Pillow images or arrays. Pillow images are returned as Pillow
                 images, unless the result does not consist of uint8 values.
-            rng: the generator that Slipstream's datasets pass, with a sample of arrays.
+            rng: the generator that Slipstream's datasets pass; `image` and `mask` must then be arrays.
         """
         if rng is not None:
             return dict(super().__call__(sample, rng))  # type: ignore[misc]
@@ -45,7 +45,7 @@ class _Callable:
 class SegConvertToTensor(_Callable, dataset.SegConvertToTensor):
     """Convert the image to a float32 tensor (C, H, W), and the mask to a tensor (H, W).
 
-    In the list of transforms of Slipstream's datasets, this transform has no effect, because they return tensors.
+    In the `transforms` of Slipstream's datasets, this transform has no effect, because the datasets return tensors.
     """
 
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator | None = None) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class SegConvertToTensor(_Callable, dataset.SegConvertToTensor):
 
 
 class SegPadShortToCropSize(_Callable, dataset.SegPadShortToCropSize):
-    """See `slipstream.dataset.SegPadShortToCropSize`; `fill_mask` is 0 by default, and a warning is logged."""
+    """See `slipstream.dataset.SegPadShortToCropSize`; if `fill_mask` is None, 0 is used and a warning is logged."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ _OPACITY = 0.8
 
 @HOOKS.register_module()
 class BinarySegmentationVisualizationCallback(PhaseCallback):
-    """Record the images of one evaluation batch, with the pixels of the class colored.
+    """Record the images of one evaluation batch, and color the pixels of the class.
 
     Green pixels are predicted correctly, red pixels are predicted but not in the target, and blue pixels are missing
     from the prediction. Float images are assumed to have ImageNet's normalization.
@@ -30,7 +30,7 @@ class BinarySegmentationVisualizationCallback(PhaseCallback):
         last_img_idx_in_batch: number of images to record; -1 for all images of the batch.
 
     Raises:
-        ConfigError: if `freq` is less than 1, or the phase has no predictions.
+        ConfigError: if `freq` is less than 1, or `phase` is not one of the two phases above.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BinarySegmentationVisualizationCallback(PhaseCallback):
         self.last_img_idx_in_batch = last_img_idx_in_batch
 
     def __call__(self, context: PhaseContext) -> None:
-        """Record the images at the epochs that `freq` selects."""
+        """Record the images in the epochs that `freq` selects."""
         if context.epoch % self.freq or context.batch_idx != self.batch_idx:
             return
         count = len(context.inputs) if self.last_img_idx_in_batch < 0 else self.last_img_idx_in_batch

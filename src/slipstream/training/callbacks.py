@@ -132,7 +132,7 @@ class CallbackHook(Hook):
         self._is_averaged = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
-        """Return a function that calls the callback's methods for this stage, or None if there are none."""
+        """Return a function that passes this stage's events to the callback, or None if no call is needed."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
         averages = stage in ("before_average_val", "after_average_val")
         if averages and (events or any(event in self._handlers for event in _VALIDATION_EVENTS)):
@@ -164,7 +164,7 @@ def _handler(callback: Callback, event: str) -> Callable[[PhaseContext], None] |
 
 
 def _has_stepped(runner: Runner) -> bool:
-    """Return whether the last training batch updated the weights."""
+    """Return whether the training step that has just run updated the weights."""
     assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
     step = runner.iter + 1
     return step % runner.optim_wrapper.accumulative_counts == 0 or step == runner.max_iters
@@ -208,7 +208,7 @@ class EarlyStop(EarlyStoppingHook):
     Args:
         phase: must be `VALIDATION_EPOCH_END`.
         monitor: name of the metric.
-        mode: `min` if lower values are better, or `max`.
+        mode: `min` if lower values are better, `max` if higher values are better.
         min_delta: minimum change that counts as an improvement.
         patience: number of validation runs without improvement before training stops.
         check_finite: whether to stop when the metric is NaN or infinite.
@@ -248,13 +248,13 @@ class EarlyStop(EarlyStoppingHook):
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images with sliding windows, after the last training epoch and in standalone validation runs only.
+    """Validate whole images with sliding windows after the last training epoch and in standalone validation runs.
 
     Earlier validation runs use the dataset's transforms instead, because sliding windows take several times as long.
     With sliding windows, the model runs eagerly, because compilation does not pay off in a single validation run.
 
     Args:
-        transforms_for_sliding_window: transforms of the validation images. If empty, only the dataset's final
+        transforms_for_sliding_window: transforms for the validation images. If empty, only the dataset's final
             transforms are kept (SegStandardize, SegNormalize, SegConvertToTensor), so images keep their full size.
         crop_size, stride: see `SlidingWindow`. Defaults: those of SuperGradients' SegFormer.
     """

@@ -159,7 +159,7 @@ def arguments(
 
 
 def _check_runner_options(options: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for an option that torch's `DataLoader` does not have."""
+    """Raise a ConfigError for an option or a value that torch's `DataLoader` does not support."""
     if "auto" in (options["num_workers"], options.get("prefetch_factor")):
         raise ConfigError(
             "'auto' requires a Runner, which finds the best value by measurement; use a number, or pass "
@@ -175,7 +175,7 @@ def _check_runner_options(options: Mapping[str, Any]) -> None:
 
 
 def _built(cfg: Mapping[str, Any]) -> Any:
-    """Return the dataset, with SuperGradients' attributes."""
+    """Build the dataset, and add SuperGradients' attributes."""
     data: Any = DATASETS.build(cfg)
     data.dataset_params = {key: value for key, value in cfg.items() if key != "type"}
     classes = (getattr(data, "metainfo", None) or {}).get("classes")
@@ -278,7 +278,7 @@ def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `get` bound to a name: `dataloaders.cityscapes_train(dataset_params={...})`."""
+    """Return `get` with `name` as its first argument, for calls such as `cityscapes_train(dataset_params={...})`."""
     if name in _NAMES:
         return partial(get, name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, _NAMES)}")

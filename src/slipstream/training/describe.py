@@ -19,7 +19,8 @@ def store_processing(network: nn.Module, dataset: Any) -> None:
 
     Args:
         network: the network. Networks that are not from the zoo are not changed.
-        dataset: the validation dataset. Datasets without transforms or class names are ignored.
+        dataset: the validation dataset. Datasets without `metainfo` or transforms, and datasets for a
+            different task, are ignored.
     """
     if not isinstance(network, Network):
         return
@@ -36,7 +37,7 @@ def store_processing(network: nn.Module, dataset: Any) -> None:
 
 
 def _inner(dataset: Any) -> Dataset[Any] | None:
-    """Return the dataset inside a wrapper (the first one if there are several), or None."""
+    """Return the dataset inside a wrapper (the first one if there are several), or None if there is none."""
     inner = getattr(dataset, "dataset", None)
     several = getattr(dataset, "datasets", None)
     if inner is None and isinstance(several, list | tuple) and several:

@@ -91,7 +91,7 @@ def _would_change(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
 class DistillationModel(SupervisedModel):
     """A `SupervisedModel` whose loss also receives the output of a teacher.
 
-    The teacher is not a submodule: it is not trained, averaged, synchronized or saved. It always runs in evaluation
+    The teacher is not a submodule, so it is not trained, averaged, synchronized or saved. It always runs in evaluation
     mode and without gradients, and is converted to the device and dtype of the model. Predictions are those of the
     student.
 
@@ -101,8 +101,8 @@ class DistillationModel(SupervisedModel):
         teacher_pretrained: arguments that `load_teacher` passes to `zoo.models.load` to load the teacher's weights.
         teacher_input_adapter: module that is applied to the teacher's images, such as `NormalizationAdapter`, or its
             configuration.
-        kd_module: contains `network` and `teacher`; its forward method returns the outputs for the loss. If None,
-            the loss receives the outputs of both networks.
+        kd_module: a `KDModule` that contains `network` and `teacher`; its forward method returns the outputs for the
+            loss. If None, the loss receives the outputs of both networks.
         loss: `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 

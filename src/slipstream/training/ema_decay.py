@@ -67,7 +67,9 @@ EMA_DECAY_FUNCTIONS = _Functions()
 
 
 def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:
-    """Return the parameters without `ema`, and an EMA hook with the user's schedule, if any.
+    """Return the parameters with `ema` disabled, and an EMA hook with the user-defined schedule that they select.
+
+    If they do not select such a schedule, return `params` unchanged and None.
 
     Raises:
         ConfigError: if the schedule does not accept the keys of `ema_params`.

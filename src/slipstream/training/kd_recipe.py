@@ -38,7 +38,7 @@ def student_recipe(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def teacher_arguments(
     recipe: Mapping[str, Any], read: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, Any] | None]]
 ) -> dict[str, Any]:
-    """Return the arguments of `DistillationModel` for the teacher.
+    """Return the arguments of `DistillationModel` that describe the teacher.
 
     Args:
         recipe: a knowledge distillation recipe.
@@ -98,7 +98,7 @@ def check_mode(run_teacher_on_eval: Any) -> None:
 
 @contextmanager
 def renamed_paths(role: str | None) -> Iterator[None]:
-    """Add the prefix `student_` or `teacher_` to the config paths in errors about the sections of one network."""
+    """Prefix the config paths of errors in `_SECTIONS` with `student_` or `teacher_`; None adds no prefix."""
     try:
         yield
     except ConfigError as error:

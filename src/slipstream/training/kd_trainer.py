@@ -39,7 +39,7 @@ class KDTrainer(Trainer):
         """Train `student` in place, and return the metrics of each validation run; see `Trainer.train`.
 
         Args:
-            model: a `KDModule`, instead of `student`, `teacher` and `kd_arch_params`.
+            model: a `KDModule`, which replaces `student`, `teacher` and `kd_arch_params`.
             training_params: keys of `TrainingParams`. The loss receives a `KDOutput`.
             student, teacher: modules. The teacher is frozen in place.
             kd_architecture: 'kd_module', or a subclass of `KDModule`.
@@ -82,7 +82,7 @@ def _kd_class(architecture: Any) -> type[KDModule]:
 
 
 def _teacher_arguments(module: KDModule) -> dict[str, Any]:
-    """Return the arguments of `DistillationModel` for the teacher."""
+    """Return the arguments of `DistillationModel` that describe the teacher."""
     adapter = module.teacher_input_adapter
     if not module.is_customized:
         return {"teacher": module.teacher, "teacher_input_adapter": adapter}

@@ -51,7 +51,7 @@ class CrossEntropyLoss(CrossEntropy):
     divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
     that are class probabilities are not smoothed.
 
-    There is one difference: for logits (N, classes, H, W), SuperGradients smooths over W instead of over the classes.
+    There is one exception: for logits (N, classes, H, W), SuperGradients smooths over W instead of over the classes.
 
     Args:
         weight, ignore_index: see `CrossEntropy`.
@@ -101,8 +101,8 @@ def loss_config(
     """Return a loss configuration for `MODELS`. A module or function is returned unchanged.
 
     Args:
-        loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Valid
-            names are those of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
+        loss: a module, a function, a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Valid names are
+            those of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
         criterion_params: arguments of the loss. Arguments in `loss` override them.
 
     Raises:
@@ -111,8 +111,8 @@ def loss_config(
     """
     if loss is None:
         raise ConfigError(
-            f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only a "
-            "base for other recipes)",
+            f"a loss is required; use one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only "
+            "a base for other recipes)",
             _CONFIG_PATH,
         )
     if not isinstance(loss, str | Mapping):

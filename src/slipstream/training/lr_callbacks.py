@@ -84,7 +84,7 @@ class LRCallbackBase(PhaseCallback):
 
 @HOOKS.register_module()
 class LRCallbackHook(Hook):
-    """Build a schedule when training starts, and call it in its phase.
+    """Build a schedule when training starts, and call it at its phase.
 
     Checkpoints contain the schedule's `lr` attribute (a number or a dict of numbers), and a resumed run restores it.
     Other attributes are not saved.
@@ -167,13 +167,15 @@ class LRCallbackHook(Hook):
         if callback is None:
             return
         saved = runner.message_hub.get_info(_KEY, callback.initial_lr)
-        # If the parameter groups differ from those of the resumed run, the saved rates do not apply to them.
+        # If the parameter groups differ from those of the resumed run, the saved rates do not apply.
         if not isinstance(saved, Mapping) or saved.keys() == callback.initial_lr.keys():
             callback.lr = dict(saved) if isinstance(saved, Mapping) else saved
 
 
 def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
-    """Return `training_params` without the keys of a user-defined schedule, and a hook that calls it, or None.
+    """Return `training_params` without the keys of a user-defined schedule, and a hook that calls the schedule.
+
+    If `lr_mode` is not a user-defined schedule, the hook is None.
 
     Raises:
         ConfigError: if `initial_lr` is missing, or `phase_callbacks` contains a schedule.
@@ -212,5 +214,5 @@ def _schedule(lr_mode: Any) -> type[LRCallbackBase] | None:
 
 
 def _prefix(group: Mapping[str, Any], rates: Mapping[str, float]) -> str:
-    """Return the prefix of a parameter group, whose name lists all prefixes with the same learning rate."""
+    """Return the first prefix in the name of a parameter group that is a key of `rates`, or `default` if none is."""
     return next((name for name in str(group.get("name", "")).split(", ") if name in rates), "default")

@@ -22,7 +22,7 @@ class LRSchedule:
     """The learning rate at iteration t as a function of t and the initial rate, as in SuperGradients 3.7.
 
     The rate changes after each optimizer step, as a function of the index of the step's last batch:
-    b = A floor(t / A) - 1 with A = `batch_accumulate`. It is constant during the cool-down. With L batches per
+    b = A floor(t / A) - 1 with A = `batch_accumulate`. The rate is constant during the cool-down. With L batches per
     epoch, W warm-up epochs, C cool-down epochs, initial rate i, s = b - W L and S = (max_epochs - W - C) L:
 
     - `PolyLRScheduler`: i (1 - s / S)^0.9
@@ -37,8 +37,8 @@ class LRSchedule:
 
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i in the last of min(`lr_warmup_steps`, L)
-    warm-up batches. If the warm-up lasts a single batch, the rate keeps its start value until `lr_mode` changes it. An
-    initial rate of 0 stays 0. There is one difference: in SuperGradients, the rate of a cosine schedule after a
+    warm-up batches. If the warm-up lasts a single batch, the rate keeps its first value until `lr_mode` changes it. An
+    initial rate of 0 stays 0. There is one exception: in SuperGradients, the rate of a cosine schedule after a
     batch-based warm-up increases again during the cool-down.
 
     Raises:
@@ -94,7 +94,7 @@ class LRSchedule:
         if self.warmup_epochs:
             start = initial / (self.warmup_epochs + 1) if start is None else start
             return _interpolate(start, initial, step // self.epoch_length, self.warmup_epochs)
-        # A warm-up of one batch ends at its start value.
+        # A warm-up of one batch keeps its first value.
         return (start or 0.0) if self.warmup_batches == 1 else initial
 
     @property

@@ -130,7 +130,7 @@ class _Binary(_Overlap):
     background occurs neither in the targets nor in the predictions, its ratio is NaN and is excluded from the mean.
 
     Args:
-        dist_sync_on_step: no effect, because counts are summed across all ranks when they are read.
+        dist_sync_on_step: has no effect, because counts are summed across all ranks when they are read.
         ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
         threshold: probability threshold, between 0 and 1.
         metrics_args_prep_fn: must be None.
@@ -174,7 +174,7 @@ class _Binary(_Overlap):
         """Add the pixels of one batch. Predictions are scores (N, H, W) or (N, 1, H, W), or ids 0 and 1 (N, H, W).
 
         Raises:
-            DataError: if predictions are class ids and `threshold` is not 0.5, which would have no effect.
+            DataError: if `threshold` is not 0.5 and the predictions are class ids, to which it cannot be applied.
         """
         if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:
             preds = preds.squeeze(1)
@@ -300,8 +300,8 @@ def metric_config(
     The `dist_sync_on_step` argument has no effect, because counts are summed across all ranks when they are read.
 
     Args:
-        entries: objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
-            `{_target_: ..., arguments}`. Valid names are those of SuperGradients or torchmetrics.
+        entries: each entry is a metric object (`BaseMetric` or torchmetrics), a name, `{Name: {arguments}}` or
+            `{_target_: ..., arguments}`. Valid names are those of SuperGradients and torchmetrics.
         key: name of the list, for error messages.
 
     Raises:

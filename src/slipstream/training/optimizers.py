@@ -175,7 +175,7 @@ def _biases_and_norms(model: nn.Module) -> set[int]:
 
 
 def _prefix(name: str, rates: Iterable[str]) -> str:
-    """Return the longest key that is a prefix of `name`, or `default`."""
+    """Return the longest key that is a prefix of `name`, or `default` if there is none."""
     return max(
         (key for key in rates if key != "default" and name.startswith(key)), key=len, default="default"
     )
@@ -207,7 +207,7 @@ def _rates(value: Any, key: str) -> dict[str, float]:
     config_path = f"training_params.{key}"
     if value is None or value == {}:
         raise ConfigError(
-            "is required: a number, or a dict with name prefixes and 'default' as keys", config_path
+            "is required; use a number, or a dict with name prefixes and 'default' as keys", config_path
         )
     rates = dict(value) if isinstance(value, Mapping) else {"default": value}
     for prefix, rate in rates.items():

@@ -47,7 +47,7 @@ _PLAN = "SpeedPlan"
 
 @dataclass(frozen=True)
 class TrainingParams:
-    """One field for each SuperGradients key, with the same default value, and Slipstream's own key `speed`.
+    """One field for each SuperGradients key, with the same default value, plus Slipstream's own key `speed`.
 
     The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
     A key annotated with `UnsupportedKey` supports only its default value.

@@ -141,7 +141,7 @@ _OTHER_EVENTS = {
 }
 """Attributes that are available only at other events."""
 
-_PARAMS = "use context.runner instead (max_epochs, cfg, optim_wrapper)"
+_PARAMS = "use an attribute of context.runner instead, such as max_epochs, cfg or optim_wrapper"
 _UNSUPPORTED = {
     "loss_avg_meter": "losses are averaged at log intervals; metrics_dict contains their means when an epoch ends",
     "metrics_compute_fn": "use context.runner.val_loop.evaluator instead",
@@ -165,7 +165,7 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 
 
 class Callback:
-    """Base class for callbacks. Override the methods of the events you need; other events have no overhead.
+    """Base class for callbacks. Override the methods for the events that you need; other events add no overhead.
 
     A training step runs as a single call or CUDA graph. Events within the step are triggered after the step.
     The `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` events are not supported.
@@ -184,7 +184,7 @@ class Callback:
         """Called after each training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """Called after each training step that updates the weights: with accumulation, the last step of each window."""
+        """Called after each training step that updates the weights (the last step of an accumulation window)."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
         """Called after each training step."""

@@ -92,7 +92,7 @@ def draw(
     unit: str,
     resumed: float | None,
 ) -> None:
-    """Write a PNG plot of the curves in `rates` (by label) at the x coordinates `positions`; mark `resumed`."""
+    """Plot the curves in `rates`, by label, over `positions` as a PNG file. Mark the position `resumed`, if any."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -28,7 +28,7 @@ _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
-    """Sets the learning rates specified by an `LRSchedule` after each iteration.
+    """Sets the learning rates after each iteration, as specified by an `LRSchedule`.
 
     Without `lr_mode`, it sets the learning rates only during warm-up; other schedulers set them afterwards.
 
@@ -118,7 +118,7 @@ class TrainPlateauLR(ReduceOnPlateauLR):
     """A `ReduceOnPlateauLR` that monitors a training metric, which `TrainMetricsHook` passes to `evaluate`."""
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count an epoch. The `metrics` of a validation run are ignored."""
+        """Count an epoch. A call with the `metrics` of a validation run has no effect."""
         if metrics is None:
             super().step()
 
@@ -126,7 +126,7 @@ class TrainPlateauLR(ReduceOnPlateauLR):
         """Process the training metrics of an epoch, before this epoch is counted.
 
         Raises:
-            ConfigError: `metrics` does not contain `monitor`.
+            ConfigError: if `metrics` does not contain `monitor`.
         """
         super().step(metrics)
 
@@ -144,7 +144,7 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
         return [_torch_schedule(params, lr_mode), *_recipe_schedule(params, None)]
     if lr_mode in torch.optim.lr_scheduler.__all__:
         raise ConfigError(
-            f"{lr_mode} is a torch scheduler and requires arguments: "
+            f"{lr_mode} is a torch scheduler and requires arguments, as in "
             f"{{'{lr_mode}': {{'phase': 'TRAIN_EPOCH_END', ...}}}}",
             "training_params.lr_mode",
         )

@@ -43,7 +43,7 @@ def check_task(recipe: Mapping[str, Any]) -> None:
 
 
 def _names(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the config paths and values of the names that determine the task."""
+    """Return the config path and the value of each name that determines the task."""
     candidates = [(key, recipe.get(key)) for key in ("architecture", "train_dataloader", "val_dataloader")]
     data = recipe.get("dataset_params")
     for section in ("train_dataloader_params", "val_dataloader_params"):

@@ -16,7 +16,7 @@ _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
 """Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
 _IGNORED = ("project_name", "monitor_system", "model_name")
 _TENSORBOARD = ("launch_tensorboard", "tensorboard_port")
-"""Keys that only log a warning."""
+"""Keys that have no effect; setting one of them logs a warning."""
 _UNSUPPORTED = {
     "save_checkpoints_remote": "checkpoints are saved only in the run's folder; copy them from there",
     "save_tensorboard_remote": "TensorBoard files are saved only in the run's folder; copy them from there",
@@ -28,7 +28,7 @@ _UNSUPPORTED = {
 
 
 def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
-    """Return the configuration of the visualizer: files, TensorBoard, and the tracker in `sg_logger`.
+    """Return the configuration of a visualizer with the default backends and the tracker in `sg_logger`.
 
     Raises:
         UnknownNameError: if the logger or a key of `sg_logger_params` is unknown.
@@ -43,7 +43,7 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
         known = ("base_sg_logger", "wandb_sg_logger")
         raise UnknownNameError(
             f"no logger is named '{params.sg_logger}'{did_you_mean(params.sg_logger, known)}; "
-            f"use {' or '.join(known)}, or any visualization backend ({{'type': 'MLflowVisBackend'}})",
+            f"use {' or '.join(known)}, or a visualization backend, such as {{'type': 'MLflowVisBackend'}}",
             "training_params.sg_logger",
         )
     _check(params.sg_logger_params)

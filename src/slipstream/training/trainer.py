@@ -37,7 +37,7 @@ class Trainer:
     Under a launcher (torchrun, Slurm, MPI), all processes train together.
 
     Args:
-        experiment_name: name of the run and its folder.
+        experiment_name: name of the run and of its folder.
         ckpt_root_dir: parent folder of the run's folder. Default: `work_dirs`.
         training_params: default training parameters, which `train` can override.
     """
@@ -64,7 +64,7 @@ class Trainer:
 
     @property
     def best_metric(self) -> float | None:
-        """Best value of `metric_to_watch` in the last training run; None without a run, or if no value is monitored."""
+        """Best value of `metric_to_watch` in the last training run; None before a run, or if no value is monitored."""
         hooks = [] if self.runner is None else self.runner.hooks
         names = [name for hook in hooks if isinstance(hook, CheckpointHook) for name in hook.monitors]
         if self.runner is None or not names:
@@ -111,7 +111,7 @@ class Trainer:
         additional_configs_to_log: Mapping[str, Any] | None,
         teacher: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model`. `teacher` contains the arguments of `DistillationModel` for the teacher."""
+        """Train `model`. `teacher` contains the arguments of `DistillationModel` that describe the teacher."""
         if train_loader is None:
             raise ConfigError("is required; pass a DataLoader that yields (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}

@@ -65,7 +65,7 @@ def runner_config(
         pretrained: arguments of `zoo.models.load`, which loads the initial weights.
         num_classes: the network's number of classes, if known.
         launcher: as for `Runner`.
-        teacher: arguments of `DistillationModel` for the teacher, for knowledge distillation.
+        teacher: for knowledge distillation, the arguments of `DistillationModel` that describe the teacher.
 
     Raises:
         UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message names its path
@@ -202,7 +202,7 @@ def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] 
 
 
 def _best(params: TrainingParams) -> Watched | None:
-    """Return the metric or loss that determines the best checkpoint, or None.
+    """Return the metric or loss that determines the best checkpoint, or None if no value is watched.
 
     Raises:
         UnknownNameError: if there are metrics, but `metric_to_watch` is not the name of a metric or a loss.

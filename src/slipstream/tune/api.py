@@ -134,9 +134,10 @@ def tune_config(
 
 
 def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
-    """Return the newest stored result of `tune_config` for the same model, loader, optimizer and options, or None.
+    """Return the newest stored result of `tune_config` for `cfg`, or None if there is none or it adopted no option.
 
-    The measured options and the budget may differ; the machine and the versions must be the same.
+    The model, the loader, the optimizer, the configured options, the machine and the versions must be the same. The
+    measured options and the budget may differ.
     """
     with default_scope(cfg.get("default_scope")), suppress(*_KEY_ERRORS):
         result = load(_newest_file(cfg))
@@ -230,7 +231,8 @@ def find_lr(
         model, optimizer, loss_fn: as for `accelerate`.
         loader: an iterable over batches.
         start, end: the first and last learning rates of the parameter group with the largest learning rate.
-        steps: number of steps. The test ends earlier if the loss exceeds four times its smallest value.
+        steps: number of steps. The test ends earlier if a loss is not finite, or the smoothed loss exceeds four times
+            its smallest value.
         speed: the speed options, as for `accelerate`; None for no options.
         budget: time limit in seconds, or a string such as `5m`.
 

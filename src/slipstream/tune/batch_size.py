@@ -35,7 +35,7 @@ class BatchSizeRow:
     batch_size: int
     """Number of samples per batch of each process."""
     status: str
-    """`fits`, `out of memory`, `failed`, `timed out` or `too large` (not tried)."""
+    """`fits`, `out of memory`, `failed` or `too large` (not tried)."""
     samples_per_second: float | None = None
     """Total throughput in samples per second: the samples of all processes divided by the time of the slowest
     process."""
@@ -92,7 +92,7 @@ def search_batch_sizes(
     data-parallel training (see `RankProcess`), and return the same result. A size that fails on one rank does not fit.
 
     Args:
-        make_job: returns the run for a setting.
+        make_job: a function that returns the run for a setting.
         max_size: largest batch size to try.
         budget: time limit in seconds.
         report: called with each new row.
@@ -150,7 +150,7 @@ class _Search:
 
     @property
     def fits(self) -> bool:
-        """Whether a tried size fits."""
+        """Whether any size tried so far fits."""
         return any(row.status == "fits" for row in self.rows)
 
     def run(self) -> None:
@@ -195,7 +195,7 @@ class _Search:
         needed = expected - known[0][1]
         if needed <= _MAX_MEMORY_FRACTION * self._available:
             return None
-        reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB are available"
+        reason = f"needs about {expected:.0f} MiB; {self._available:.0f} MiB is available"
         return BatchSizeRow(size, "too large", reason=reason)
 
     def _trial(self, size: int) -> BatchSizeRow:
@@ -226,7 +226,7 @@ def _available_mib_per_rank() -> float | None:
 
 
 def available_mib() -> float | None:
-    """Return the available CPU memory in MiB; None if it is unknown, or if the run uses an accelerator."""
+    """Return the available CPU memory in MiB; None if it is unknown, or if the machine has an accelerator."""
     import torch
 
     if torch.accelerator.is_available():

@@ -336,7 +336,7 @@ def _name(value: Any) -> str:
 
 
 def _is_python(kind: type) -> bool:
-    """Return whether a class is written in Python, so that its instances have no state except their attributes."""
+    """Return whether a class is written in Python; if so, its instances have no state except their attributes."""
     module = sys.modules.get(kind.__module__)
     file = str(getattr(module, "__file__", None) or "")
     in_python = file.endswith(".py") or (not file and kind.__module__ not in sys.builtin_module_names)

@@ -266,7 +266,7 @@ class _FirstBatches(EpochBatchSampler):
         batches = list(islice(super().__iter__(), _NUM_REPEATED_BATCHES * split))
         if self._setting.exact_size is not None:
             return cycle(_full_batches(batches, self._setting.exact_size))
-        # After the end of the epoch, batches of the divided size would form different pairs.
+        # Repeat whole batches, because the number of divided batches may not be a multiple of `split`.
         whole = [list(chain(*batches[i : i + split])) for i in range(0, len(batches), split)]
         if getattr(self.batch_sampler, "drop_last", False) and len(batches) % split:
             whole.pop()
@@ -358,7 +358,7 @@ class ObjectsJob:
 
 
 def changed_loader(loader: Any, setting: Setting) -> Any:
-    """Return the loader, or a new loader with the batch size and the number of workers of `setting`.
+    """Return a loader with the batch size and the number of workers of `setting`; the same loader if both are None.
 
     Raises:
         ConfigError: the loader is not a plain `DataLoader` with a map-style dataset, or the dataset is empty.

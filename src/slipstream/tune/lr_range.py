@@ -144,7 +144,7 @@ def sweep_lr(
     """Run the range test in a separate process, so that the model, the optimizer and all random states are unchanged.
 
     Args:
-        make_job: returns the run for a setting.
+        make_job: a function that returns the run for a setting.
         start, end, steps: see `find_lr`.
         budget: time limit in seconds.
         start_time: the time at which the budget starts, as returned by `time.monotonic()`; None means now.

@@ -25,7 +25,7 @@ class Finished(BaseException):
 
 
 class Observer:
-    """Called before and after each training step of a trial."""
+    """Base class for objects that are called before and after each training step of a trial."""
 
     describe: Callable[[], Mapping[str, Any]] = dict
     """Returns properties of the run, to report after the warm-up; set by the job."""
@@ -103,11 +103,11 @@ SMOOTHING = 0.9
 SETTLING = 10
 """Number of steps after which individual batches hardly affect the average."""
 _DIVERGENCE_RATIO = 4.0
-"""The sweep diverges if the ratio of a loss to the smallest smoothed loss exceeds this value."""
+"""The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number."""
 
 
 def divergence_limit(best: float) -> float:
-    """Return the loss above which a sweep diverges: `4 * best` if `best`, the smallest smoothed loss, is positive."""
+    """Return the smoothed loss above which a sweep diverges: `4 * best` if its smallest value `best` is positive."""
     return best + (_DIVERGENCE_RATIO - 1) * abs(best)
 
 
@@ -196,7 +196,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def peak_mib() -> float:
-    """Return the peak memory of the accelerator's allocator or, on a CPU, of the process, in MiB."""
+    """Return the peak memory in MiB of torch's CUDA allocator or, without CUDA, of the process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

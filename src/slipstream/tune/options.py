@@ -209,7 +209,7 @@ def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> C
 
 
 def unsupported_reason(setting: Setting, speed: dict[str, object], capabilities: Capabilities) -> str | None:
-    """Return why an option is refused or has no effect on this machine, or None.
+    """Return why an option is refused or has no effect on this machine; None if it can be measured.
 
     Args:
         setting: the changes of a candidate.

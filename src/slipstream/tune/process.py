@@ -58,7 +58,7 @@ _RESET_SIGNALS = (
 
 
 class Job(Protocol):
-    """A training run that a trial can execute. On platforms without `fork`, it must be picklable."""
+    """A training run that a trial can execute. It must be picklable unless `forks()` returns True."""
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until `observer` raises `Finished`; write files only in `folder`, which is deleted afterwards."""
@@ -98,7 +98,7 @@ def budget_error(
 ) -> ConfigError:
     """Return the error for a trial that finished only `finished` of `steps` steps within `budget` seconds.
 
-    `seconds` is the expected duration of the trial; None means proportional to the number of steps.
+    `seconds` is the expected duration of the trial; if None, it is estimated from the number of steps.
     """
     if finished:
         needed = f"about {format_seconds(budget * steps / finished if seconds is None else seconds)}"
@@ -128,8 +128,8 @@ class Process:
         make_observer = make_observer or partial(Timer, warmup=WARMUP)
         fork = forks()
         context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-        # A forked process has copies of all objects. On other platforms, plain pickle copies tensors, whereas the
-        # pickler of torch.multiprocessing would share their memory, and the trial would train the user's model.
+        # A forked process has copies of all objects. Otherwise, plain pickle copies tensors, whereas the pickler of
+        # torch.multiprocessing would share their memory, and the trial would train the user's model.
         work = (job, make_observer) if fork else _pickle(job, make_observer)
         self._connection, child_connection = context.Pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
@@ -276,7 +276,7 @@ def _pickle(job: Job, make_observer: Any) -> bytes:
     try:
         return pickle.dumps((job, make_observer))
     except Exception as error:  # pickle raises many types of errors
-        reason = "with a process group" if is_distributed() else "on this platform"
+        reason = "with a process group" if is_distributed() else "on this machine"
         raise ConfigError(
             "the model, the loader, the optimizer and the loss cannot be copied to another process "
             f"({error}); {reason}, define them at the top level of a module, not in a function or as a lambda"
@@ -329,7 +329,7 @@ def _isolate(log: Path) -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         parent = parent_process()
-        if parent is not None and not parent.is_alive():  # it has exited before the call above
+        if parent is not None and not parent.is_alive():  # it exited before the call above
             os._exit(0)
     for number in _RESET_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

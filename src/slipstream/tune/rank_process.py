@@ -26,7 +26,7 @@ T = TypeVar("T")
 _INTERVAL = 0.2
 """Seconds between two exchanges of the ranks' states."""
 _GRACE = 1.0
-"""Seconds that a rank waits for its own report after another rank has failed."""
+"""Seconds that a rank waits for a report from its own trial after the trial of another rank has failed."""
 _CONSEQUENCE_DELAY = 2.0
 """Seconds by which a rank delays an error that another rank's failure may have caused."""
 
@@ -74,7 +74,7 @@ class RankProcess:
     def wait_for(self, event: str, seconds: float) -> dict[str, Any]:
         """Wait until the trials of all ranks have sent a message of type `event`. Return the message of rank 0.
 
-        `seconds`, `peak_mib` and `buffered` are the largest values across all ranks.
+        In this message, `seconds`, `peak_mib` and `buffered` are the largest values across all ranks.
 
         Raises:
             TrialError: the trial of a rank failed, ended, or did not respond within `seconds`.
@@ -172,7 +172,7 @@ def _slowest(messages: Sequence[Any]) -> dict[str, Any]:
 
 
 def _combined(first: Sequence[_State], later: Sequence[_State]) -> TrialError:
-    """Return the failure to report: an out of memory error, or else the first failure that is not a timeout."""
+    """Return the failure to report; out-of-memory errors take precedence over others, and timeouts come last."""
     failures = [(rank, state) for states in (first, later) for rank, state in enumerate(states)]
     order = ("out of memory", "failed", "timed out")
     rank, failure = min(

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["global_names", "imported_names", "is_known", "is_known_function", "names_in", "version_of"]
 
 _VERSIONED_PACKAGES = ("torch", "slipstream")
-"""Packages for which the cache key contains the version instead of the code."""
+"""Packages whose version replaces their code in the cache key, wherever they are installed."""
 _FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -70,7 +70,7 @@ def is_known_function(function: FunctionType) -> bool:
 
 
 def version_of(module: str) -> str:
-    """Return the version of the package that contains a module, or an empty string."""
+    """Return the version of the package that contains a module, or an empty string if it is unknown."""
     return str(getattr(sys.modules.get(module.partition(".")[0]), "__version__", ""))
 
 

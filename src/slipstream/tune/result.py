@@ -74,7 +74,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *baseline, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the speedup, the time per epoch before and after, and the steps that offset the compilation time."""
+        """Return the speedup, the time per epoch before and after, and the number of steps that offset compilation."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -94,7 +94,7 @@ class TuneResult:
                 else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
             )
             yield (
-                f"Fastest: {' + '.join(outcome.adopted)}: {total.ratio:.2f} times the speed of the baseline "
+                f"Fastest: {' + '.join(outcome.adopted)}, at {total.ratio:.2f} times the speed of the baseline "
                 f"({interval})."
             )
             if (steps := outcome.steps_per_epoch) is not None:
@@ -114,7 +114,7 @@ class TuneResult:
         if self.cached:
             yield (
                 f"Read from the cache (measured on {outcome.device} in {outcome.seconds:.0f} s). To measure again, use "
-                "--no-cache (cache=False)."
+                "--no-cache, or cache=False in Python."
             )
         else:
             yield (
@@ -136,7 +136,9 @@ class TuneResult:
         return "\n".join([*lines, yaml.safe_dump(plain, sort_keys=False)])
 
     def save(self, path: str | Path) -> Path:
-        """Write `path` (YAML, see `read_tuned`) and a `.json` file with all rows next to it, each atomically.
+        """Write `path` (YAML; see `read_tuned`) and, next to it, a `.json` file with all rows.
+
+        Each file is written atomically.
 
         Raises:
             ConfigError: the folder does not exist or is not writable.

@@ -34,7 +34,7 @@ _MIN_CONFIDENCE = 0.85
 """Minimum confidence for which an option is adopted if its interval contains 1. Adopted options do not change the
 losses beyond the tolerance, so the only risk is that an option does not help."""
 _EARLY_STOP_RATIO = 0.8
-"""A trial ends after three rounds if its ratio is below this value in all of them."""
+"""A trial ends after three or more rounds if its ratio is below this value in all of them."""
 _ROUNDS_FRACTION = 0.12
 """Fraction of the budget after which a trial ends as soon as it has the minimum number of rounds."""
 
@@ -133,7 +133,7 @@ class Search:
     """Measure the candidates one at a time, each combined with the options adopted so far.
 
     Args:
-        make_job: returns the run for a setting.
+        make_job: a function that returns the run for a setting.
         speed: the baseline's value of `speed`.
         names: options to measure, as returned by `check_names`.
         budget: time limit in seconds.
@@ -281,7 +281,7 @@ class Search:
         row = Row(candidate.label, "skipped", against=plan, setting=candidate.setting)
         if reason := self._skip_reason(candidate):
             return replace(row, reason=reason)
-        # Beyond the minimum number of rounds, leave this time for the final measurement of a plan with several options.
+        # After the minimum number of rounds, leave this time for the final measurement of a plan with several options.
         reserve = self._rounds_seconds if self.outcome.adopted else 0.0
         expected = self._startup(candidate) + self._rounds_seconds
         if self._remaining < expected:

@@ -144,7 +144,8 @@ class LocalVisBackend(BaseVisBackend):
                 self._files.pop(name).close()
             _drop_partial_line(path)
             if name not in self._reported:
-                from slipstream.logging import print_log  # imported here, because this module imports torch
+                # Imported here, because slipstream.logging imports torch.
+                from slipstream.logging import print_log
 
                 self._reported.add(name)
                 problem = disk_problem(error, self.save_dir) or str(error)

@@ -103,7 +103,7 @@ class Visualizer:
             backend.add_image(name, image, step)
 
     def flush(self) -> None:
-        """Flush every backend. The Runner calls this at the end of each run."""
+        """Flush every backend. The Runner calls this method at the end of each run."""
         for backend in self._backends.values():
             if hasattr(backend, "flush"):
                 backend.flush()
