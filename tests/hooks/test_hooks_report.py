@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from slipstream import hooks
 from slipstream.errors import DataError, NonFiniteLossError
 from slipstream.evaluator import IoUMetric
-from slipstream.hooks import Hook
+from slipstream.hooks import Hook, run_report
 from slipstream.preemption import Preempted
 from slipstream.report import read_run
 from slipstream.report.advice import mean_speed
 from slipstream.runner import Runner
 from slipstream.runner.rollback import Rollback
+from slipstream.step.interface import CompiledStep
 from slipstream.training import Trainer
 from tiny_runs import LOCAL, Net, loader, run, samples, training, validation
 
@@ -221,6 +223,12 @@ def test_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypat
     runner = run(tmp_path)
     log = next(Path(runner.log_dir).glob("*.log")).read_text(encoding="utf-8")
     assert "The report cannot be written: OSError: [Errno 28] No space left on device" in log
+
+
+@pytest.mark.parametrize(("batches", "text"), [(3, "one compiled graph"), (0, "eager, because its compilation")])
+def test_a_graph_that_no_batch_used_is_reported_as_eager(batches, text):
+    step = Mock(spec=CompiledStep, uses_graph=True, batches=batches)
+    assert run_report._describe_step(Mock(step=step)).startswith(text)
 
 
 def test_hook_adds_no_work_to_steps():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.model import BaseModel
-from slipstream.speed import compile_budget
+from slipstream.speed import compile_budget, graph_step
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.steps import compiled_scope
 from slipstream.step.background import can_fork
@@ -238,3 +238,31 @@ def test_no_further_graph_is_compiled_in_this_process_after_the_limit():
     used = backend.calls
     run(model, data[1:2])
     assert backend.calls == used + 1  # the existing graph is still used
+
+
+def test_evaluation_next_to_a_compiled_step_does_not_wait_and_compiles_one_graph(monkeypatch):
+    class Mock:
+        finished = exceeded = False
+
+        def __init__(self, limit, wait):
+            assert not wait
+
+        def start(self, work):
+            pass
+
+        def done(self):
+            return Mock.finished
+
+    monkeypatch.setattr(compile_budget, "BackgroundCompiler", Mock)
+    model, backend = Net(), Backend()
+    expected = copy.deepcopy(model).eval()
+    graph_step._compile_evaluation(model, CompileOptions(backend), pytest.fail, in_background=True)
+    model.eval()
+    calls = []
+    for finished, size in ((False, 4), (True, 4), (True, 3), (True, 4)):
+        Mock.finished = finished
+        x, y = batches(1)[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(x[:size], y[:size]), expected(x[:size], y[:size]))
+        calls.append((backend.graphs, backend.calls))
+    assert calls == [(0, 0), (1, 1), (1, 1), (1, 2)]

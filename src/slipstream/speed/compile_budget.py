@@ -71,6 +71,8 @@ class BudgetedCall:
         wait: whether the model waits for the forked process instead of running eagerly.
         on_exceeded: `on_exceeded(training)` is called if the forked process exceeds the limit; `training` is True if
             it compiled for training, and False for evaluation.
+        compiles_here: whether this process compiles the graphs that other inputs require. If not, these inputs run
+            eagerly.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class BudgetedCall:
         limit: float,
         wait: bool,
         on_exceeded: Callable[[bool], None],
+        compiles_here: bool = True,
     ) -> None:
         self._model, self._call, self._switch = model, call, switch
-        self._limit, self._on_exceeded = limit, on_exceeded
+        self._limit, self._on_exceeded, self._compiles_here = limit, on_exceeded, compiles_here
         param = next(model.parameters(), None)
         forks = param is not None and can_fork(param.device.type)
         self._background = BackgroundCompiler(limit, wait) if forks else None
@@ -156,7 +159,8 @@ class BudgetedCall:
             self._call(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        self._switch.only_existing = self._spent > self._limit
+        # The first call loads the code that the forked process has compiled.
+        self._switch.only_existing = self._spent > (self._limit if self._compiles_here else 0)
         if self._switch.only_existing:
             return self._call(*args, **kwargs)
         before, started = self._counters["frames"]["total"], time.monotonic()

@@ -17,10 +17,11 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
+from slipstream.speed.compile_budget import BudgetedCall
 from slipstream.speed.compile_cache import set_cache_folder
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.step import EagerStep
-from slipstream.step.background import BackgroundCompiler, can_fork
+from slipstream.step.background import DEFAULT_LIMIT, BackgroundCompiler, can_fork
 from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
 from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.graph import GraphStep
@@ -86,12 +87,10 @@ def build_graph_step(
         _compile_less(core, options, warn, error, problem)
         return eager
 
-    compile_model(core, options, warn)
-    if (compiled := core._compiled_call_impl) is not None:
-        core._compiled_call_impl = _EvaluationOnly(core, compiled)
     device_type = next(core.parameters()).device.type
     backend, uses_cuda_graph = _backend(options, device_type, cuda_graph)
     forks = options.backend == "inductor" and can_fork(device_type)
+    _compile_evaluation(core, options, warn, in_background=forks and not options.wait)
     if options.budget is not None and not forks:
         warn(
             "compile.budget does not limit the compilation of the step on this machine, because the step is compiled "
@@ -115,6 +114,31 @@ def build_graph_step(
         background=BackgroundCompiler(options.seconds, options.wait) if in_background else None,
         info=info,
     )
+
+
+def _compile_evaluation(
+    core: nn.Module, options: CompileOptions, warn: Callable[[str], None], in_background: bool
+) -> None:
+    """Compile the model's calls in evaluation, because training uses the step's graph.
+
+    In the background, a forked process compiles for the inputs of the first call. All calls before it has finished,
+    and calls with inputs that need another graph, run eagerly.
+    """
+    compile_model(core, options, warn)
+    compiled: Any = core._compiled_call_impl
+    if compiled is None:
+        return
+    if in_background and options.budget is None:
+        compiled = BudgetedCall(
+            core,
+            compiled,
+            compiled.group.switch,
+            DEFAULT_LIMIT,
+            False,
+            lambda training: None,
+            compiles_here=False,
+        )
+    core._compiled_call_impl = _EvaluationOnly(core, compiled)
 
 
 def _compile_less(

@@ -29,7 +29,7 @@ __all__ = ["BackgroundCompiler", "can_fork"]
 _NICE = 12
 """Amount added to the child's nice value; see nice(2). With this value, a background compilation slows down training
 that uses all cores by 2 to 6% (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
-_DEFAULT_LIMIT = 2 * 3600.0
+DEFAULT_LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
 _POLL_INTERVAL = 0.05
 """Seconds between checks of whether the child process has exited."""
@@ -55,7 +55,7 @@ class BackgroundCompiler:
 
     def __init__(self, limit: float | None = None, wait: bool = False) -> None:
         self.wait = wait
-        self.limit = _DEFAULT_LIMIT if limit is None else limit
+        self.limit = DEFAULT_LIMIT if limit is None else limit
         """Timeout of the child process in seconds."""
         self._pid: int | None = None
         self._start_time = 0.0
