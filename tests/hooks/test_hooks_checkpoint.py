@@ -49,6 +49,17 @@ def test_checkpoints_are_saved_at_the_epoch_interval(tmp_path, options, numbers)
     assert (tmp_path / "last_checkpoint").exists() == bool(numbers)
 
 
+def test_run_that_overwrites_checkpoints_of_an_earlier_run_logs_a_warning(tmp_path):
+    def log(**options):
+        trained(tmp_path, **options)
+        return max(tmp_path.glob("*/*.log"), key=os.path.getmtime).read_text()
+
+    warning = "contains checkpoints of an earlier run, such as epoch_1.pth"
+    assert warning not in log(epochs=1)
+    assert warning not in log(epochs=2, resume=True)
+    assert log(epochs=2).count(warning) == 1
+
+
 @pytest.mark.parametrize("loop", [dict(by_epoch=True, max_epochs=5), dict(by_epoch=False, max_iters=10)])
 def test_iteration_interval_of_checkpoints_works_in_both_loops(tmp_path, loop):
     hook = dict(type="CheckpointHook", by_epoch=False, interval=3, max_keep_ckpts=3)

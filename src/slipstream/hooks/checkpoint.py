@@ -177,6 +177,7 @@ class CheckpointHook(Hook):
         self._saved_best: dict[str, str] = {}
         self._owns_files = runner.checkpoints.owns_files(self._folder, runner.work_dir)
         self._warn_about_kept(runner, self._restore_kept(runner))
+        self._warn_about_earlier_run(runner)
         self._remove_surplus(runner)
         self._replaced.load(runner, self._folder, self._owns_files)
 
@@ -210,6 +211,18 @@ class CheckpointHook(Hook):
                 f"CheckpointHook: max_keep_ckpts={self.max_keep_ckpts} does not apply to {', '.join(existing)} in "
                 f"{self._folder}, because an earlier run kept them with a higher limit; remove the files that you do "
                 "not need"
+            )
+
+    def _warn_about_earlier_run(self, runner: Runner) -> None:
+        """Warn if this run does not continue the run whose checkpoints are in the folder, and may overwrite them."""
+        existing = min(self._folder.glob("*.pth"), default=None)
+        if runner.checkpoints.resumed_from is not None or existing is None or not is_main_process():
+            return
+        if read_origin(existing)[0] != self._run_id:
+            runner.logger.warning(
+                f"CheckpointHook: {self._folder} contains checkpoints of an earlier run, such as {existing.name}. This "
+                "run overwrites those whose names it uses. To keep them, set a different work_dir; to continue the "
+                "earlier run, set resume=True"
             )
 
     def _remove_surplus(self, runner: Runner) -> None:
