@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import traceback
 from functools import partial
 
 import pytest
@@ -137,6 +138,39 @@ def test_errors_their_notes_and_causes_contain_no_secret(monkeypatch):
         raise error
     assert str(caught.value) == "a.b: must be a number, not '{{ $MY_API_KEY }}'"
     assert VALUE not in repr((caught.value.__notes__, caught.value.__cause__))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file", f"/data/{VALUE}/x.png"),
+        KeyError((VALUE,)),
+        ValueError({"t": [VALUE]}),
+        ExceptionGroup("several", [ValueError(VALUE), OSError(5, "broken", f"/{VALUE}")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_contain_no_secret_outside_their_first_text(error, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    with pytest.raises(type(error)) as caught, redact_errors(Redactor()):
+        raise error
+    text = "".join(traceback.format_exception(caught.value, chain=False))
+    assert VALUE not in text.replace(f'"{VALUE}"', "")
+    assert "{{ $MY_API_KEY }}" in text
+
+
+def test_stored_values_contain_no_secret_by_key_or_by_value(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    tree = {
+        "api_key": "a",
+        VALUE: {"password": ("b", 1234567)},
+        "url": Reference(f"x/{VALUE}", "x/{{ $MY_API_KEY }}"),
+    }
+    assert Redactor().tree(tree) == {
+        "api_key": REDACTED,
+        "{{ $MY_API_KEY }}": {"password": (REDACTED, 1234567)},
+        "url": "x/{{ $MY_API_KEY }}",
+    }
 
 
 @pytest.mark.parametrize(

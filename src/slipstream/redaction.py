@@ -93,12 +93,22 @@ class Redactor(logging.Filter):
             text = text.replace(value, replacement)
         return _TOKEN.sub(REDACTED, text)
 
-    def tree(self, value: Any) -> Any:
-        """Return nested dicts and lists of built-in values, with the secrets in all strings replaced."""
+    def tree(self, value: Any, secret: bool = False) -> Any:
+        """Return nested dicts and lists of built-in values, with the secrets in all strings replaced.
+
+        A string is also replaced if the name of its key indicates a secret, or if `secret` is true. Numbers are kept,
+        because a resumed run may need them.
+        """
         if isinstance(value, dict):
-            return {key: self.tree(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.tree(item) for item in value)
+            return {
+                self.tree(key): self.tree(item, secret or is_secret_name(key)) for key, item in value.items()
+            }
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self.tree(item, secret) for item in value)
+        if isinstance(value, Reference):
+            return self(value.reference)
+        if secret and isinstance(value, str | bytes) and value:
+            return REDACTED
         return self(value) if isinstance(value, str) else value
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -174,14 +184,21 @@ def redact_errors(redactor: Redactor) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause: BaseException | None = error
-        seen: set[int] = set()
-        while cause is not None and id(cause) not in seen:
-            seen.add(id(cause))
-            args = tuple(redactor(arg) if isinstance(arg, str) else arg for arg in cause.args)
-            if args != cause.args:
-                cause.args = args
-            if notes := getattr(cause, "__notes__", None):
-                notes[:] = [redactor(note) for note in notes]
-            cause = cause.__cause__ or cause.__context__
+        _redact_error(error, redactor, set())
         raise
+
+
+def _redact_error(error: BaseException | None, redactor: Redactor, seen: set[int]) -> None:
+    """Remove secrets from an error, its causes and the errors of a group. `seen` contains the ids of these."""
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    if (args := redactor.tree(error.args)) != error.args:
+        error.args = args
+    for name in ("filename", "filename2"):  # the text of an OSError contains these attributes
+        if isinstance(path := getattr(error, name, None), str):
+            setattr(error, name, redactor(path))
+    if notes := getattr(error, "__notes__", None):
+        notes[:] = [redactor(note) for note in notes]
+    for other in (error.__cause__, error.__context__, *getattr(error, "exceptions", ())):
+        _redact_error(other, redactor, seen)

@@ -225,7 +225,9 @@ def test_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypat
     assert "The report cannot be written: OSError: [Errno 28] No space left on device" in log
 
 
-@pytest.mark.parametrize(("batches", "text"), [(3, "one compiled graph"), (0, "eager, because its compilation")])
+@pytest.mark.parametrize(
+    ("batches", "text"), [(3, "one compiled graph"), (0, "eager, because its compilation")]
+)
 def test_a_graph_that_no_batch_used_is_reported_as_eager(batches, text):
     step = Mock(spec=CompiledStep, uses_graph=True, batches=batches)
     assert run_report._describe_step(Mock(step=step)).startswith(text)

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,6 +55,55 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
     trained(tmp_path / "parts", first, stop)
     parts = trained(tmp_path / "parts", other, 10, resume=True)
     assert_same(weights(whole), weights(parts))
+
+
+def test_resume_continues_in_a_later_pass_of_an_epoch_that_consists_of_several(tmp_path):
+    data = loader(sampler="InfiniteSampler", num_batch_per_epoch=12)  # a pass has five batches
+    cfg = dict(train_dataloader=data, train_cfg=dict(by_epoch=True, max_epochs=2))
+    whole = run(tmp_path / "whole", **cfg)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+    with suppress(StoppedError):
+        run(tmp_path / "parts", **cfg, default_hooks=hooks, custom_hooks=[Stop(8)])
+    parts = run(tmp_path / "parts", **cfg, resume=True)
+    assert parts.iter == 24
+    assert_same(weights(whole), weights(parts))
+
+
+def test_resume_in_an_epoch_whose_length_has_changed_logs_a_warning(tmp_path):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+    with suppress(StoppedError):
+        run(tmp_path, custom_hooks=[Stop(2)], default_hooks=hooks)
+    run(tmp_path, train_dataloader=loader(TensorDataset(*samples(24))), resume=True)
+    log = max(tmp_path.glob("*/*.log"), key=os.path.getmtime).read_text()
+    assert "in the middle of an epoch of 5 batches, but an epoch of this run has 3" in log
+
+
+def test_resume_does_not_use_a_checkpoint_of_another_run_with_the_name_of_the_last_one(tmp_path):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+    for folder, seed in (("own", 0), ("other", 1)):
+        run(tmp_path / folder, default_hooks=hooks, randomness=dict(seed=seed))
+    finished = torch.load(tmp_path / "own/epoch_3.pth", weights_only=True)["state_dict"]
+    shutil.copy(tmp_path / "other/epoch_3.pth", tmp_path / "own/epoch_3.pth")
+    resumed = run(tmp_path / "own", default_hooks=hooks, resume=True)
+    log = max(tmp_path.glob("own/*/*.log"), key=os.path.getmtime).read_text()
+    assert "epoch_3.pth, which was written by another run" in log
+    assert f"Resuming from {tmp_path / 'own/epoch_2.pth'}" in log
+    assert_same(weights(resumed), finished)
+
+
+def test_step_is_compiled_after_a_resume_before_the_first_update(tmp_path):
+    cfg = dict(speed=dict(compile=dict(backend="eager", scope="step"), accumulate=3))
+    cfg["optim_wrapper"] = dict(optimizer=dict(type="AdamW", lr=0.01))
+    whole = run(tmp_path / "whole", **cfg)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
+    with suppress(StoppedError):
+        run(tmp_path / "parts", **cfg, custom_hooks=[Stop(1)], default_hooks=hooks)
+    parts = run(tmp_path / "parts", **cfg, resume=True)
+    log = max(tmp_path.glob("parts/*/*.log"), key=os.path.getmtime).read_text()
+    assert "cannot be compiled" not in log
+    assert "has no entries" not in log
+    assert parts.step.batches > 0
+    torch.testing.assert_close(weights(parts), weights(whole))
 
 
 def test_resume_with_a_different_kind_of_generator_in_the_sampler_raises_an_error(tmp_path):

@@ -244,6 +244,7 @@ _META = _entries(
         "iter": _count,
         "inner_samples": _count,
         "samples_per_step": _positive,
+        "epoch_length": _optional(_positive),
         "num_workers": _count,
         "validated": _boolean,
         "seed": _optional(_seed),

@@ -110,10 +110,17 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
         latest = find_latest_checkpoint(folder)
     except CheckpointError as problem:
         error = problem
-    if latest is not None:
-        yield latest
     # CheckpointHook may write to another folder (`out_dir`).
     folders = {path.resolve(): path for path in (folder, *([latest.parent] if latest else []))}
+    stored = _stored_origin(folder)
+    if latest is not None and stored is not None and read_origin(latest)[0] not in (stored[0], None):
+        error = CheckpointError(
+            f"{folder / LAST_FILE} refers to {latest}, which was written by another run; pass the path of a checkpoint "
+            "instead"
+        )
+        latest = None
+    if latest is not None:
+        yield latest
     others = [path for path in _by_age(folders.values()) if path != latest]
     usable = _of_last_run(folder, latest, others, warn)
     if error is not None and not usable:

@@ -303,7 +303,7 @@ class Checkpoints:
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
             "cfg": config_text(runner.cfg),
-            "dataset_meta": getattr(getattr(loader, "dataset", None), "metainfo", None),
+            "dataset_meta": self._redactor.tree(getattr(getattr(loader, "dataset", None), "metainfo", None)),
         }
 
     def write(

@@ -140,6 +140,7 @@ class _TrainLoop(BaseLoop):
             "iter": self._iter + (1 if by_epoch is False else 0),
             "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
+            "epoch_length": self.epoch_length,
             # The checkpoint at the end of an epoch or step is written before validation.
             "validated": by_epoch is not self.counts_epochs and self._validated,
         }
@@ -184,6 +185,13 @@ class _TrainLoop(BaseLoop):
                 f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
                 f"{rest} sample{'' if rest == 1 else 's'}"
                 + (f", including {repeated} that training has already used" if repeated else "")
+            )
+        length = position.get("epoch_length")
+        if start and saved_samples == samples and length not in (None, self.epoch_length):
+            logger.warning(
+                f"The checkpoint was written in the middle of an epoch of {length} batches, but an epoch of this run "
+                f"has {self.epoch_length}. The data or the batch sampler has changed, so the rest of this epoch may "
+                "repeat some samples and skip others"
             )
         logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 

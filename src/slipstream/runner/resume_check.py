@@ -77,7 +77,9 @@ def check_matches(
     compare_weights(core, weights_in(checkpoint, source), strict=True, source=str(source))
     check_tensors(core.state_dict(), checkpoint["state_dict"], "state_dict", source, warn, shapes=False)
     if optim is not None:
-        _check_optim(optim, _required(checkpoint, "optimizer"), source, warn)
+        # Before the first optimizer step, the optimizer has no state.
+        has_stepped = "batches" not in checkpoint or checkpoint["batches"] != checkpoint.get("unfinished")
+        _check_optim(optim, _required(checkpoint, "optimizer"), source, warn, has_stepped)
         check(checkpoint, PENDING, source)
         rank_gradients = checkpoint.get("rank_gradients", ())
         for path, gradients in [
@@ -132,7 +134,12 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
 
 
 def _check_optim(
-    optim: OptimWrapper, saved: Mapping[str, Any], source: Any, warn: Warn, path: str = "optimizer"
+    optim: OptimWrapper,
+    saved: Mapping[str, Any],
+    source: Any,
+    warn: Warn,
+    has_stepped: bool,
+    path: str = "optimizer",
 ) -> None:
     if isinstance(optim, OptimWrapperDict):
         if set(saved) != set(optim.keys()):
@@ -141,9 +148,9 @@ def _check_optim(
                 f"{sorted(optim.keys())}; resume with the same optimizers, or start a new run with load_from"
             )
         for name, wrapper in optim.items():
-            _check_optim(wrapper, saved[name], source, warn, f"{path}.{name}")
+            _check_optim(wrapper, saved[name], source, warn, has_stepped, f"{path}.{name}")
         return
-    check_optimizer(optim.optimizer, saved, path, source, warn)
+    check_optimizer(optim.optimizer, saved, path, source, warn if has_stepped else None)
     if (scaler := getattr(optim, "loss_scaler", None)) is None:
         return
     if saved.get("loss_scaler") in (None, {}):

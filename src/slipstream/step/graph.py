@@ -170,10 +170,11 @@ class GraphStep(CompiledStep):
                 why = f"its graph was invalidated {self._changes.rebuilds} times; last change: {changed}"
                 return self._fall_back(NotCapturedError(f"{why}; avoid such changes"), inputs)
         if self._step is None and not self._trained:
-            if self._started or self.optim.batches == 0:
+            if not self._started and self.optim.batches > 0:
+                self._infer_trained()
+            if not self._trained:
                 self._started = True
                 return self._train_and_record(inputs)
-            self._infer_trained()
         if self.sync is None and needs_autograd_engine():
             return self.eager.train(inputs)
         if has_gradients(self.optim.parameters()):

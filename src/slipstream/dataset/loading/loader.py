@@ -165,7 +165,10 @@ def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
     if is_infinite(loader) or not can_start_inside_batch(loader):
         return None
     assert isinstance(batches, EpochBatchSampler)
-    size, full = batches.batch_sampler.batch_size, batches.samples
+    size: int = batches.batch_sampler.batch_size
+    full = batches.samples
+    if batches.limit is not None and isinstance(batches.batch_sampler.sampler, InfiniteSampler):
+        return batches.limit * size * get_world_size()  # more than one pass, if the limit is large
     if batches.batch_sampler.drop_last:
         full -= full % size
     return (full if batches.limit is None else min(full, batches.limit * size)) * get_world_size()
