@@ -30,7 +30,8 @@ def save_step(step: TrainStep, path: str | Path, values: Mapping[str, Any]) -> N
     """Write the model, the step, the random states and `values` to `path`; see `TrainStep.save`."""
     if get_world_size() > 1 and not step.optim.begins_window():
         raise CheckpointError(
-            "an accumulation window is unfinished, and each process has its own gradients; save when the window ends"
+            "an accumulation window is unfinished, and each process has its own gradients; save when the window ends "
+            "(step.updated is True)"
         )
     state = unwrap_model(step.model).state_dict()
     check_restorable(state)
