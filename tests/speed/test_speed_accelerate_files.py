@@ -195,6 +195,18 @@ def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_file_with_other_names_suggests_what_accelerate_supports(tmp_path):
+    model, step, _ = parts({})
+    step.save(tmp_path / "a.pth")
+    renamed = nn.Sequential(*model, nn.Linear(4, 4))
+    other = accelerate(renamed, torch.optim.AdamW(renamed.parameters()), F.cross_entropy)
+    with pytest.raises(
+        CheckpointError, match=r"different model.* Load it into a step with the model"
+    ) as error:
+        other.load(tmp_path / "a.pth")
+    assert "revise_keys" not in str(error.value)
+
+
 def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
     _, step, schedule = parts({})
     with pytest.raises(

@@ -19,6 +19,7 @@ from slipstream.checkpoint.weights import compare_weights
 from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.errors import CheckpointError
 from slipstream.model import unwrap_model
+from slipstream.speed.step_state import own_remedy
 
 if TYPE_CHECKING:
     from slipstream.speed.accelerate import TrainStep
@@ -50,7 +51,8 @@ def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
     content = load_checkpoint(path)
     check(content, ACCELERATED_FILE, source)
     model = unwrap_model(step.model)
-    compare_weights(model, content["state_dict"], True, source)
+    with own_remedy(". Load it into a step with the model with which it was saved"):
+        compare_weights(model, content["state_dict"], True, source)
     step.check_state(content["step"], source)
     model.load_state_dict(content["state_dict"])
     step.load_state_dict(content["step"])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
     from slipstream.speed.accelerate import TrainStep
 
-__all__ = ["check_step_state"]
+__all__ = ["check_step_state", "own_remedy"]
 
 _REMEDY = (
     ". Load it into a step with the model, optimizer and options with which it was saved, or load only the weights: "
@@ -36,7 +36,7 @@ def check_step_state(step: TrainStep, state: Mapping[str, Any], others: list[Ten
         CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.
     """
     check_schema(state, ACCELERATED, source)
-    with _own_remedy():
+    with own_remedy():
         check_optimizer(step.optim.optimizer, state["optimizer"], "optimizer", source)
         scaler, saved = step.optim.loss_scaler, state["optimizer"].get("loss_scaler")
         if scaler is not None and saved not in (None, {}):
@@ -48,12 +48,12 @@ def check_step_state(step: TrainStep, state: Mapping[str, Any], others: list[Ten
 
 
 @contextmanager
-def _own_remedy() -> Iterator[None]:
+def own_remedy(remedy: str = _REMEDY) -> Iterator[None]:
     """Replace the remedies for a Runner, such as `load_from`, in the errors raised within the context."""
     try:
         yield
     except MismatchError as error:
-        raise CheckpointError(error.problem + _REMEDY) from error
+        raise CheckpointError(error.problem + remedy) from error
 
 
 def _check_average(own: Mapping[str, Any], saved: Mapping[str, Any], source: str) -> None:
