@@ -2,12 +2,14 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
 from slipstream.checkpoint import check_optimizer
+from slipstream.checkpoint.matching import MismatchError
 from slipstream.errors import CheckpointError
 
 OPTIONS = [
@@ -106,3 +108,12 @@ def test_missing_states_are_reported():
     del saved["state"][1]
     check_optimizer(optimizer("Adam", {})[1], saved, "optimizer", "a.pth", lines.append)
     assert "no entries for the parameters [1]" in lines[0]
+
+
+def test_mismatch_separates_the_problem_from_the_remedy_also_after_pickling():
+    with pytest.raises(MismatchError) as caught:
+        check_optimizer(optimizer("SGD", {})[1], {"state": {}, "param_groups": []}, "optimizer", "a.pth")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert str(error) == error.problem + error.remedy
+        assert "load_from" in error.remedy
+        assert "load_from" not in error.problem

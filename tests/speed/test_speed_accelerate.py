@@ -1,5 +1,6 @@
 """`accelerate` matches a plain training loop with every option."""
 
+import copy
 import gc
 import logging
 import warnings
@@ -13,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import slipstream
-from slipstream.errors import CheckpointError, ConfigError, DataError, LossError
+from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError
 from slipstream.speed.accelerate import TrainStep, accelerate
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -250,10 +251,29 @@ def test_averaged_swaps_weights_only_inside_the_context():
     assert_same(step.average, reference.average, rtol=0, atol=0)
 
 
-def test_averaged_is_a_no_op_without_ema():
+@pytest.mark.parametrize("compile", [None, GRAPH])
+def test_step_within_averaged_raises_an_error_and_changes_nothing(compile):
+    model, _, step = train(compile=compile, ema=dict(type="constant", decay=0.8))
+    weights, average = copy.deepcopy(model.state_dict()), copy.deepcopy(step.average.state_dict())
+    with (
+        step.averaged(),
+        pytest.raises(
+            ModelError, match=r"cannot be called within `with step\.averaged\(\)`.* after this block"
+        ),
+    ):
+        step(batches()[0])
+    assert step.steps == 12
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    torch.testing.assert_close(step.average.state_dict(), average, rtol=0, atol=0)
+    step(batches()[0])
+
+
+def test_averaged_yields_the_model_without_ema_and_warns_once(caplog):
     model, _, step = train()
-    with step.averaged() as inside:
-        assert inside is model
+    for _ in range(2):
+        with step.averaged() as inside:
+            assert inside is model
+    assert caplog.text.count("The option ema is off, so averaged() yields the model itself") == 1
 
 
 # ---- resume -----------------------------------------------------------------------------------------------
@@ -341,6 +361,68 @@ def test_unsupported_option_error_contains_the_config_path(speed, message):
     model = net()
     with pytest.raises((ConfigError, slipstream.errors.UnknownNameError), match=message):
         accelerate(model, sgd(model), F.cross_entropy, speed)
+
+
+def test_training_longer_than_total_steps_warns_once(caplog):
+    _, _, step = train(total_steps=12, accumulate=5)
+    assert "total_steps" not in caplog.text
+    for batch in batches(3):
+        step(batch)
+    assert caplog.text.count("Training continues after total_steps=12 batches") == 1
+    assert "not of weight updates; pass len(loader) * epochs" in step.summary()
+
+
+@pytest.mark.parametrize(
+    ("ema", "total_steps", "slow"),
+    [
+        (True, 12, True),
+        (True, 100_000, False),
+        (dict(type="constant"), 1000, True),
+        (dict(type="constant"), None, False),
+        (dict(type="threshold"), 12, False),
+        (dict(type="swa"), 12, False),
+    ],
+)
+def test_decay_that_is_too_high_for_a_short_run_warns(ema, total_steps, slow, caplog):
+    model = net()
+    accelerate(model, sgd(model), F.cross_entropy, dict(ema=ema), total_steps)
+    assert ("speed.ema: the decay is too high for a run of" in caplog.text) == slow
+
+
+def test_error_of_exp_says_that_total_steps_counts_batches():
+    model = net()
+    with pytest.raises(
+        ConfigError, match=r"pass total_steps, the number of batches \(not of weight updates\)"
+    ):
+        accelerate(model, sgd(model), F.cross_entropy, dict(ema=True))
+
+
+# ---- processes ----------------------------------------------------------------------------------------
+
+
+def test_launcher_without_a_process_group_warns(monkeypatch, caplog):
+    place = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    model = net()
+    step = accelerate(model, sgd(model), F.cross_entropy)
+    message = "pytorch started several processes, but there is no process group, so each process trains its own model"
+    assert caplog.text.count(message) == 1
+    assert "Call slipstream.dist.init_dist('pytorch') before accelerate()" in step.summary()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert message not in accelerate(model, sgd(model), F.cross_entropy).summary()
+
+
+def test_options_without_effect_are_logged_once_with_the_reason(caplog):
+    with caplog.at_level(logging.INFO, "slipstream"):
+        _, _, step = train(sync_bn=True, parallel="ddp")
+    for option, reason in {
+        "sync_bn": "a single process already normalizes over the whole batch",
+        "parallel": "only one process is running; start several with --nproc or a launcher",
+    }.items():
+        assert caplog.text.count(f"speed.{option} has no effect here: {reason}") == 1
+        assert f"  {option} has no effect here: {reason}" in step.summary()
 
 
 def test_exp_decay_depends_on_total_steps():

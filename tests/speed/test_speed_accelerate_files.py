@@ -122,6 +122,58 @@ def test_file_contains_the_weights_of_the_model(tmp_path):
     torch.testing.assert_close(content["state_dict"], dict(model.state_dict()), rtol=0, atol=0)
 
 
+def test_file_with_an_average_loaded_without_ema_warns_that_it_is_ignored(tmp_path, caplog):
+    model, step, schedule = parts(dict(ema=dict(type="threshold")))
+    epochs(step, schedule, [0], tmp_path)
+    other, resumed, _ = parts({}, seed=1)
+    for _ in range(2):
+        resumed.load(tmp_path / "0.pth")
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert resumed.average is None
+    assert caplog.text.count("contains an average, which is ignored, because the option ema is off") == 1
+
+
+def test_file_without_an_average_restarts_the_average_from_the_loaded_weights_and_warns(tmp_path, caplog):
+    model, step, schedule = parts({})
+    step.save(tmp_path / "new.pth")
+    epochs(step, schedule, [0], tmp_path)
+    other, resumed, schedule = parts(dict(ema=dict(type="threshold")), seed=1)
+    resumed.load(tmp_path / "new.pth")  # before the first update, there is no average to lose
+    assert "average" not in caplog.text
+    epochs(resumed, schedule, [0])
+    resumed.load(tmp_path / "0.pth")
+    assert caplog.text.count("contains no average, so the average starts again from the loaded weights") == 1
+    assert resumed.average.steps == 0
+    torch.testing.assert_close(resumed.average.module.state_dict(), model.state_dict(), rtol=0, atol=0)
+    resumed(next(iter(loader())))
+    assert torch.equal(
+        resumed.average.module[0].weight, other[0].weight
+    )  # the first update copies the weights
+
+
+def test_values_may_contain_every_name(tmp_path):
+    _, step, _ = parts({})
+    step.save(tmp_path / "a.pth", path="data", self=1)
+    assert step.load(tmp_path / "a.pth") == {"path": "data", "self": 1}
+
+
+def test_state_of_another_optimizer_suggests_what_accelerate_supports(tmp_path):
+    model, step, schedule = parts({})
+    epochs(step, schedule, [0], tmp_path)
+    groups = [{"params": [param]} for param in model.parameters()]
+    for optimizer in (torch.optim.AdamW(groups), torch.optim.AdamW(model.parameters(), amsgrad=True)):
+        other = accelerate(model, optimizer, F.cross_entropy)
+        state = step.state_dict()
+        if len(optimizer.param_groups) == 1:
+            del state["optimizer"]["state"][0]["exp_avg"]
+        with pytest.raises(
+            CheckpointError, match=r"optimizer.*load only the weights: model\.load_state"
+        ) as error:
+            other.load_state_dict(state)
+        assert "load_from" not in str(error.value)
+        assert "paramwise_cfg" not in str(error.value)
+
+
 def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path):
     _, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)
@@ -141,6 +193,18 @@ def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert other.steps == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_file_with_other_names_suggests_what_accelerate_supports(tmp_path):
+    model, step, _ = parts({})
+    step.save(tmp_path / "a.pth")
+    renamed = nn.Sequential(*model, nn.Linear(4, 4))
+    other = accelerate(renamed, torch.optim.AdamW(renamed.parameters()), F.cross_entropy)
+    with pytest.raises(
+        CheckpointError, match=r"different model.* Load it into a step with the model"
+    ) as error:
+        other.load(tmp_path / "a.pth")
+    assert "revise_keys" not in str(error.value)
 
 
 def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
@@ -253,6 +317,29 @@ def test_summary_reports_why_the_step_is_not_compiled():
     assert "step: eager, with a compiled model; trained on 4 batches" in text
     assert "warning: The step cannot be compiled as one graph" in text
     assert "outputs.sum().item() > 0" in text
+
+
+@pytest.mark.parametrize(
+    ("compile", "count", "scope", "text"),
+    [
+        (dict(backend="eager"), 4, "step", "compiled as one graph until close()"),
+        (dict(backend="eager"), 0, "step", "eager, because its graph was not ready before close()"),
+        (dict(backend="eager", scope="model"), 4, "model", "eager, with a compiled model"),
+        (None, 4, None, "eager"),
+    ],
+)
+def test_summary_of_a_closed_step_describes_the_code_that_trained_the_batches(compile, count, scope, text):
+    _, step, _ = parts(dict(compile=compile))
+    for batch in list(loader())[:count]:
+        step(batch)
+    step.close()
+    step.close()
+    assert f"step: {text}; trained on {count} batches" in step.summary()
+    assert step.compiled_scope == scope
+    if text.startswith("compiled"):
+        assert "2 of them with the graph" in step.summary()
+    step(next(iter(loader())))  # runs eagerly
+    assert f"step: {text}; trained on {count + 1} batch" in step.summary()
 
 
 def test_summary_of_an_eager_step_lists_the_options_that_auto_selects():

@@ -248,12 +248,20 @@ def test_errors_describe_what_is_wrong():
         failing(nn.Linear(2, 2), {"image": torch.ones(1, 2), "label": torch.zeros(1)}, loss_fn=F.mse_loss)
     with pytest.raises(LossError, match="the model returned an object of type Output, but no loss"):
         failing(model_of(NoLoss), torch.ones(1, 2, dtype=torch.float64))
+    with pytest.raises(LossError, match=r"of type tuple, in which the loss has no name; .*return_dict=True"):
+        failing(model_of(lambda: NoLoss(as_tuple=True)), torch.ones(1, 2, dtype=torch.float64))
     with pytest.raises(LossError, match=r"'loss' has shape \(1, 2\)"):
         failing(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ConfigError, match=r"compute_loss: loss_fn and compute_loss are mutually exclusive"):
         failing(nn.Linear(2, 2), None, loss_fn=F.mse_loss, compute_loss=F.mse_loss)
     with pytest.raises(ConfigError, match="compute_loss: must be a function"):
         failing(nn.Linear(2, 2), None, compute_loss=3)
+    with pytest.raises(
+        ConfigError, match=r"loss_fn: must be a function, not \{.*\}; pass speed options as speed="
+    ):
+        failing(nn.Linear(2, 2), None, loss_fn=dict(precision="bf16"))
+    with pytest.raises(ConfigError, match="not 'model'; if the model returns its own loss, omit loss_fn"):
+        failing(nn.Linear(2, 2), None, loss_fn="model")
     model, other = nn.Linear(2, 2), nn.Linear(2, 1)
     with pytest.raises(ModelError, match="does not depend on any of the optimizer's parameters"):
         failing(model, torch.ones(1, 2), compute_loss=lambda model, x: other(model(x).detach()).sum())
@@ -262,11 +270,13 @@ def test_errors_describe_what_is_wrong():
 
 
 class NoLoss(nn.Linear):
-    def __init__(self):
+    def __init__(self, as_tuple=False):
         super().__init__(2, 2)
+        self.as_tuple = as_tuple
 
     def forward(self, x):
-        return Output(None, super().forward(x))
+        y = super().forward(x)
+        return (y.mean(), y) if self.as_tuple else Output(None, y)
 
 
 # ---- transformers -----------------------------------------------------------------------------------------

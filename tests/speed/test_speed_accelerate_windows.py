@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream import accelerate
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 
 COMPILED = dict(compile=dict(backend="eager"))
 
@@ -135,7 +135,7 @@ def test_average_that_counts_batches_is_rejected():
 
 @pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
 @pytest.mark.parametrize("accumulate", [1, 3, 8])
-def test_window_resumed_with_a_different_size_uses_the_mean_gradient(compiled, accumulate):
+def test_window_resumed_with_a_different_size_uses_the_mean_gradient_and_warns(compiled, accumulate, caplog):
     data = batches(8)
     model = net()
     step = accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4, **compiled))
@@ -144,6 +144,8 @@ def test_window_resumed_with_a_different_size_uses_the_mean_gradient(compiled, a
     other = copy.deepcopy(model)
     resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=accumulate, **compiled))
     resumed.load_state_dict(step.state_dict())
+    assert "unfinished accumulation window of 4 batches" in resumed.summary()
+    assert "the window ends after" in caplog.text
     size = {1: 3, 3: 3, 8: 8}[accumulate]  # the window ends at the next multiple of `accumulate`
     for batch in data[2:size]:
         resumed(batch)
@@ -165,3 +167,64 @@ def test_window_resumed_with_different_total_steps_uses_the_mean_gradient(before
         resumed(batch)
     expected, _ = by_hand(data[: after or 8], 4, 8)
     assert_same(other.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", None), (None, "fp16")])
+def test_gradients_with_a_loss_scale_are_not_loaded_into_a_step_without_one(before, after, tmp_path):
+    def make(precision):
+        model = net().float()
+        return model, accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4, precision=precision))
+
+    data = [(x.float(), y) for x, y in batches(4)]
+    (_, step), (model, other) = make(before), make(after)
+    for batch in data[:2]:
+        step(batch)
+    step.save(tmp_path / "a.pth")
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        CheckpointError, match=r"a\.pth: 'gradients' .* loss scale, .* Set the precision with which"
+    ):
+        other.load(tmp_path / "a.pth")
+    assert_same(model.state_dict(), weights)
+    assert other.steps == 0
+    for batch in data[2:]:
+        step(batch)
+    step.save(tmp_path / "b.pth")
+    other.load(tmp_path / "b.pth")  # without gradients, the precision may differ
+
+
+# ---- updated ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [({}, 3), ({}, 1), (dict(batches_per_epoch=4), 3), (dict(total_steps=8), 3)],
+    ids=str,
+)
+def test_updated_is_true_after_exactly_the_calls_that_change_the_weights(compiled, lengths, window, tmp_path):
+    def make():
+        model = net()
+        return model, accelerate(
+            model, sgd(model), F.cross_entropy, dict(accumulate=window, **compiled), **lengths
+        )
+
+    model, step = make()
+    assert not step.updated
+    found, expected = [], []
+    for number, batch in enumerate(batches(8)):
+        before = copy.deepcopy(model.state_dict())
+        if number == 4:  # the file contains whether a window is unfinished
+            step.save(tmp_path / "a.pth")
+            updated = step.updated
+            model, step = make()
+            step.load(tmp_path / "a.pth")
+            assert step.updated == updated
+        step(batch)
+        found.append(step.updated)
+        expected.append(
+            any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        )
+    assert found == expected
+    assert any(found)
+    assert all(found) == (window == 1)

@@ -16,9 +16,26 @@ from slipstream.checkpoint.schema import OPTIMIZER, check, describe_value, is_re
 from slipstream.errors import CheckpointError
 from slipstream.typecheck import is_real
 
-__all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
+__all__ = ["MismatchError", "check_like", "check_optimizer", "check_tensors", "restoring"]
 
 Warn = Callable[[str], None]
+
+
+class MismatchError(CheckpointError):
+    """An entry of a checkpoint does not match the run.
+
+    Args:
+        problem: description of the entry. A caller that is not a Runner raises it with its own remedy.
+        remedy: what to do in a Runner, with the punctuation that separates it from `problem`.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem, self.remedy = problem, remedy
+
+    def __str__(self) -> str:
+        return self.problem + self.remedy
+
 
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """Entries in the state of torch's optimizers that have a single element."""
@@ -118,10 +135,10 @@ def _kind(tensor: Tensor) -> str:
     return "complex" if tensor.is_complex() else "bool" if tensor.dtype is torch.bool else "int"
 
 
-def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{source}: '{where}' must be {text} in this run, not {describe_value(saved)}. Resume with the configuration "
-        "of the original run, or start a new run with load_from"
+def _different(where: str, text: str, saved: Any, source: Any) -> MismatchError:
+    return MismatchError(
+        f"{source}: '{where}' must be {text} in this run, not {describe_value(saved)}",
+        ". Resume with the configuration of the original run, or start a new run with load_from",
     )
 
 
@@ -141,8 +158,8 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
                 check_like(value, saved[key], f"{where}.{key}", source)
                 _check_counter(key, value, saved[key], f"{where}.{key}", source)
             elif not isinstance(value, bool):  # flags differ between versions of torch
-                raise CheckpointError(
-                    f"{source}: '{where}.{key}' is missing; use load_from to start a new run"
+                raise MismatchError(
+                    f"{source}: '{where}.{key}' is missing", "; use load_from to start a new run"
                 )
     elif isinstance(own, list | tuple):
         if not isinstance(saved, list | tuple) or len(saved) != len(own):
@@ -190,19 +207,19 @@ def check_optimizer(
     groups = saved["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in groups] != sizes:
-        raise CheckpointError(
+        raise MismatchError(
             f"{source}: the groups in '{where}.param_groups' contain "
-            f"{[len(group['params']) for group in groups]} parameters, but the optimizer's groups contain "
-            f"{sizes}. Resume with the same optimizer and paramwise_cfg, or start a new run with load_from"
+            f"{[len(group['params']) for group in groups]} parameters, but the optimizer's groups contain {sizes}",
+            ". Resume with the same optimizer and paramwise_cfg, or start a new run with load_from",
         )
     for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         _check_group(optimizer.defaults, own, group, f"{where}.param_groups[{index}]", source)
     params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     indices = list(chain.from_iterable(group["params"] for group in groups))
     if sorted(indices) != indices or len({*indices}) != len({*map(id, params)}):
-        raise CheckpointError(
-            f"{source}: '{where}.param_groups' must contain parameter indices in ascending order, not {indices[:20]}; "
-            "use load_from to start a new run from the weights"
+        raise MismatchError(
+            f"{source}: '{where}.param_groups' must contain parameter indices in ascending order, not {indices[:20]}",
+            "; use load_from to start a new run from the weights",
         )
     _check_states(optimizer, dict(zip(indices, params, strict=True)), saved, where, source, warn)
 
@@ -226,9 +243,9 @@ def _check_states(
         if kind is None:
             continue
         if index not in params:
-            raise CheckpointError(
-                f"{source}: '{place}' does not belong to any of the {len(params)} parameters; use load_from "
-                "to start a new run from the weights"
+            raise MismatchError(
+                f"{source}: '{place}' does not belong to any of the {len(params)} parameters",
+                "; use load_from to start a new run from the weights",
             )
         extra = [
             name
@@ -237,8 +254,9 @@ def _check_states(
         ]
         missing = [name for name in (*_STATES[kind], *extra) if name not in state]
         if missing and (state or kind != "SGD"):
-            raise CheckpointError(
-                f"{source}: '{place}.{missing[0]}' is missing; use load_from to start a new run from the weights"
+            raise MismatchError(
+                f"{source}: '{place}.{missing[0]}' is missing",
+                "; use load_from to start a new run from the weights",
             )
         _check_state(params[index], state, kind == "SGD", place, source)
 
@@ -272,7 +290,7 @@ def _check_group(
         if key in group:
             check_like(value, group[key], f"{where}.{key}", source)
         elif key in defaults and isinstance(value, int | float | tuple) and not isinstance(value, bool):
-            raise CheckpointError(f"{source}: '{where}.{key}' is missing; use load_from to start a new run")
+            raise MismatchError(f"{source}: '{where}.{key}' is missing", "; use load_from to start a new run")
     for key in _NOT_NEGATIVE:
         value = group.get(key, 0)
         if _is_numeric(value) and not 0 <= float(value) < math.inf:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.checkpoint.matching import MismatchError
 from slipstream.errors import CheckpointError
 
 __all__ = ["compare_weights", "load_weights", "loaded_names", "revise"]
@@ -110,9 +111,9 @@ def compare_weights(
     if own and not state:
         raise CheckpointError(f"{source}: 'state_dict' is empty; use another checkpoint")
     if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}. Use a "
-            "checkpoint of this model, or rename the keys with revise_keys"
+        raise MismatchError(
+            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}",
+            ". Use a checkpoint of this model, or rename the keys with revise_keys",
         )
     if own and len(missing) == len(own):
         raise CheckpointError(

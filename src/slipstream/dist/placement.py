@@ -19,6 +19,7 @@ __all__ = [
     "read_int",
     "read_placement",
     "read_str",
+    "unused_launcher",
 ]
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
@@ -97,6 +98,16 @@ def infer_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
     if any(rank in environ and local in environ for rank, _, local, _ in _MPI_FAMILIES):
         return "mpi"
     return "slurm" if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ else "none"
+
+
+def unused_launcher() -> Launcher | None:
+    """Return the launcher that started several processes, or None; for processes without a process group."""
+    launcher = infer_launcher()
+    try:
+        single_process = launcher == "none" or read_placement(launcher, os.environ).world_size == 1
+    except DistributedError:  # the job's environment variables are set, but those of the process are not
+        return None
+    return None if single_process else launcher
 
 
 def read_str(environ: Mapping[str, str], name: str, launcher: str) -> str:

@@ -103,10 +103,7 @@ class EMAHook(Hook):
             average.total_batches = runner.max_iters
         average.window = _accumulation(runner)
         self._restore()
-        if (
-            average.total_steps
-            and (mean := average.mean_update()) < (average.total_steps - average.interval) / 2
-        ):
+        if (mean := average.lagging_update()) is not None:
             updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
             runner.logger.warning(
                 f"EMAHook: the EMA decay is too high for a run of {updates}. The final average will resemble the "

@@ -110,6 +110,12 @@ class BaseAveragedModel(nn.Module):
             mean += self.weight(step) * (step + 1 - mean)
         return mean
 
+    def lagging_update(self) -> float | None:
+        """Return `mean_update` if the decay is too high for the length of the run; otherwise, return None."""
+        if not self.total_steps or (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
+            return None
+        return mean
+
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the model's current weights; the first call copies them."""

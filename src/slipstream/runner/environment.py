@@ -20,13 +20,11 @@ from slipstream.dist import (
     get_backend,
     get_rank,
     get_world_size,
-    infer_launcher,
     init_dist,
     is_distributed,
     sync_random_seed,
 )
-from slipstream.dist.placement import read_placement
-from slipstream.errors import DistributedError
+from slipstream.dist.placement import unused_launcher
 from slipstream.typecheck import NonNegativeInt, Rule
 
 __all__ = [
@@ -96,23 +94,13 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():
             dist_cfg.pop("backend")  # ignore MMEngine's default, which many configurations contain
         init_dist(launcher, **dist_cfg)
-    elif not is_distributed() and (unused := _unused_launcher()):
+    elif not is_distributed() and (unused := unused_launcher()):
         warnings.warn(
             f"{unused} started several processes, but launcher is 'none', so the processes train independently and "
             f"write to the same work_dir. Set launcher='{unused}'",
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _unused_launcher() -> str | None:
-    """Return the launcher that started several processes, or None if no launcher did."""
-    launcher = infer_launcher()
-    try:
-        single_process = launcher == "none" or read_placement(launcher, os.environ).world_size == 1
-    except DistributedError:  # the job's environment variables are set, but those of the process are not
-        return None
-    return None if single_process else launcher
 
 
 def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:

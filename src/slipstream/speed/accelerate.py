@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import ACCELERATED, check_like, check_optimizer, check_tensors
-from slipstream.checkpoint import check as check_schema
 from slipstream.devices import default_device
-from slipstream.dist import get_world_size
+from slipstream.dist import get_world_size, is_distributed
+from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
@@ -35,9 +33,10 @@ from slipstream.speed.apply import (
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
-from slipstream.speed.plan import SpeedPlan
+from slipstream.speed.plan import SpeedPlan, idle
 from slipstream.speed.step_file import load_step, save_step
-from slipstream.speed.step_summary import describe_step
+from slipstream.speed.step_state import check_step_state
+from slipstream.speed.step_summary import describe_compilation, describe_step
 from slipstream.speed.steps import Training, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step
 from slipstream.step.average import AveragePart, update_count
@@ -83,9 +82,10 @@ def accelerate(
             its entries are passed to the model as keyword arguments, and `loss_fn` is called with the outputs and the
             batch.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
-        total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
-            the last accumulation window then ends with the last batch, even if it contains fewer batches. If neither
-            this argument nor `batches_per_epoch` is set, the gradients of an incomplete last window are not applied.
+        total_steps: number of batches (calls to the step, not weight updates) in the whole training run; required for
+            `ema` of type 'exp'. With `accumulate`, the last accumulation window then ends with the last batch, even if
+            it contains fewer batches. If neither this argument nor `batches_per_epoch` is set, the gradients of an
+            incomplete last window are not applied. A warning is logged if training continues after this number.
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
             then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
@@ -102,14 +102,22 @@ def accelerate(
     check(total_steps, PositiveInt | None, "total_steps")
     check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     device = default_device()
-    plan = _complete_plan(speed, model, device)
+    plan, no_effect = _complete_plan(speed, model, device)
     prepared = prepare_model(model, plan, device)
     if isinstance(loss_fn, nn.Module):
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
     _move_state(optimizer)
     loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-    return TrainStep(prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module)
+    step = TrainStep(
+        prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module, no_effect
+    )
+    if not is_distributed() and (launcher := unused_launcher()):
+        step._warn(
+            f"{launcher} started several processes, but there is no process group, so each process trains its own "
+            f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
+        )
+    return step
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -141,14 +149,14 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> SpeedPlan:
-    """Return the plan for `speed` on this machine.
+def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> tuple[SpeedPlan, Mapping[str, str]]:
+    """Return the plan for `speed` on this machine, and the options that have no effect, with the reasons.
 
     Raises:
         ConfigError: an option is invalid or not supported by `accelerate`.
     """
-    plan = SpeedPlan.read(speed, device=device.type)
-    plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
+    capabilities = Capabilities.here(device.type, model, world_size=get_world_size())
+    plan = SpeedPlan.read(speed, device=device.type).complete(capabilities)
     for option, remedy in _UNSUPPORTED.items():
         if getattr(plan, option) and not plan.sources[option].startswith("auto"):
             raise ConfigError(remedy, plan.config_path(option))
@@ -157,7 +165,7 @@ def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> SpeedP
             "requires an optimizer that is built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
-    return plan
+    return plan, dict(idle(plan, capabilities))
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
@@ -187,8 +195,9 @@ def _move_state(optimizer: Optimizer) -> None:
 class TrainStep:
     """A training step with its state, returned by `accelerate`.
 
-    `average` is the averaged model, or None if `ema` is not set. `close()` logs the compile report and restores
-    process-wide settings; it is called automatically when the step is deleted.
+    `average` is the averaged model, or None if `ema` is not set. `updated` is True if the last call updated the
+    weights. `close()` logs the compile report and restores process-wide settings; it is called automatically when the
+    step is deleted.
     """
 
     def __init__(
@@ -201,10 +210,13 @@ class TrainStep:
         total_steps: int | None,
         batches_per_epoch: int | None = None,
         loss_module: nn.Module | None = None,
+        no_effect: Mapping[str, str] | None = None,
     ) -> None:
         self.model = model
         """The model, wrapped in DDP if there are several processes."""
         self.plan = plan
+        self.no_effect = dict(no_effect or {})
+        """The options that have no effect on this machine, with the reasons."""
         self._loss_module = loss_module
         self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
@@ -212,6 +224,7 @@ class TrainStep:
         fuse_optim(self.optim, plan)
         add_parts(plan, model, self.optim)
         self._total_steps = total_steps
+        self._is_longer = False  # whether training has continued after total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
         self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
@@ -223,11 +236,16 @@ class TrainStep:
             messages.append(message)
             logger.warning(message)
 
+        self._warn: Callable[[str], None] = warn
+        for option, reason in self.no_effect.items():
+            logger.info(f"{plan.sources[option]} has no effect here: {reason}")
         self._exit = ExitStack()
         self._exit.enter_context(process_settings(plan, device, warn))
         self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
-        self.close = weakref.finalize(self, self._exit.close)
-        """Log the compile report and restore process-wide settings; called automatically when the step is deleted."""
+        self._close = weakref.finalize(self, self._exit.close)
+        self._at_close: tuple[str | None, str] | None = (
+            None  # `compiled_scope` and its description, once closed
+        )
         training = Training(model, self.optim, losses[0], move.cast_data, losses[1])
         self._step: Step = build_step(training, plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
@@ -238,13 +256,37 @@ class TrainStep:
             self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch, without device synchronization; return `loss` and other values as 0-dim tensors."""
+        """Train on one batch, without device synchronization; return `loss` and other values as 0-dim tensors.
+
+        Raises:
+            ModelError: the step was called within `averaged`.
+        """
+        if self.average is not None and self.average.swapped:
+            raise ModelError(
+                "the step cannot be called within `with step.averaged()`, because it would train the averaged weights; "
+                "call it after this block"
+            )
+        if self._total_steps is not None and self.steps >= self._total_steps and not self._is_longer:
+            self._is_longer = True
+            self._warn_of_length()
         return self._step(batch)
+
+    def close(self) -> None:
+        """Log the compile report and restore process-wide settings; called automatically when the step is deleted.
+
+        Later batches run eagerly if the step was compiled as one graph.
+        """
+        if self._close.alive:
+            self._at_close = self.compiled_scope, describe_compilation(self, closed=True)
+        self._close()
 
     @property
     def compiled_scope(self) -> str | None:
-        """Scope of the compiled code: 'step' (even before its graph is ready), 'model' or 'block'; None if eager."""
-        return compiled_scope(self._step, self.model)
+        """Scope of the compiled code: 'step' (even before its graph is ready), 'model' or 'block'; None if eager.
+
+        After `close`, this is the scope before `close`.
+        """
+        return compiled_scope(self._step, self.model) if self._at_close is None else self._at_close[0]
 
     @property
     def inner(self) -> Step:
@@ -253,12 +295,33 @@ class TrainStep:
 
     def summary(self) -> str:
         """Return a summary as a string: whether the step is compiled, the options, and the warnings so far."""
-        return describe_step(self, self._warnings)
+        compilation = describe_compilation(self) if self._at_close is None else self._at_close[1]
+        return describe_step(self, compilation, self._warnings)
 
     @property
     def steps(self) -> int:
         """Number of batches trained on, including those before a resume."""
         return self.optim.batches
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last call updated the weights; with `accumulate`, whether it ended an accumulation window.
+
+        The value is known on the host. It is False before the first batch. With float16, it is also True if the update
+        was skipped because a gradient overflowed.
+        """
+        return self.steps > 0 and self.optim.begins_window()
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warnings:
+            self._warn(message)
+
+    def _warn_of_length(self) -> None:
+        self._warn(
+            f"Training continues after total_steps={self._total_steps} batches, the length for which the schedule of "
+            "ema and the last accumulation window were computed. total_steps is the number of batches in the whole "
+            "run, not of weight updates; pass len(loader) * epochs to accelerate()"
+        )
 
     def _add_average(self, options: EmaOptions, total_steps: int | None) -> None:
         path = self.plan.config_path("ema")
@@ -266,8 +329,8 @@ class TrainStep:
             raise ConfigError("accelerate does not count epochs; use begin_iter instead of begin_epoch", path)
         if options.type == "exp" and total_steps is None:
             raise ConfigError(
-                "type 'exp' depends on the number of training steps; pass total_steps to accelerate(), or use "
-                "ema=dict(type='threshold')",
+                "type 'exp' depends on the number of training steps; pass total_steps, the number of batches (not of "
+                "weight updates) in the whole run, to accelerate(), or use ema=dict(type='threshold')",
                 path,
             )
         core = unwrap_model(self.model)
@@ -278,6 +341,7 @@ class TrainStep:
         average.total_batches, average.window = total_steps, optim.accumulative_counts
         if total_steps:
             average.total_steps = self._updates(total_steps, options.begin_iter - 1)
+            self._warn_of_slow_average(average)
 
         optim.parts.append(
             AveragePart(
@@ -299,8 +363,22 @@ class TrainStep:
         per_epoch = -(-epoch // window)
         return max(1, (epochs - skipped_epochs) * per_epoch + -(-rest // window) - skipped_rest // window)
 
+    def _warn_of_slow_average(self, average: BaseAveragedModel) -> None:
+        if (mean := average.lagging_update()) is not None:
+            updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
+            self._warn(
+                f"{self.plan.config_path('ema')}: the decay is too high for a run of {updates}. The final average will "
+                f"resemble the weights at update {mean:.0f}. Train longer, use a smaller decay, or use "
+                "ema=dict(type='threshold'), which starts with a small decay"
+            )
+
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """Swap the averaged weights into the unwrapped model within the context, if the plan sets `ema`."""
+        """Swap the averaged weights into the unwrapped model within the context.
+
+        Without `ema`, the model is unchanged, and the first call logs a warning.
+        """
+        if self.average is None:
+            self._warn_once("The option ema is off, so averaged() yields the model itself")
         return self._swapped_in(average=True)
 
     @contextmanager
@@ -347,14 +425,49 @@ class TrainStep:
             with torch.no_grad():
                 for tensor, saved in zip(self._other_tensors(), state["other_tensors"], strict=True):
                     tensor.copy_(saved)
-        if self.average is not None and "average" in state:
-            self.average.load_state_dict(state["average"])
+        self._load_average(state)
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
         # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
+        self._warn_of_resized_window(state)
+
+    def _warn_of_resized_window(self, state: Mapping[str, Any]) -> None:
+        saved, now = state.get("window"), self.optim.window
+        if saved is not None and now != saved and self.optim.unfinished:
+            self._warn(
+                f"The loaded state contains the gradients of an unfinished accumulation window of {saved} batches. "
+                f"accumulate, total_steps or batches_per_epoch is now different, so the window ends after {now} "
+                "batches, and its update uses the mean gradient of these batches. To load a state without gradients, "
+                "save when step.updated is True"
+            )
+
+    def _load_average(self, state: Mapping[str, Any]) -> None:
+        saved, average = state.get("average"), self.average
+        if average is None:
+            if saved is not None and saved["steps"] > 0:
+                self._warn_once(
+                    "The loaded state contains an average, which is ignored, because the option ema is off. The step "
+                    "trains the unaveraged weights, and averaged() yields them. To continue the average, set ema"
+                )
+        elif saved is not None:
+            average.load_state_dict(saved)
+        else:
+            # The current average belongs to other weights; the first update copies the loaded weights.
+            average.steps = 0
+            average.module.load_state_dict(unwrap_model(self.model).state_dict())
+            if state["steps"] >= self._first_averaged_batch():
+                self._warn_once(
+                    "The loaded state contains no average, so the average starts again from the loaded weights at the "
+                    "next update. To continue without an average, remove ema"
+                )
+
+    def _first_averaged_batch(self) -> int:
+        options = self.plan.ema
+        begin = options.begin_iter if isinstance(options, EmaOptions) else 0
+        return begin + self.optim.accumulative_counts
 
     def _check_not_averaged(self, method: str) -> None:
         if self.average is not None and self.average.swapped:
@@ -371,14 +484,14 @@ class TrainStep:
         inside = {*self.model.parameters(), *self.model.buffers()}
         return [tensor for tensor in dict.fromkeys(found) if tensor not in inside]
 
-    def save(self, path: str | Path, **values: Any) -> None:
+    def save(self, path: str | Path, /, **values: Any) -> None:
         """Write all state that is required to resume training to a single file. All processes must call this method.
 
         This includes the model, the result of `state_dict`, and the random states of torch, NumPy and Python. The file
         is written atomically, and its `state_dict` entry contains the model's weights.
 
         Args:
-            path: path of the file.
+            path: path of the file. It is positional-only, so `values` may also contain `path=`.
             values: additional state that `load` returns, such as `epoch=epoch, schedule=schedule.state_dict()`. It may
                 contain tensors and built-in Python values.
 
@@ -408,49 +521,4 @@ class TrainStep:
         Raises:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.
         """
-        check_schema(state, ACCELERATED, source)
-        params = list(self.optim.parameters())
-        check_optimizer(self.optim.optimizer, state["optimizer"], "optimizer", source)
-        scaler, saved = getattr(self.optim, "loss_scaler", None), state["optimizer"].get("loss_scaler")
-        if scaler is not None and saved not in (None, {}):
-            check_like(scaler.state_dict(), saved, "optimizer.loss_scaler", source)
-        if self.average is not None and "average" in state:
-            own = self.average.state_dict()
-            if own.keys() != state["average"].keys():
-                names = sorted(map(str, own.keys() ^ state["average"].keys()))
-                raise CheckpointError(
-                    f"{source}: 'average' does not match the model; tensors found in only one of them: {names[:5]}"
-                )
-            averaged = {key: value for key, value in state["average"].items() if key != "steps"}
-            check_tensors(own, averaged, "average", source, warnings.warn)
-        self._check_other_tensors(state.get("other_tensors"), source)
-        gradients = state.get("gradients", [None] * len(params))
-        if len(gradients) != len(params):
-            raise CheckpointError(
-                f"{source}: 'gradients' has length {len(gradients)}, but the optimizer's parameter count is "
-                f"{len(params)}; load the state of the same model and optimizer"
-            )
-        saved_gradients = {
-            str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None
-        }
-        own = {str(index): param for index, param in enumerate(params)}
-        check_tensors(own, saved_gradients, "gradients", source, warnings.warn, layouts=False)
-
-    def _check_other_tensors(self, saved: list[Tensor] | None, source: str) -> None:
-        own = self._other_tensors()
-        if saved is None:
-            if own:
-                tensors = "the tensor" if len(own) == 1 else f"the {len(own)} tensors"
-                warnings.warn(
-                    f"{source} does not contain {tensors} that the optimizer or loss_fn uses outside the model; the "
-                    "current values are kept",
-                    stacklevel=4,
-                )
-            return
-        if len(saved) != len(own):
-            raise CheckpointError(
-                f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors that the optimizer and "
-                f"loss_fn use outside the model is {len(own)}; load the state of the same model, optimizer and loss_fn"
-            )
-        own_by_index, saved_by_index = ({str(i): t for i, t in enumerate(each)} for each in (own, saved))
-        check_tensors(own_by_index, saved_by_index, "other_tensors", source, warnings.warn)
+        check_step_state(self, state, self._other_tensors(), source)

@@ -42,7 +42,7 @@ def read_losses(
     """
     for name, function in {"loss_fn": loss_fn, "compute_loss": compute_loss}.items():
         if function is not None and not callable(function):
-            raise ConfigError(f"must be a function, not {function!r}", name)
+            raise ConfigError(f"must be a function, not {function!r}{_hint(name, function)}", name)
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError(
             "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"
@@ -52,6 +52,15 @@ def read_losses(
     if loss_fn is not None:
         return partial(model_losses, loss_fn), None
     return own_loss, _reduce_own
+
+
+def _hint(name: str, value: Any) -> str:
+    """Return how to fix a value of `loss_fn` that belongs to another argument."""
+    if name == "loss_fn" and isinstance(value, Mapping):
+        return "; pass speed options as speed=..."
+    if name == "loss_fn" and isinstance(value, str):
+        return "; if the model returns its own loss, omit loss_fn"
+    return ""
 
 
 def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses:
@@ -93,6 +102,12 @@ def own_loss(module: nn.Module, batch: Any) -> Losses:
         return {**scalars, "loss": loss}
     if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
         return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    if isinstance(outputs, list | tuple):
+        raise LossError(
+            f"the model returned {_describe(outputs)}, in which the loss has no name; return a dict with the key "
+            "'loss' or an object with the attribute 'loss' (transformers' models do so with return_dict=True), or pass "
+            "loss_fn or compute_loss"
+        )
     raise LossError(
         f"the model returned {_describe(outputs)}, but no loss; return a scalar or a dict with the key 'loss', pass "
         "the labels in the batch if the model requires them, or pass loss_fn or compute_loss"

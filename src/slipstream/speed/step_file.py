@@ -19,6 +19,7 @@ from slipstream.checkpoint.weights import compare_weights
 from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.errors import CheckpointError
 from slipstream.model import unwrap_model
+from slipstream.speed.step_state import own_remedy
 
 if TYPE_CHECKING:
     from slipstream.speed.accelerate import TrainStep
@@ -30,7 +31,8 @@ def save_step(step: TrainStep, path: str | Path, values: Mapping[str, Any]) -> N
     """Write the model, the step, the random states and `values` to `path`; see `TrainStep.save`."""
     if get_world_size() > 1 and not step.optim.begins_window():
         raise CheckpointError(
-            "an accumulation window is unfinished, and each process has its own gradients; save when the window ends"
+            "an accumulation window is unfinished, and each process has its own gradients; save when the window ends "
+            "(step.updated is True)"
         )
     state = unwrap_model(step.model).state_dict()
     check_restorable(state)
@@ -49,7 +51,8 @@ def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
     content = load_checkpoint(path)
     check(content, ACCELERATED_FILE, source)
     model = unwrap_model(step.model)
-    compare_weights(model, content["state_dict"], True, source)
+    with own_remedy(". Load it into a step with the model with which it was saved"):
+        compare_weights(model, content["state_dict"], True, source)
     step.check_state(content["step"], source)
     model.load_state_dict(content["state_dict"])
     step.load_state_dict(content["step"])

@@ -11,20 +11,25 @@ from slipstream.step import CompiledStep
 if TYPE_CHECKING:
     from slipstream.speed.accelerate import TrainStep
 
-__all__ = ["describe_step"]
+__all__ = ["describe_compilation", "describe_step"]
 
 
-def describe_step(step: TrainStep, warnings: Iterable[str]) -> str:
-    """Return the result of `TrainStep.summary`."""
-    return "\n".join(_lines(step, warnings))
+def describe_step(step: TrainStep, compilation: str, warnings: Iterable[str]) -> str:
+    """Return the result of `TrainStep.summary`.
+
+    Args:
+        compilation: the result of `describe_compilation`, for a closed step from when it was closed.
+        warnings: the warnings so far.
+    """
+    return "\n".join(_lines(step, compilation, warnings))
 
 
-def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
+def _lines(step: TrainStep, compilation: str, warnings: Iterable[str]) -> Iterator[str]:
     batches = f"{step.steps} batch{'es' if step.steps != 1 else ''}"
     by_graph = (
         f", {step.inner.batches} of them with the graph" if isinstance(step.inner, CompiledStep) else ""
     )
-    yield f"step: {_compilation(step)}; trained on {batches}{by_graph}"
+    yield f"step: {compilation}; trained on {batches}{by_graph}"
     if (processes := get_world_size()) > 1:
         yield f"processes: {processes}, with averaged gradients"
     enabled = {name: getattr(step.plan, name) for name in step.plan.sources}
@@ -34,6 +39,8 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
     yield f"options: {', '.join(options) or 'none'}"
     for name, note in step.plan.notes.items():
         yield f"  {name} is off: {note}"
+    for name, reason in step.no_effect.items():
+        yield f"  {name} has no effect here: {reason}"
     counts, optim = step.optim.accumulative_counts, step.optim
     if counts > 1:
         state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
@@ -45,11 +52,18 @@ def _lines(step: TrainStep, warnings: Iterable[str]) -> Iterator[str]:
         yield f"warning: {warning}"
 
 
-def _compilation(step: TrainStep) -> str:
+def describe_compilation(step: TrainStep, closed: bool = False) -> str:
+    """Return what is compiled, for the first line of the summary.
+
+    Args:
+        closed: whether the description is for summaries after `TrainStep.close`, which is about to drop the graph.
+    """
     inner = step.inner
     if isinstance(inner, CompiledStep) and inner.uses_graph:
         if inner.has_graph:
-            return "compiled as one graph"
+            return "compiled as one graph" + " until close()" * closed
+        if closed:
+            return "eager, because its graph was not ready before close()"
         if step.steps > 1:
             return "eager until its graph is compiled"
         return "will be compiled as one graph at the second batch"
