@@ -63,6 +63,16 @@ def test_resume_skips_completed_runs_and_keeps_their_results(tmp_path, in_proces
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 7)
 
 
+def test_resume_with_different_settings_raises_an_error(tmp_path, in_process, capsys):
+    command = ["train", "tiny.py", "--sweep", f"{LR}=0.1,0.01"]
+    assert main(command) == 0
+    before = results(tmp_path)
+    assert main([*command, "--resume", "optim_wrapper.optimizer.weight_decay=0.5"]) != 0
+    assert "different values for optim_wrapper.optimizer.weight_decay" in capsys.readouterr().err
+    assert results(tmp_path) == before
+    assert len(in_process) == 2
+
+
 def test_each_combination_trains_in_its_folder(tmp_path, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,1e-3", "--sweep", "randomness.seed=1,2"]) == 0
     runs = results(tmp_path)

@@ -241,6 +241,19 @@ def failing(model, batch, **options):
     step(batch)
 
 
+@pytest.mark.parametrize("function", ["loss_fn", "compute_loss"])
+def test_a_total_next_to_its_terms_raises_an_error_instead_of_being_added_to_them(function):
+    model = nn.Linear(2, 1)
+
+    def losses(*_):
+        value = model.weight.sum()
+        return {"loss": 2 * value, "loss_a": value, "loss_b": value}
+
+    step = accelerate(model, torch.optim.SGD(model.parameters(), 0.1), speed=None, **{function: losses})
+    with pytest.raises(LossError, match=r"'loss' and \['loss_a', 'loss_b'\], and all of them would be added"):
+        step((torch.ones(1, 2), torch.ones(1, 1)))
+
+
 def test_errors_describe_what_is_wrong():
     with pytest.raises(
         DataError, match=r"the batch has the keys \['image', 'label'\], but Linear.forward accepts"

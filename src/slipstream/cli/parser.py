@@ -444,7 +444,7 @@ def _add_runs(commands: _Commands) -> None:
                         help="column, scalar or setting; KEY- reverses the order (default: started)")  # fmt: skip
     parser.add_argument("--filter", type=_equation, action="append", default=[], metavar="KEY=VALUE",
                         help="show only runs with this value, such as status=failed; repeatable")  # fmt: skip
-    parser.add_argument("--columns", type=_words, default=[], metavar="KEY,KEY,...",
+    parser.add_argument("--columns", type=_words, action="extend", default=[], metavar="KEY,KEY,...",
                         help="additional columns: scalars or settings")  # fmt: skip
     _add_json(parser)
 

@@ -26,6 +26,8 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
+_LENGTHS = {"epochs", "train_cfg.max_epochs", "train_cfg.max_iters", "training_params.max_epochs"}
+"""Overrides that may change when a sweep is resumed, because each run then continues."""
 _MAX_NAME_LENGTH = 100  # maximum number of characters in a folder name
 
 
@@ -171,16 +173,34 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
-    """Restore the results of runs that an earlier call with the same overrides completed."""
+    """Restore the results of runs that an earlier call completed.
+
+    Raises:
+        ConfigError: the earlier call used other overrides, so its results belong to other settings.
+    """
     try:
         earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return  # if the table cannot be read, each run resumes from its last checkpoint
-    completed = [row for row in earlier if isinstance(row, dict) and row.get("status") == 0]
-    for run, row in itertools.product(runs, completed):
-        if all(row.get(key) == getattr(run, key) for key in ("values", "folder", "overrides")):
+    rows = [row for row in earlier if isinstance(row, dict)]
+    for run, row in itertools.product(runs, rows):
+        if row.get("folder") != run.folder or row.get("values") != run.values:
+            continue
+        if keys := _changed_keys(row.get("overrides"), run.overrides):
+            raise ConfigError(
+                f"the earlier call of the sweep in {base} used different values for {', '.join(keys)}, so its results "
+                "do not belong to these settings; use the same overrides, or a different work_dir",
+                "--resume",
+            )
+        if row.get("status") == 0 and row.get("overrides") == run.overrides:
             metrics = {name: float(value) for name, value in row["metrics"].items()}
             run.status, run.seconds, run.metrics = 0, row["seconds"], metrics
+
+
+def _changed_keys(before: object, now: list[str]) -> list[str]:
+    """Return the keys of the overrides that differ, except those that set the length of the runs."""
+    changed = set(before if isinstance(before, list) else ()) ^ set(now)
+    return sorted({word.partition("=")[0].lstrip("+") for word in changed} - _LENGTHS)
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:

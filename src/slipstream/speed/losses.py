@@ -150,7 +150,20 @@ def _call_compute_loss(compute_loss: BatchLoss, module: nn.Module, batch: Any) -
 
 
 def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
-    return {"loss": loss} if isinstance(loss, Tensor) else loss
+    """Return the losses of a function as a dict.
+
+    Raises:
+        LossError: it is unclear whether the entry `loss` is the sum of the other losses or one of them.
+    """
+    if isinstance(loss, Tensor):
+        return {"loss": loss}
+    others = [name for name in loss if name != "loss" and "loss" in name] if isinstance(loss, Mapping) else []
+    if others and "loss" in loss:
+        raise LossError(
+            f"the dict contains 'loss' and {others}, and all of them would be added. If 'loss' is the total, remove "
+            f"it, or log {others} under names without 'loss'. Otherwise, rename 'loss'"
+        )
+    return loss
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
