@@ -1,5 +1,6 @@
 import importlib.util
 import sys
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.visualization import MLflowVisBackend, WandbVisBackend
+from tiny_runs import Stop, StoppedError, run
 
 PICTURE = np.zeros((4, 5, 3), np.uint8)
 
@@ -151,6 +153,14 @@ def test_mlflow_uploads_matching_files_at_the_end(mlflow, tmp_path):
     ]
     assert mlflow.client.named("log_image")[0][0][2] == "sheet_2.png"
     assert mlflow.client.calls[-1][0] == "set_terminated"
+
+
+@pytest.mark.parametrize(("stop", "status"), [(99, "FINISHED"), (7, "FAILED")])
+def test_mlflow_run_ends_with_the_runner(mlflow, tmp_path, stop, status):
+    backends = [dict(type="MLflowVisBackend", save_dir=str(tmp_path / "vis"))]
+    with suppress(StoppedError):
+        run(tmp_path, visualizer=dict(type="Visualizer", vis_backends=backends), custom_hooks=[Stop(stop)])
+    assert mlflow.client.named("set_terminated") == [(("r1", status), {})]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="requires the package mlflow")

@@ -169,7 +169,7 @@ class RunContext:
         runner = self._runner
         with ExitStack() as stack:  # calls the functions in reverse order
             stack.callback(runner.logger.close)
-            stack.callback(runner.visualizer.flush)
+            stack.callback(runner.visualizer.end_run, failed=runner.error is not None)
             stack.callback(runner.folder_lock.release)
             stack.callback(runner.checkpoints.close)
             stack.callback(runner.loops.end_workers)

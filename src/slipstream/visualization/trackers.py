@@ -180,13 +180,17 @@ class MLflowVisBackend(BaseVisBackend):
 
     def close(self) -> None:
         """Upload the artifacts and end the run, if it was started."""
+        self.end_run()
+
+    def end_run(self, failed: bool = False) -> None:
+        """Upload the artifacts and set the status of the run, if it was started. Values can still be added."""
         if "run_id" not in self.__dict__:
             return
         for path in sorted(self.save_dir.rglob("*")):
             if path.is_file() and path.name.endswith(self.artifact_suffix):
                 folder = path.parent.relative_to(self.save_dir).as_posix()
                 self.experiment.log_artifact(self.run_id, str(path), None if folder == "." else folder)
-        self.experiment.set_terminated(self.run_id)
+        self.experiment.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
     def _log_params(self, run_id: str, params: Iterable[tuple[str, Any]]) -> None:
         entities = _import("mlflow.entities", self)

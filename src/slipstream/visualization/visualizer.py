@@ -103,10 +103,17 @@ class Visualizer:
             backend.add_image(name, image, step)
 
     def flush(self) -> None:
-        """Flush every backend. The Runner calls this method at the end of each run."""
+        """Flush every backend."""
         for backend in self._backends.values():
             if hasattr(backend, "flush"):
                 backend.flush()
+
+    def end_run(self, failed: bool) -> None:
+        """Flush every backend, and mark the run as finished or failed. The Runner calls this method after each run."""
+        self.flush()
+        for backend in self._backends.values():
+            if hasattr(backend, "end_run"):
+                backend.end_run(failed)
 
     def close(self) -> None:
         """Close every backend."""
