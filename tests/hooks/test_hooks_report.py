@@ -61,6 +61,7 @@ def test_finished_run_records_curves_times_and_settings(tmp_path):
     assert made.settings["num_workers"] == 0
     assert made.step == "eager"
     assert made.environment["torch"] == torch.__version__
+    assert made.environment["seed"] == "3"
     assert made.messages == []
     assert (Path(runner.log_dir) / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 

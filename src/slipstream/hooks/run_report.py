@@ -233,7 +233,11 @@ class RunReport:
             error=error,
             started=log.started if log else "",
             seconds=sum(phases.seconds.values()) + sum(phases.first.values()),
-            environment={"slipstream": __version__, **(log.environment if log else {})},
+            environment={
+                "slipstream": __version__,
+                "seed": str(runner.seed),  # drawn at random if the configuration contains none
+                **(log.environment if log else {}),
+            },
             settings=_settings(runner) if trained else {"device": runner.device.type},
             step=_describe_step(runner) if trained else "",
             iteration=runner.iter,
