@@ -173,6 +173,20 @@ def test_error_names_a_target_that_is_not_a_class(loss, values, message):
         task.loss_step(wrong(*values))
 
 
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss"),
+        (dict(type="CrossEntropy", weight=[1, 1, 3]), "CrossEntropy"),
+        (dict(type="MultiHeadCrossEntropy", weight=[1, 1, 3]), "MultiHeadCrossEntropy"),
+    ],
+)
+def test_wrong_number_of_class_weights_raises_an_error_with_the_key(loss, name):
+    task = Segmentor(nn.Conv2d(3, 4, 1), loss)
+    with pytest.raises(ConfigError, match=f"^model.loss.weight: {name} has 3 class weights.* 4 classes"):
+        task.loss_step(wrong())
+
+
 def test_targets_of_later_batches_are_checked_only_after_the_loss_fails():
     task = Segmentor(nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(ignore_index=255))
     task.loss_step(wrong(255))

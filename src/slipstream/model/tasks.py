@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model.base_model import BaseModel
-from slipstream.model.labels import check_labels, wrong_label
+from slipstream.model.labels import check_class_weights, check_labels, wrong_label
 from slipstream.registry import MODELS
 from slipstream.typecheck import short_repr
 
@@ -43,6 +43,7 @@ class Task(BaseModel):
         Raises:
             DataError: if there are no targets, or a target is not one of the network's classes. On an accelerator, only
                 the first batch is checked.
+            ConfigError: if the number of class weights is not the number of the network's classes.
         """
         if targets is None:
             raise DataError(
@@ -50,6 +51,7 @@ class Task(BaseModel):
             )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True
+            check_class_weights(self.loss, main_output(outputs))
             check_labels(self.loss, main_output(outputs), targets)
         try:
             loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
