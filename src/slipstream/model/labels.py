@@ -24,10 +24,10 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         scores: the network's main output, (N, classes, ...).
         targets: integer class ids, or class probabilities (not checked).
     """
-    # Tensors without data, such as fake tensors, cannot be checked.
-    if not _takes_class_ids(loss) or targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
+    if not _takes_class_ids(loss) or not isinstance(scores, Tensor) or scores.ndim < 2:
         return
-    if not isinstance(scores, Tensor) or scores.ndim < 2:
+    # Tensors without data, such as fake tensors, cannot be checked.
+    if targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
         return
     wrong = (targets < 0) | (targets >= scores.shape[1])
     wrong &= targets != getattr(loss, "ignore_index", -100)

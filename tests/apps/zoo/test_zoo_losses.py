@@ -79,9 +79,7 @@ def test_single_output_in_evaluation_uses_the_first_weight():
 def test_default_weights_fit_any_number_of_outputs(heads):
     outputs, targets = batch(heads=heads)
     losses = MultiHeadCrossEntropy()(outputs, targets)
-    expected = [
-        (0.4 if index else 1.0) * reference(logits, targets) for index, logits in enumerate(outputs)
-    ]
+    expected = [(0.4 if index else 1.0) * reference(logits, targets) for index, logits in enumerate(outputs)]
     assert [loss.item() for loss in losses.values()] == pytest.approx(expected, rel=1e-5)
 
 
