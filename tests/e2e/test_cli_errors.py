@@ -21,6 +21,10 @@ RECIPE = "street_scenes_pp_lite_t"
             ["train", RECIPE, "train_cfg.max_epoch=3"],
             ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"],
         ),
+        (
+            ["train", RECIPE, "train_cfg.val_intervall=3"],
+            ["train_cfg.val_intervall", "did you mean 'train_cfg.val_interval'"],
+        ),
         (["train", RECIPE, "batchsize=4"], ["batchsize", "did you mean 'batch_size'"]),
         (["train", RECIPE, "bath_size=4"], ["bath_size", "did you mean 'batch_size'"]),
         (["train", RECIPE, "learning_rate=4"], ["learning_rate", "did you mean 'lr'"]),
