@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError, UnknownNameError
 from slipstream.model import Classifier, ImgDataPreprocessor, Segmentor
 from slipstream.registry import MODELS
 
@@ -128,6 +128,22 @@ def test_network_with_a_different_number_of_classes_than_the_dataset_raises_an_e
     model.num_classes = 5
     with pytest.raises(ModelError, match=r"4 classes, but the dataset has 5.*num_classes"):
         model(torch.zeros(1, 3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "message"),
+    [
+        ("network", "stdc", "'stdc' is not a registered network; did you mean 'stdc[12]_seg'"),
+        ("network", "foo", "'foo' is not a registered network; the networks are .*regseg48.*torch.nn"),
+        ("loss", "regseg48_", "is not a registered loss; the losses are .*CrossEntropy"),
+        ("loss", "CrossEntrop", "did you mean 'CrossEntropy'"),
+    ],
+)
+def test_error_for_an_unknown_name_suggests_only_names_of_its_kind(part, name, message):
+    cfg = dict(type="Segmentor", network=dict(type="unet", num_classes=2), loss=dict(type="CrossEntropy"))
+    cfg[part] = dict(type=name)
+    with pytest.raises(UnknownNameError, match=f"^{part}: .*{message}"):
+        MODELS.build(cfg)
 
 
 # ---- targets that are not classes ------------------------------------------------------------------------------------
