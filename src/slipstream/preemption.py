@@ -42,10 +42,14 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 class Preempted(SystemExit):
-    """Raised when a run has saved its state after a signal. If not caught, Python exits with status `EXIT_STATUS`."""
+    """Raised when a run has saved its state after a signal. If not caught, Python exits with status `EXIT_STATUS`.
 
-    def __init__(self) -> None:
+    `iteration` is the number of steps in the saved state, or None if no step has been run.
+    """
+
+    def __init__(self, iteration: int | None = None) -> None:
         super().__init__(EXIT_STATUS)
+        self.iteration = iteration
 
 
 class Interrupted(Preempted, KeyboardInterrupt):

@@ -280,3 +280,46 @@ def test_dict_action_does_not_change_its_default():
     parser.add_argument("--cfg-options", nargs="+", action=DictAction, default=default)
     assert parser.parse_args(["--cfg-options", "b=2"]).cfg_options == {"a": 1, "b": 2}
     assert default == {"a": 1}
+
+
+VARIABLES = """classes = ["a", "b"]
+rate, size = 0.1, 8
+crop = [64, size]
+unused = 1
+steps = [dict(type="Crop", size=crop), dict(type="Flip", prob=rate / 2)]
+model = dict(type="Net", classes=len(classes), sizes=[1, size])
+work_dir = "out"
+log = work_dir + "/log"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("crop=[96,96]", r"^crop: 'crop' is a variable of .*child.py.* instead: steps\.0\.size$"),
+        ("crop.0=96", r"^crop\.0: .*would have no effect.* instead: steps\.0\.size$"),
+        ("rate=0.2", r"instead: steps\.1\.prob$"),
+        ("size=4", r"instead: crop\.1, model\.sizes\.1$"),
+        ("classes=[a]", r"instead: model\.classes, val\.classes$"),
+    ],
+)
+def test_override_of_a_variable_that_other_values_use_raises_an_error(tmp_path, text, message):
+    (tmp_path / "base.py").write_text(VARIABLES)
+    child = tmp_path / "child.py"
+    child.write_text('_base_ = "base.py"\nval = dict(classes=_base_.classes)\n')
+    with pytest.raises(ConfigError, match=message):
+        Config.fromfile(child).override([text], known=["model", "work_dir"])
+
+
+def test_override_accepts_known_keys_and_unused_variables_of_a_python_file(tmp_path):
+    (tmp_path / "c.py").write_text(VARIABLES)
+    cfg = Config.fromfile(tmp_path / "c.py")
+    cfg.override(["work_dir=elsewhere", "unused=2", "model.sizes.1=3"], known=["model", "work_dir"])
+    assert (cfg.work_dir, cfg.unused, cfg.model.sizes) == ("elsewhere", 2, [1, 3])
+
+
+def test_override_accepts_a_known_key_that_its_section_lacks(cfg):
+    cfg.override(["train_cfg.val_interval=4"], known=["train_cfg.val_interval"])
+    assert cfg.train_cfg.val_interval == 4
+    with pytest.raises(UnknownNameError, match=r"did you mean 'train_cfg\.val_interval'"):
+        cfg.override(["train_cfg.val_intervall=4"], known=["train_cfg.val_interval"])

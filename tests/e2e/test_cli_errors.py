@@ -21,6 +21,10 @@ RECIPE = "street_scenes_pp_lite_t"
             ["train", RECIPE, "train_cfg.max_epoch=3"],
             ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"],
         ),
+        (
+            ["train", RECIPE, "train_cfg.val_intervall=3"],
+            ["train_cfg.val_intervall", "did you mean 'train_cfg.val_interval'"],
+        ),
         (["train", RECIPE, "batchsize=4"], ["batchsize", "did you mean 'batch_size'"]),
         (["train", RECIPE, "bath_size=4"], ["bath_size", "did you mean 'batch_size'"]),
         (["train", RECIPE, "learning_rate=4"], ["learning_rate", "did you mean 'lr'"]),
@@ -55,6 +59,7 @@ RECIPE = "street_scenes_pp_lite_t"
         (["val", RECIPE, "--max-restarts", "2"], ["`--max-restarts` requires `--nproc`"]),
         (["train", RECIPE, "--nprok", "2"], ["--nprok"]),
         (["train", RECIPE, "--nproc", "2", "train_cfg.max_epoch=3"], ["did you mean 'train_cfg.max_epochs'"]),
+        (["train", RECIPE, "speed=compile"], ["speed: ", "'auto'", "speed.compile=True"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
         (["train", RECIPE, "compile.backend=inducter"], ["compile.backend", "did you mean 'inductor'"]),
         (["train", RECIPE, "train_cfg.by_epoch=maybe"], ["train_cfg.by_epoch", "'maybe'"]),
@@ -196,3 +201,19 @@ def test_broken_image_in_a_worker_raises_a_one_line_error(slipstream, tmp_path):
     assert line.startswith("slipstream: error: cannot read")
     assert broken.name in line
     assert "skip_corrupt=True" in line
+
+
+def test_user_class_with_the_name_of_a_built_in_class_is_reported_without_another_key(slipstream, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\nfrom slipstream.registry import MODELS\n"
+        "MODELS.register_module(module=type('DiceCEEdgeLoss', (nn.Module,), {'__module__': 'mine'}))\n"
+    )
+    (tmp_path / "c.py").write_text(
+        "import sys\nsys.path.insert(0, '{{ fileDirname }}')\ncustom_imports = dict(imports=['mine'])\n"
+        "model = dict(type='Segmentor', network=dict(type='unet'), loss=dict(type='DiceCEEdgeLoss'))\n"
+    )
+    done = slipstream("check", str(tmp_path / "c.py"), status=1)
+    (line,) = done.stderr.strip().splitlines()
+    assert "'DiceCEEdgeLoss' is the name of a built-in model" in line
+    assert "mine registers another object" in line
+    assert "model.network" not in line

@@ -289,9 +289,9 @@ def test_a_damaged_video_is_listed(tmp_path, capsys):
 # ---- the configuration in the checkpoint ----------------------------------------------------------------
 
 
-def write_checkpoint(cfg):
+def write_checkpoint(cfg, weights=None):
     meta = dict(cfg=yaml.safe_dump(cfg), dataset_meta=dict(classes=["dark", "bright"], palette=PALETTE))
-    torch.save(dict(meta=meta, state_dict={}), f"{RUN}/best_mIoU_epoch_2.pth")
+    torch.save(dict(meta=meta, state_dict=weights or {}), f"{RUN}/best_mIoU_epoch_2.pth")
 
 
 def test_the_runners_data_preprocessor_normalizes_the_images():
@@ -308,6 +308,24 @@ def test_a_model_trained_with_the_runners_loss_fn_raises_an_error(capsys):
     Image.fromarray(half_bright()).save("a.png")
     assert main(["predict", "a.png"]) == 1
     assert "the configuration sets loss_fn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", [{}, {"loss.scale": torch.ones(3)}])
+def test_the_loss_is_neither_built_nor_loaded(weights):
+    model = dict(type="Segmentor", network=dict(type="BrightOrDark"), loss=dict(type="MyFocal", gamma=2.0))
+    write_checkpoint(dict(model=model, data_preprocessor=dict(type="ImgDataPreprocessor")), weights)
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 0
+    np.testing.assert_array_equal(read_mask_of("a")[:, :30], 1)
+
+
+def test_error_for_an_unknown_class_names_its_key_and_the_config_option(capsys):
+    write_checkpoint(dict(model=dict(type="Segmentor", network=dict(type="MyNetwork"))))
+    Image.fromarray(half_bright()).save("a.png")
+    assert main(["predict", "a.png"]) == 1
+    error = capsys.readouterr().err
+    assert "best_mIoU_epoch_2.pth: model.network: 'MyNetwork' is not a registered" in error
+    assert "set `--config`" in error
 
 
 def test_environment_variables_are_not_read_for_a_checkpoint(monkeypatch, capsys):

@@ -232,6 +232,20 @@ def test_predictions_are_drawn_next_to_the_ground_truth(tmp_path, count):
     assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # one image per validation
 
 
+def test_ignored_pixels_have_their_own_color_and_legend_entry(tmp_path):
+    class Ignoring(Scenes):
+        metainfo: ClassVar = dict(classes=("a", "b"), palette=[[0, 0, 0], [255, 0, 0]], ignore_index=1)
+
+    pictured(tmp_path, Ignoring(), num_samples=3)
+    sheet = Image.open(tmp_path / "predictions.png").convert("RGB")
+    blank = np.zeros((16, 32, 3), np.uint8)
+    legend = [("a", [0, 0, 0]), ("b", [255, 0, 0]), ("(ignored)", [228, 230, 234])]
+    expected = np.asarray(contact_sheet([[blank] * 3] * 3, legend=legend))
+    assert np.array_equal(np.asarray(sheet)[-50:], expected[-50:])  # the legend
+    truths = np.asarray(sheet)[:, sheet.width // 2]
+    assert (truths == [228, 230, 234]).all(1).sum() == 160  # the second sample has only ignored pixels
+
+
 def test_pictures_require_segmentation_outputs(tmp_path):
     with pytest.raises(DataError, match="'inputs'"):
         run(tmp_path, custom_hooks=[dict(type="SegVisualizationHook")], **validation())

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError, UnknownNameError
 from slipstream.model import Classifier, ImgDataPreprocessor, Segmentor
 from slipstream.registry import MODELS
 
@@ -130,6 +130,22 @@ def test_network_with_a_different_number_of_classes_than_the_dataset_raises_an_e
         model(torch.zeros(1, 3, 2, 2))
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "message"),
+    [
+        ("network", "stdc", "'stdc' is not a registered network; did you mean 'stdc[12]_seg'"),
+        ("network", "foo", "'foo' is not a registered network; the networks are .*regseg48.*torch.nn"),
+        ("loss", "regseg48_", "is not a registered loss; the losses are .*CrossEntropy"),
+        ("loss", "CrossEntrop", "did you mean 'CrossEntropy'"),
+    ],
+)
+def test_error_for_an_unknown_name_suggests_only_names_of_its_kind(part, name, message):
+    cfg = dict(type="Segmentor", network=dict(type="unet", num_classes=2), loss=dict(type="CrossEntropy"))
+    cfg[part] = dict(type=name)
+    with pytest.raises(UnknownNameError, match=f"^{part}: .*{message}"):
+        MODELS.build(cfg)
+
+
 # ---- targets that are not classes ------------------------------------------------------------------------------------
 
 
@@ -171,6 +187,20 @@ def test_error_names_a_target_that_is_not_a_class(loss, values, message):
     task = Segmentor(nn.Conv2d(3, 4, 1), loss)
     with pytest.raises(DataError, match=message):
         task.loss_step(wrong(*values))
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss"),
+        (dict(type="CrossEntropy", weight=[1, 1, 3]), "CrossEntropy"),
+        (dict(type="MultiHeadCrossEntropy", weight=[1, 1, 3]), "MultiHeadCrossEntropy"),
+    ],
+)
+def test_wrong_number_of_class_weights_raises_an_error_with_the_key(loss, name):
+    task = Segmentor(nn.Conv2d(3, 4, 1), loss)
+    with pytest.raises(ConfigError, match=f"^model.loss.weight: {name} has 3 class weights.* 4 classes"):
+        task.loss_step(wrong())
 
 
 def test_targets_of_later_batches_are_checked_only_after_the_loss_fails():

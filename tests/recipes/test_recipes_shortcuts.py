@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
-from slipstream.errors import UnknownNameError
+from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import find_recipe, is_composed, recipes
 from slipstream.speed import SpeedPlan
 
@@ -109,3 +109,12 @@ def test_ema_true_adds_the_average_to_a_recipe_without_one(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("model = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
     assert load_config(str(file), ["ema=True"]).cfg.speed.ema is True
+
+
+def test_python_variable_with_the_name_of_a_shortcut_is_not_overridden_silently(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "batch_size = 4\nmodel = dict(type='Segmentor')\ntrain_dataloader = dict(batch_size=batch_size)\n"
+    )
+    with pytest.raises(ConfigError, match=r"variable .* instead: train_dataloader\.batch_size"):
+        load_config(str(file), ["batch_size=2"])

@@ -86,6 +86,8 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(custom_hooks=[dict(type="SegVisualizationHook", interval=0)]), "custom_hooks[0].interval: ", "0"),
         (dict(custom_hooks=[dict(type="ProfilerHook", wait=-1)]), "custom_hooks[0].wait: ", "-1"),
         (dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=0))), "default_hooks.logger.interval: ", "0"),
+        (dict(default_hooks=dict(logger=dict(intervl=1))), "default_hooks.logger: ", "did you mean 'interval'"),
+        (dict(default_hooks=dict(loger=dict(interval=1))), "default_hooks.loger: ", "did you mean 'logger'"),
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=0))),
             "default_hooks.checkpoint.interval: ",

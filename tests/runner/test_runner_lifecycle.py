@@ -133,6 +133,14 @@ def test_default_hooks_can_be_removed_and_replaced(tmp_path):
     assert list(tmp_path.glob("*.pth")) == []
 
 
+def test_default_hook_without_type_changes_only_the_given_arguments(tmp_path):
+    hooks = dict(logger=dict(interval=3), checkpoint=dict(interval=5))
+    runner = run(tmp_path, default_hooks=hooks)
+    found = {type(hook).__name__: hook for hook in runner.hooks}
+    assert found["LoggerHook"].interval == 3
+    assert (found["CheckpointHook"].interval, found["CheckpointHook"].max_keep_ckpts) == (5, 2)
+
+
 def test_general_hook_methods_apply_to_modes_that_are_not_overridden(tmp_path):
     calls = []
 

@@ -120,6 +120,11 @@ def test_resume_with_a_different_kind_of_generator_in_the_sampler_raises_an_erro
         run(tmp_path, train_dataloader=data(np.random.default_rng()), train_cfg=cfg, resume=True)
 
 
+def logs(work_dir):
+    """Return the text of all log files of a run."""
+    return "".join(path.read_text() for path in work_dir.glob("*/*.log"))
+
+
 class DrawsInValidation(Hook):
     """A hook that draws random numbers during validation, like test-time dropout."""
 
@@ -428,10 +433,13 @@ def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
         run(tmp_path, resume=True)
 
 
-def test_resuming_a_finished_run_does_nothing(tmp_path):
+def test_resuming_a_finished_run_trains_nothing_and_warns(tmp_path):
     one = run(tmp_path)
     losses = Losses()
     again = run(tmp_path, resume=True, custom_hooks=[losses])
+    assert (
+        logs(tmp_path).count("Nothing is trained, because the run is already complete (2 of 2 epochs)") == 1
+    )
     assert (again.epoch, again.iter, losses.by_iter) == (2, 10, {})
     assert_same(weights(one), weights(again))
 
@@ -570,8 +578,7 @@ def test_resume_warns_about_a_sampler_whose_order_cannot_be_restored(tmp_path, n
     whole = trained(tmp_path / "whole", 2)
     trained(tmp_path / "parts", 1)
     parts = trained(tmp_path / "parts", 2, resume=True)
-    logs = "".join(path.read_text() for path in (tmp_path / "parts").glob("*/*.log"))
-    assert logs.count("keeps state that cannot be restored (FromClosure)") == warnings
+    assert logs(tmp_path / "parts").count("keeps state that cannot be restored (FromClosure)") == warnings
     assert (weights(whole)["last.bias"].equal(weights(parts)["last.bias"])) == nested
 
 
@@ -594,3 +601,30 @@ def test_extended_run_with_a_schedule_equals_an_uninterrupted_one(tmp_path, sche
     whole = trained("whole", 4)
     trained("parts", 2)
     assert_same(weights(trained("parts", 4, resume=True)), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (dict(type="PolyLR", eta_min=0.01), "PolyLR continues at lr 0.01."),
+        (dict(type="PolyLR", eta_min=0.01, convert_to_iter_based=True), "PolyLR continues at lr 0.01."),
+        (dict(type="CosineAnnealingLR", eta_min=0.01), "CosineAnnealingLR continues at lr"),
+        (dict(type="PolyLR", end=4), None),
+        (dict(type="CosineAnnealingLR", T_max=4), None),
+        (dict(type="StepLR", step_size=1), None),
+    ],
+)
+def test_resume_warns_if_a_schedule_depends_on_a_changed_length(tmp_path, schedule, expected):
+    def trained(epochs, **changes):
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        return run(tmp_path, train_cfg=cfg, param_scheduler=schedule, **changes)
+
+    trained(2)
+    trained(2, resume=True)
+    assert "do not start again" not in logs(tmp_path)
+    trained(5, resume=True)
+    text = logs(tmp_path)
+    assert text.count("written by a run of 2 epochs, but this run has 5") == (expected is not None)
+    if expected is not None:
+        assert expected in text
+        assert "load_from" in text

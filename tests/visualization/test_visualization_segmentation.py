@@ -103,3 +103,10 @@ def test_contact_sheet_rejects_mismatched_rows():
         contact_sheet([[picture] * 3, [picture] * 2])
     with pytest.raises(DataError, match=r"number of captions \(1\) must match the number of rows \(2\)"):
         contact_sheet([[picture] * 3] * 2, captions=["a"])
+
+
+def test_ignored_pixels_are_pale_if_a_class_is_black():
+    mask = np.array([[0, 1, 9]])
+    colored = colorize(mask, [[0, 0, 0], [200, 100, 0]], ignore_index=9).tolist()
+    assert colored[0][:2] == [[0, 0, 0], [200, 100, 0]]
+    assert min(colored[0][2]) > 200

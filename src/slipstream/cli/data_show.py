@@ -21,11 +21,11 @@ from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.dataset.transforms.device_transforms import NUM_COLOR_PARAMS, transform_images
 from slipstream.errors import ConfigError
 from slipstream.visualization import colorize, contact_sheet, overlay
+from slipstream.visualization.segmentation import ignored_color
 
 __all__ = ["run"]
 
 _ALPHA = 0.55
-_PALE = (228, 230, 234)
 _NUM_COLUMNS = 3  # number of images per row if the samples have no masks
 
 RGB = NDArray[np.uint8]
@@ -76,16 +76,13 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
         return _labeled_sheet(pairs, captions, classes)
-    # Ignored pixels must not have the same color as a class.
-    blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
     rows = []
     for image, mask in pairs:
         colored = colorize(mask, palette, ignored)
-        colored[mask == ignored] = blank
         rows.append((image, colored, overlay(image, mask, palette, _ALPHA, ignored)))
     legend = list(zip(classes, palette, strict=False))
     if ignored is not None:
-        legend.append(("(ignored)", blank))
+        legend.append(("(ignored)", ignored_color(palette)))
     return contact_sheet(rows, ("image", "mask", "overlay"), captions, legend)
 
 

@@ -22,9 +22,11 @@ from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.config.placeholders import has_references
 from slipstream.dataset.prediction import validation_transforms
-from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError
-from slipstream.registry import TRANSFORMS
+from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError, UnknownNameError
+from slipstream.model import Classifier, Segmentor
+from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.builders import build_model
+from slipstream.runner.user_config import add_config_path
 from slipstream.training.network import SupervisedModel
 
 __all__ = ["TrainedModel", "find_checkpoint", "load_trained"]
@@ -60,7 +62,7 @@ def find_checkpoint(name: str | None) -> Path:
 
 
 def load_trained(path: Path, config: str | None, trust: bool, device: torch.device) -> TrainedModel:
-    """Build a checkpoint's model on `device`, in evaluation mode, and load its weights.
+    """Build a checkpoint's model on `device`, in evaluation mode and without its loss, and load its weights.
 
     Args:
         path: the checkpoint.
@@ -80,15 +82,24 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     try:
         model = _model(cfg).to(device).eval()
         configs = validation_transforms(cfg) or []
-        transforms = [TRANSFORMS.build(config) for config in configs]
+        with add_config_path(cfg, "val_dataloader.dataset.transforms"):
+            transforms = [TRANSFORMS.build(config) for config in configs]
     except SlipstreamError as error:
         if config is None and has_references(cfg):
             raise CheckpointError(
                 f"{path}: {error}. The stored configuration refers to environment variables ({{{{ $NAME }}}}), which "
                 "are not read for stored configurations; set `--config` to the configuration file"
             ) from error
+        if config is None and isinstance(error, UnknownNameError):
+            raise CheckpointError(
+                f"{path}: {error}. Modules with your own classes are not imported for stored configurations; set "
+                "`--config` to the configuration file"
+            ) from error
         raise
-    load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
+    weights = weights_in(checkpoint, path)
+    if _is_task(cfg["model"]):
+        weights = {name: value for name, value in weights.items() if not name.startswith("loss.")}
+    load_weights(model, weights, strict=True, source=str(path))
     data = meta.get("dataset_meta") or {}
     palette = data.get("palette")
     classes = list(data.get("classes") or ())
@@ -103,10 +114,20 @@ def _model(cfg: Mapping[str, Any]) -> Any:
             "the configuration sets loss_fn, which does not define the model's predictions; use a Classifier, a "
             "Segmentor or a SupervisedModel with this network, or call Runner.test()"
         )
-    model = build_model(cfg["model"], cfg.get("data_preprocessor"))
+    config = cfg["model"]
+    if _is_task(config):  # the class of the loss may be defined in a module that is not imported
+        config = {key: value for key, value in config.items() if key != "loss"}
+    with add_config_path(cfg, "model"):
+        model = build_model(config, cfg.get("data_preprocessor"))
     if isinstance(model, SupervisedModel):
         model.watched_losses = ()  # unused in prediction, and they may require a teacher, which is not loaded
     return model
+
+
+def _is_task(config: Any) -> bool:
+    """Return whether the model is a network whose predictions do not depend on its loss."""
+    kind = config.get("type") if isinstance(config, Mapping) else None
+    return (MODELS.get(kind) if isinstance(kind, str) else kind) in (Segmentor, Classifier, SupervisedModel)
 
 
 def _newest_run() -> Path:

@@ -12,6 +12,7 @@ from slipstream.config.config_dict import ConfigDict
 from slipstream.config.load import LoadedConfig, import_custom, load_file, load_text
 from slipstream.config.merge import DELETE, merge, nest
 from slipstream.config.override import check_override, parse_override
+from slipstream.config.variables import check_variable
 from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
 from slipstream.redaction import redact
@@ -47,6 +48,7 @@ class Config(MutableMapping[str, Any]):
     _cfg_dict: ConfigDict
     _filename: str | None
     _text: str
+    _variable_uses: Mapping[str, list[str]]
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Config(MutableMapping[str, Any]):
             raise ConfigError(f"cfg_dict must be a dict, got {type(cfg_dict).__name__}")
         object.__setattr__(self, "_filename", None if filename is None else str(filename))
         object.__setattr__(self, "_text", cfg_text or "")
+        object.__setattr__(self, "_variable_uses", {})
         self._replace(merge({}, cfg_dict or {}))
 
     @classmethod
@@ -118,9 +121,11 @@ class Config(MutableMapping[str, Any]):
         if import_custom_modules:
             import_custom(loaded.values, filename or "<string>", trust)
         try:
-            return cls(loaded.values, filename=filename, cfg_text=loaded.text)
+            cfg = cls(loaded.values, filename=filename, cfg_text=loaded.text)
         except ConfigError as error:
             raise ConfigError(f"{error.args[0]} ({filename or '<string>'})", error.path) from None
+        object.__setattr__(cfg, "_variable_uses", loaded.variable_uses)
+        return cfg
 
     @property
     def filename(self) -> str | None:
@@ -209,19 +214,25 @@ class Config(MutableMapping[str, Any]):
 
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
-            known: top-level keys that may be set even if the configuration does not contain them.
+            known: the keys that the program reads, which may be set even if the configuration does not contain them:
+                top-level keys, dotted keys, and `section.*` for all keys of a section.
             hints: other valid names, such as shortcuts and their synonyms, mapped to the names that errors suggest.
 
         Raises:
             UnknownNameError: a key is not in the configuration. Empty dicts and dicts with a `type` accept new keys,
                 which are checked when the object is built. The message names the config path and the nearest
                 valid key.
-            ConfigError: an override cannot be parsed or merged. In this case, the configuration is unchanged.
+            ConfigError: an override cannot be parsed or merged; or a key that is not in `known` is a variable of a
+                Python file from which other values were computed, so the override would have no effect (if `known` is
+                empty, this is not checked). In this case, the configuration is unchanged.
         """
         known = set(known)
+        source = self._filename or "the configuration"
         changed = copy(self)
         for key, value in sorted(map(parse_override, overrides), key=_deletes_first):
-            check_override(changed._cfg_dict, key, known, self._filename or "the configuration", hints)
+            check_override(changed._cfg_dict, key, known, source, hints)
+            if known and key.split(".")[0] not in known:
+                check_variable(key, self._variable_uses, source)
             changed.merge_from_dict({key: value})
         self._replace(changed._cfg_dict)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.placeholders import Placeholders
+from slipstream.config.variables import variable_uses
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.redaction import Reference
 
@@ -28,6 +29,8 @@ class Document(Protocol):
     """A parsed file. Its values can be read once its bases are loaded."""
 
     base_names: list[str]
+    variable_uses: dict[str, list[str]]
+    """For each variable that a Python file reads, the keys of the values that are computed from it."""
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return only the values set in this file. `bases` contains the merged values of the file's bases."""
@@ -59,6 +62,7 @@ class DataDocument:
             raise ConfigError(f"{path}: the top level must be a mapping, got {type(tree).__name__}")
         self.base_names = _base_names(self._placeholders.fill(tree.pop(BASE, [])), path)
         self._tree = tree
+        self.variable_uses: dict[str, list[str]] = {}
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the file, with placeholders replaced."""
@@ -81,6 +85,7 @@ class PythonDocument:
         except (MemoryError, RecursionError):  # raised by Python's parser
             raise ConfigError(f"{path}: the expressions are nested too deeply; simplify them") from None
         self.base_names = self._take_base_names()
+        self.variable_uses = variable_uses(self._module, BASE)
 
     def _take_base_names(self) -> list[str]:
         for statement in self._module.body:

@@ -21,6 +21,8 @@ class LoadedConfig(NamedTuple):
 
     values: dict[str, Any]
     text: str
+    variable_uses: dict[str, list[str]]
+    """For each variable that a Python file reads, the keys of the values that are computed from it."""
 
 
 # YAML, JSON and TOML files may import these packages, and modules that the program has already imported.
@@ -66,7 +68,12 @@ def load_text(
         raise ConfigError(
             f"{path}: the values contain a cycle or are nested too deeply; simplify them"
         ) from None
-    return LoadedConfig(values, f"{bases.text}{path}\n{source}\n")
+    uses = _join(bases.variable_uses, document.variable_uses)
+    return LoadedConfig(values, f"{bases.text}{path}\n{source}\n", uses)
+
+
+def _join(first: dict[str, list[str]], second: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: first.get(name, []) + second.get(name, []) for name in {**first, **second}}
 
 
 def _merge(base: dict[str, Any], override: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -89,6 +96,7 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
     values: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     texts = []
+    uses: dict[str, list[str]] = {}
     for path, scope in bases:
         base = load_file(path, chain, trust)
         for key in base.values:
@@ -101,7 +109,8 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
             origin[key] = path
         values.update(base.values if scope is None else set_scope(base.values, scope))
         texts.append(base.text)
-    return LoadedConfig(values, "".join(texts))
+        uses = _join(uses, base.variable_uses)
+    return LoadedConfig(values, "".join(texts), uses)
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:

@@ -48,8 +48,8 @@ def check_override(
 ) -> None:
     """Check that the dotted `key` exists in `tree` or may be added to it.
 
-    The first segment must be in `tree` or in `known`. The other segments must also exist, unless their parent dict
-    has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, the builder checks the key later.
+    Each segment must exist in `tree`, or its dotted path must be in `known`, unless its parent dict has a `type`, is
+    empty or absent, or is in `known` as `parent.*`. In these cases, the builder checks the key later.
 
     Raises:
         UnknownNameError: the key is unknown; the message suggests the nearest valid key in the configuration.
@@ -73,15 +73,18 @@ def check_override(
             raise ConfigError(f"'{parent}' in {source} is {reprlib.repr(node)}, which has no keys", key)
         elif segment in node:
             node = node[segment]
-        elif (
-            segment in known if depth == 0 else "type" in node or segment == DELETE or f"{parent}.*" in known
-        ):
+        elif ".".join(segments[: depth + 1]) in known or (depth and _is_open(node, parent, segment, known)):
             return
         else:
             location = f"'{parent}' of {source}" if depth else source
             raise UnknownNameError(
                 f"no such key in {location}{_suggestion(key, tree, known, hints or {})}", key
             )
+
+
+def _is_open(node: dict[str, Any], parent: str, segment: str, known: set[str]) -> bool:
+    """Return whether a builder checks new keys of `node`, the dict at the dotted key `parent`."""
+    return "type" in node or segment == DELETE or f"{parent}.*" in known
 
 
 def _suggestion(key: str, tree: dict[str, Any], known: set[str], hints: Mapping[str, str]) -> str:

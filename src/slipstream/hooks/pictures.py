@@ -72,7 +72,7 @@ class SegVisualizationHook(Hook):
         self._validations += 1
         if not self._rows or self._validations % self.interval:
             return
-        from slipstream.visualization import colorize, contact_sheet
+        from slipstream.visualization.segmentation import colorize, contact_sheet, ignored_color
 
         meta = getattr(runner.val_dataloader.dataset, "metainfo", {})
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
@@ -87,7 +87,10 @@ class SegVisualizationHook(Hook):
             picture = _numpy(image).transpose(1, 2, 0).astype(np.uint8)
             rows.append([picture, colorize(truth, palette, ignore), colorize(predicted, palette, ignore)])
         titles = ["image", "truth", "prediction"]
-        sheet = contact_sheet(rows, titles, legend=list(zip(meta["classes"], palette, strict=True)))
+        legend = list(zip(meta["classes"], palette, strict=True))
+        if ignore is not None:
+            legend.append(("(ignored)", ignored_color(palette)))
+        sheet = contact_sheet(rows, titles, legend=legend)
         path = Path(runner.work_dir) / "predictions.png"
         sheet.save(path)
         runner.visualizer.add_image("predictions", np.asarray(sheet), step=runner.iter)

@@ -52,13 +52,13 @@ class PreemptionHook(Hook):
         name = f"{CHECKPOINT_NAME}.pth"
         runner.save_checkpoint(runner.work_dir, name, by_epoch=False, mark_last=True)
         state = f"the state after iteration {runner.iter + 1} is saved in {runner.work_dir}"
-        self._stop(runner, f"{state}; to continue, run the same command with resume=True")
+        self._stop(runner, f"{state}; to continue, run the same command with resume=True", runner.iter + 1)
 
-    def _stop(self, runner: Runner, text: str) -> None:
+    def _stop(self, runner: Runner, text: str, iteration: int | None = None) -> None:
         barrier()  # launchers kill the other processes when the first one exits
         signal_name = self._preemption.signal
         runner.logger.info(f"{signal_name} received: {text}")
-        raise Interrupted if signal_name == signal.Signals.SIGINT.name else Preempted
+        raise (Interrupted if signal_name == signal.Signals.SIGINT.name else Preempted)(iteration)
 
     def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
         """Save and stop if a rank has received a signal."""

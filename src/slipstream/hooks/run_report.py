@@ -21,6 +21,7 @@ from slipstream.hooks.report_examples import ExampleSelection
 from slipstream.logging import STEP_PHASES, PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.preemption import Preempted
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.advice import waits_for_data
 from slipstream.report.config_values import flat_config
@@ -240,7 +241,7 @@ class RunReport:
             },
             settings=_settings(runner) if trained else {"device": runner.device.type},
             step=_describe_step(runner) if trained else "",
-            iteration=runner.iter,
+            iteration=_completed_steps(runner),
             max_iterations=runner.max_iters if trained and runner.knows_length else 0,
             epoch=runner.epoch,
             max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
@@ -276,6 +277,16 @@ class RunReport:
             ):
                 record.loading_rates = _attempt(runner, _probe)
         self._measurements = record.compute, record.loading_rates, record.tuned
+
+
+def _completed_steps(runner: Runner) -> int:
+    """Return the number of completed steps.
+
+    After a signal, the hook that saves the state ends the run before the loop counts the last step.
+    """
+    error = runner.error
+    saved = error.iteration if isinstance(error, Preempted) else None
+    return runner.iter if saved is None else saved
 
 
 def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:

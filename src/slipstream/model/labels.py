@@ -1,4 +1,4 @@
-"""Detect targets that are not among the network's classes."""
+"""Detect targets and class weights that do not match the network's classes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 
-__all__ = ["check_labels", "wrong_label"]
+__all__ = ["check_class_weights", "check_labels", "wrong_label"]
 
 
 def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
@@ -24,11 +24,10 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         scores: the network's main output, (N, classes, ...).
         targets: integer class ids, or class probabilities (not checked).
     """
-    known = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
-    # Tensors without data, such as fake tensors, cannot be checked.
-    if not known or targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
+    if not _takes_class_ids(loss) or not isinstance(scores, Tensor) or scores.ndim < 2:
         return
-    if not isinstance(scores, Tensor) or scores.ndim < 2:
+    # Tensors without data, such as fake tensors, cannot be checked.
+    if targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
         return
     wrong = (targets < 0) | (targets >= scores.shape[1])
     wrong &= targets != getattr(loss, "ignore_index", -100)
@@ -37,6 +36,31 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         sample = int(wrong.nonzero()[0, 0])
         description = f"{', '.join(map(str, values))} (first in sample {sample} of the batch)"
         raise wrong_label(loss, scores, description)
+
+
+def check_class_weights(loss: nn.Module, scores: Any) -> None:
+    """Raise a ConfigError unless the loss has one class weight (`loss.weight`) per class of the network, or none.
+
+    torch would raise an error that does not name the key.
+
+    Args:
+        loss: the loss module.
+        scores: the network's main output, (N, classes, ...).
+    """
+    weight = getattr(loss, "weight", None) if _takes_class_ids(loss) else None
+    if not isinstance(weight, Tensor) or not isinstance(scores, Tensor) or scores.ndim < 2:
+        return
+    if weight.shape != scores.shape[1:2]:
+        raise ConfigError(
+            f"{type(loss).__name__} has {weight.numel()} class weights, but the network has {scores.shape[1]} classes; "
+            "set one weight per class",
+            "model.loss.weight",
+        )
+
+
+def _takes_class_ids(loss: nn.Module) -> bool:
+    known = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    return known or bool(getattr(loss, "takes_class_ids", False))
 
 
 def wrong_label(loss: nn.Module, scores: Tensor, description: str) -> DataError:

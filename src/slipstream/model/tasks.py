@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.errors import DataError, ModelError
 from slipstream.model.base_model import BaseModel
-from slipstream.model.labels import check_labels, wrong_label
+from slipstream.model.labels import check_class_weights, check_labels, wrong_label
+from slipstream.model.names import build_part
 from slipstream.registry import MODELS
-from slipstream.typecheck import short_repr
 
 __all__ = ["Classifier", "Segmentor", "Task", "main_output"]
 
@@ -31,11 +31,8 @@ class Task(BaseModel):
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
         super().__init__(data_preprocessor)
         loss = nn.CrossEntropyLoss() if loss is None else loss
-        for name, value in (("network", network), ("loss", loss)):
-            if not callable(value) and not isinstance(value, Mapping):
-                raise ConfigError(f"must be a module or a dict with a 'type', not {short_repr(value)}", name)
-        self.network: nn.Module = MODELS.build(network) if isinstance(network, Mapping) else network
-        self.loss: nn.Module = MODELS.build(loss) if isinstance(loss, Mapping) else loss
+        self.network: nn.Module = build_part(network, "network")
+        self.loss: nn.Module = build_part(loss, "loss")
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses computed by the loss module.
@@ -43,6 +40,7 @@ class Task(BaseModel):
         Raises:
             DataError: if there are no targets, or a target is not one of the network's classes. On an accelerator, only
                 the first batch is checked.
+            ConfigError: if the number of class weights is not the number of the network's classes.
         """
         if targets is None:
             raise DataError(
@@ -50,6 +48,7 @@ class Task(BaseModel):
             )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True
+            check_class_weights(self.loss, main_output(outputs))
             check_labels(self.loss, main_output(outputs), targets)
         try:
             loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())

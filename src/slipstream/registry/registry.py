@@ -156,6 +156,7 @@ class Registry:
         for key in names:
             existing = self.module_dict.get(key)
             if existing is not None and existing is not module and not force:
+                _check_not_built_in(key, module, existing, self.name)
                 raise UnknownNameError(
                     f"'{key}' is already registered in the {self.name} registry by {existing.__module__}; "
                     "choose a different name, or pass force=True to replace it"
@@ -301,6 +302,19 @@ class Registry:
         exported = name in getattr(module, "__all__", (name,)) and not name.startswith("_")
         obj = getattr(module, name, None) if exported else None
         return obj if inspect.isclass(obj) else None
+
+
+def _check_not_built_in(name: str, module: Any, existing: Any, kind: str) -> None:
+    """Raise an error if `module` is built in, and `existing` is a class of the user with the same name.
+
+    Built-in classes are registered at the first lookup, often of another component. Therefore, the error is not a
+    `ConfigError`, to which the config path of that component would be added.
+    """
+    if module.__module__.startswith("slipstream.") and not existing.__module__.startswith("slipstream."):
+        raise SlipstreamError(
+            f"'{name}' is the name of a built-in {kind} ({module.__module__}), but {existing.__module__} registers "
+            f"another object under this name; rename it there, and in each `type='{name}'` of the configuration"
+        )
 
 
 # ---- build objects from configurations ----------------------------------------------------------------

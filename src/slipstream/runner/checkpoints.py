@@ -230,6 +230,9 @@ class Checkpoints:
         if schedulers:
             with restoring("param_schedulers", source):
                 resume.restore_schedulers(schedulers, checkpoint)
+            resume_check.warn_of_length(
+                checkpoint, schedulers, self._runner.train_loop, self._runner.logger.warning
+            )
         with restoring("meta", source):
             self._runner.train_loop.resume_at(checkpoint["meta"])
         loop = self._runner.train_loop

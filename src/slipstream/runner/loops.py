@@ -206,6 +206,13 @@ class _TrainLoop(BaseLoop):
     def _recover(self, train: Callable[[], None]) -> None:
         """Call `train`. After a fault, call it again if the run can continue from an earlier checkpoint."""
         runner, rollback = self._runner, self._runner.rollback
+        if self._progress >= self._goal:
+            unit, key = ("epochs", "max_epochs") if self.counts_epochs else ("iterations", "max_iters")
+            shortcut = " (epochs=...)" if self.counts_epochs else ""
+            runner.logger.warning(
+                f"Nothing is trained, because the run is already complete ({self._progress} of {self._goal} {unit}); "
+                f"to continue training, increase train_cfg.{key}{shortcut}"
+            )
         rollback.begin()
         while True:
             try:

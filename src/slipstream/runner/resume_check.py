@@ -23,8 +23,9 @@ from slipstream.errors import CheckpointError
 from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.optim.scheduler import all_schedulers
 
-__all__ = ["check_content", "check_matches", "check_stream"]
+__all__ = ["check_content", "check_matches", "check_stream", "warn_of_length"]
 
 Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
@@ -131,6 +132,29 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
             "repeated and others skipped; use the same values, or resume from a checkpoint that was written at the "
             "end of an epoch"
         )
+
+
+def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: Any, warn: Warn) -> None:
+    """Warn if the run's length has changed, and the values of a restored scheduler depend on this length.
+
+    A scheduler computes each value from the current value, so the values differ from those of a run that had the new
+    length from the beginning. After a completed schedule, the learning rate keeps its final value.
+    """
+    name, unit = ("max_epochs", "epochs") if loop.counts_epochs else ("max_iters", "iterations")
+    saved = (checkpoint.get("message_hub") or {}).get("runtime_info", {}).get(name)
+    changed = [
+        s for s in all_schedulers(schedulers) if getattr(s, "ends_with_run", False) and s.last_step > 0
+    ]
+    if saved in (None, getattr(loop, name)) or not changed:
+        return
+    values = ", ".join(
+        f"{type(s).__name__} continues at {s.param_name} {s.get_last_value()[0]:.4g}" for s in changed
+    )
+    warn(
+        f"The checkpoint was written by a run of {saved} {unit}, but this run has {getattr(loop, name)}, and schedules "
+        f"that end with the run do not start again: {values}. To train with a complete schedule, start a new run from "
+        "these weights with load_from; to keep a schedule unchanged, set its end"
+    )
 
 
 def _check_optim(

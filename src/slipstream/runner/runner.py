@@ -184,7 +184,10 @@ class Runner:
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch, arguments["custom_hooks"])
-        for hook in [*defaults, *planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
+        for name, default in defaults.items():
+            with add_config_path(self._user_cfg, f"default_hooks.{name}"):
+                self._hooks.register(default)
+        for hook in [*planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)

@@ -127,6 +127,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
                 f"must be a hook, a dict with a 'type', or None, not {short_repr(hook)}",
                 f"default_hooks.{name}",
             )
+        if isinstance(hook, Mapping) and "type" not in hook and name not in DEFAULT_HOOKS:
+            raise ConfigError(
+                f"a hook needs a 'type'; got the keys {list(hook)}{did_you_mean(name, DEFAULT_HOOKS)}",
+                f"default_hooks.{name}",
+            )
     return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
 
 
@@ -145,16 +150,21 @@ def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[
 
 def with_defaults(
     hooks: Mapping[str, Any] | None, by_epoch: bool, custom_hooks: Sequence[Any] | None = None
-) -> list[Any]:
-    """Return the default hooks, updated with `hooks` by name; None removes a hook.
+) -> dict[str, Any]:
+    """Return the default hooks by name, updated with `hooks`; None removes a hook.
+
+    A dict without a `type` changes the arguments of the default hook with this name.
 
     If `custom_hooks` contains a CheckpointHook, the default CheckpointHook does not save the best checkpoint.
     """
-    defaults = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
+    defaults: dict[str, Any] = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
     defaults["checkpoint"]["interval"] = 1 if by_epoch else 1000
     if any(_is_checkpoint_hook(hook) for hook in custom_hooks or ()):
         del defaults["checkpoint"]["save_best"]
-    return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
+    for name, hook in (hooks or {}).items():
+        changes_default = isinstance(hook, Mapping) and "type" not in hook and name in defaults
+        defaults[name] = {**defaults[name], **hook} if changes_default else hook
+    return {name: hook for name, hook in defaults.items() if hook is not None}
 
 
 def _is_checkpoint_hook(hook: Any) -> bool:

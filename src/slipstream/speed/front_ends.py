@@ -92,7 +92,11 @@ def _speed_keys(speed: Any, path: str) -> FrontEnd:
     if speed == "auto":
         return {"auto": True}
     if not isinstance(speed, Mapping):
-        raise ConfigError(f"must be 'auto' or a dict of options, not {speed!r}", path)
+        raise ConfigError(
+            f"must be 'auto' or a dict of options, not {speed!r}; set a single option by its name, as in "
+            f"{path}.compile=True on the command line",
+            path,
+        )
     return speed
 
 

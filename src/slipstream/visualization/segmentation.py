@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image, ImageDraw
 
-__all__ = ["colorize", "contact_sheet", "overlay"]
+__all__ = ["colorize", "contact_sheet", "ignored_color", "overlay"]
 
 RGB: TypeAlias = "npt.NDArray[np.uint8]"
 Palette = Sequence[Sequence[int]]
@@ -23,12 +23,15 @@ _CELL_WIDTH = 320  # width of an image, in pixels
 _GAP = 12
 _MARGIN = 24
 _TEXT, _PALE, _PAPER = (28, 30, 33), (110, 115, 122), (255, 255, 255)
+_IGNORED = (228, 230, 234)
 _TITLE_SIZE, _TEXT_SIZE = 18, 15
 _SWATCH = 16
 
 
 def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None = None) -> RGB:
-    """Convert integer class ids `mask` (H, W) to a uint8 RGB image (H, W, 3). Ignored pixels are black.
+    """Convert integer class ids `mask` (H, W) to a uint8 RGB image (H, W, 3).
+
+    Ignored pixels have the color `ignored_color(palette)`.
 
     Raises:
         DataError: if `mask` is not an integer array (H, W), or contains a class id that has no color in `palette`.
@@ -41,8 +44,13 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
             f"the mask contains the class ids {np.unique(mask[invalid])[:5].tolist()}, but the palette has only "
             f"{len(palette)} color{'s' * (len(palette) != 1)}; set ignore_index, or check the number of classes"
         )
-    colors = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
+    colors = np.array([*palette, ignored_color(palette)], dtype=np.uint8)
     return colors[np.where(ignored, len(palette), mask.astype(np.int64))]
+
+
+def ignored_color(palette: Palette) -> tuple[int, int, int]:
+    """Return the color of ignored pixels: black, or pale gray if black is the color of a class."""
+    return _IGNORED if [0, 0, 0] in [list(map(int, color)) for color in palette] else (0, 0, 0)
 
 
 def overlay(

@@ -68,11 +68,36 @@ def test_batch_of_ignored_pixels_has_zero_loss_and_zero_gradient():
     assert all((logits.grad == 0).all() for logits in outputs)
 
 
-def test_single_output_uses_the_first_weight():
+def test_single_output_in_evaluation_uses_the_first_weight():
     (logits,), targets = batch(heads=1)
-    losses = MultiHeadCrossEntropy((2.0, 0.4))(logits, targets)
+    losses = MultiHeadCrossEntropy((2.0, 0.4)).eval()(logits, targets)
     assert list(losses) == ["loss_main"]
     assert losses["loss_main"].item() == pytest.approx(2 * reference(logits, targets), rel=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6])
+def test_default_weights_fit_any_number_of_outputs(heads):
+    outputs, targets = batch(heads=heads)
+    losses = MultiHeadCrossEntropy()(outputs, targets)
+    expected = [(0.4 if index else 1.0) * reference(logits, targets) for index, logits in enumerate(outputs)]
+    assert [loss.item() for loss in losses.values()] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("ignored", [0.3, 1.1])
+def test_class_weights_match_the_float64_reference(ignored):
+    outputs, targets = batch(heads=2, ignored=ignored)
+    class_weights = np.array([0.5, 2.0, 0.0, 1.0, 3.0])
+    losses = MultiHeadCrossEntropy((1.0, 0.4), weight=list(class_weights))(outputs, targets)
+    for loss, factor, logits in zip(losses.values(), (1.0, 0.4), outputs, strict=True):
+        z = logits.detach().double().numpy()
+        log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+        total, divisor = 0.0, 0.0
+        for n, row, column in np.ndindex(targets.shape):
+            label = int(targets[n, row, column])
+            if label != IGNORE:
+                total -= class_weights[label] * log_p[n, label, row, column]
+                divisor += class_weights[label]
+        assert loss.item() == pytest.approx(factor * total / (divisor or 1), rel=1e-5)
 
 
 def test_custom_ignore_index_ignores_only_its_pixels():
@@ -121,10 +146,12 @@ def test_compiled_loss_has_no_graph_breaks_and_equal_outputs():
     torch.testing.assert_close(compiled(outputs, targets), loss(outputs, targets))
 
 
-def test_more_outputs_than_weights_raise_error():
-    outputs, targets = batch(heads=3)
-    with pytest.raises(ModelError, match=r"one weight per network output \(3\), but `weights` has only 2"):
-        MultiHeadCrossEntropy((1.0, 0.4))(outputs, targets)
+@pytest.mark.parametrize(("heads", "weights"), [(3, (1.0, 0.4)), (4, (1.0,) * 11), (1, (1.0, 0.4))])
+def test_number_of_weights_other_than_the_number_of_outputs_raises_error(heads, weights):
+    outputs, targets = batch(heads=heads)
+    message = rf"per network output \({heads}\), but `weights` has {len(weights)}.*class weights .* `weight`"
+    with pytest.raises(ModelError, match=message):
+        MultiHeadCrossEntropy(weights)(outputs, targets)
 
 
 def test_loss_is_built_by_name_and_accepts_lists():

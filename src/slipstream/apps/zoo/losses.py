@@ -13,6 +13,9 @@ from slipstream.registry import MODELS
 
 __all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
 
+_AUXILIARY_FACTOR = 0.4
+"""Default factor of each auxiliary output."""
+
 
 @MODELS.register_module()
 class CrossEntropy(nn.Module):
@@ -41,8 +44,7 @@ class CrossEntropy(nn.Module):
             raise ConfigError(f"must be between 0 and 1, not {label_smoothing}", "label_smoothing")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
-        factors = None if weight is None else torch.as_tensor(weight, dtype=torch.float32)
-        self.register_buffer("weight", factors, persistent=False)
+        self.register_buffer("weight", _class_weights(weight), persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss as a 0-dim tensor.
@@ -65,11 +67,7 @@ class CrossEntropy(nn.Module):
             return F.cross_entropy(logits, targets, self.weight, label_smoothing=smoothing)
         targets = targets.long()
         total = _sum_of_cross_entropy(logits, targets, self.ignore_index, self.weight, smoothing)
-        valid = targets != self.ignore_index
-        if self.weight is None:
-            return total / valid.sum().clamp_min(1)
-        weight_sum = (self.weight[targets.where(valid, 0)] * valid).sum()
-        return total / weight_sum.where(weight_sum > 0, 1)
+        return total / _sum_of_weights(targets, self.ignore_index, self.weight)
 
 
 @MODELS.register_module()
@@ -80,17 +78,26 @@ class MultiHeadCrossEntropy(nn.Module):
     NaN. Half-precision logits are converted to float32.
 
     Args:
-        weights: factors for the main output and the auxiliary outputs, in the order of the network's outputs. If there
-            are more factors than outputs, the remaining factors are not used.
+        weights: one factor for each output of the network, in the order of the outputs: the main output first, then the
+            auxiliary outputs. Default: 1 for the main output, and 0.4 for each auxiliary output.
         ignore_index: target value of ignored pixels.
+        weight: weight of each class, as in `CrossEntropy`; it applies to every output.
     """
 
     takes_class_ids = True
 
-    def __init__(self, weights: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4), ignore_index: int = 255) -> None:
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weights: Sequence[float] | None = None,
+        ignore_index: int = 255,
+        weight: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
-        self.weights = tuple(weights)
+        self.weights = None if weights is None else tuple(weights)
         self.ignore_index = ignore_index
+        self.register_buffer("weight", _class_weights(weight), persistent=False)
 
     def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
@@ -100,26 +107,50 @@ class MultiHeadCrossEntropy(nn.Module):
             targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: if there are more outputs than weights.
+            ModelError: if the number of outputs is not the number of `weights`. In evaluation mode, the main output
+                alone is also valid.
         """
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
-        if len(outputs) > len(self.weights):
-            raise ModelError(
-                f"MultiHeadCrossEntropy requires one weight per network output ({len(outputs)}), but `weights` has "
-                f"only {len(self.weights)}; set `weights` to one factor per output, starting with the main output"
-            )
+        factors = self._factors(len(outputs))
         targets = targets.long()
-        count = (targets != self.ignore_index).sum().clamp_min(1)
+        divisor = _sum_of_weights(targets, self.ignore_index, self.weight)
         losses = [
-            weight * self._total(logits, targets) / count
-            for weight, logits in zip(self.weights, outputs, strict=False)
+            factor * self._total(logits, targets) / divisor
+            for factor, logits in zip(factors, outputs, strict=True)
         ]
         names = ["loss_main", *(f"loss_aux{index}" for index in range(len(losses) - 1))]
         return dict(zip(names, losses, strict=True))
 
+    def _factors(self, num_outputs: int) -> tuple[float, ...]:
+        """Return one factor for each output."""
+        if self.weights is None:
+            return (1.0, *[_AUXILIARY_FACTOR] * (num_outputs - 1))
+        if num_outputs == 1 and self.weights and not self.training:
+            return self.weights[:1]
+        if len(self.weights) != num_outputs:
+            raise ModelError(
+                f"MultiHeadCrossEntropy requires one factor in `weights` per network output ({num_outputs}), but "
+                f"`weights` has {len(self.weights)}; set `weights` to one factor per output, starting with the main "
+                "output (class weights are set with `weight`)"
+            )
+        return self.weights
+
     def _total(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return _sum_of_cross_entropy(at_least_float32(logits), targets, self.ignore_index)
+        return _sum_of_cross_entropy(at_least_float32(logits), targets, self.ignore_index, self.weight)
+
+
+def _class_weights(weight: Sequence[float] | None) -> Tensor | None:
+    return None if weight is None else torch.as_tensor(weight, dtype=torch.float32)
+
+
+def _sum_of_weights(targets: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
+    """Return the sum of the class weights over the targets that are not ignored, or 1 if the sum is 0."""
+    valid = targets != ignore_index
+    if weight is None:
+        return valid.sum().clamp_min(1)
+    total = (weight[targets.where(valid, 0)] * valid).sum()
+    return total.where(total > 0, 1)
 
 
 def _sum_of_cross_entropy(

@@ -67,7 +67,7 @@ class Processing:
     Attributes:
         class_names: names of the classes. Default: their ids.
         transforms: validation transforms, or None for the ImageNet normalization.
-        palette: an RGB color for each class. Default: the PASCAL VOC colors.
+        palette: an RGB color for each class. Default: `default_palette`.
     """
 
     class_names: Sequence[str] | None = None

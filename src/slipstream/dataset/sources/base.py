@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from colorsys import hsv_to_rgb
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,16 +103,22 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
         return {"image": image, "mask": mask}
 
 
-def default_palette(count: int) -> list[list[int]]:
-    """Return the first `count` colors (at most 256) of the PASCAL VOC development kit's color map.
+_GOLDEN_RATIO = 0.618034
+_FIRST_HUE = 0.55
+_SATURATIONS, _VALUES = (0.75, 0.55, 0.95), (0.95, 0.7, 0.85)
+"""Values for which the smallest perceptual difference between the first colors is large."""
 
-    Bits 0, 3 and 6 of the class id become bits 7, 6 and 5 of red. Bits 1, 4 and 7 become bits 7, 6 and 5 of green, and
-    bits 2 and 5 become bits 7 and 6 of blue.
+
+def default_palette(count: int) -> list[list[int]]:
+    """Return `count` colors (at most 256) that are easy to tell apart; none of them is black.
+
+    The hue of each color is the previous hue plus the golden ratio, so that successive hues are far apart. Three levels
+    of saturation and of brightness distinguish colors with similar hues.
     """
-    shifts = [(bit, 7 - bit // 3) for bit in range(8)]
+    hues = [(_FIRST_HUE + _GOLDEN_RATIO * index) % 1 for index in range(count)]
     return [
-        [sum((i >> bit & 1) << shift for bit, shift in shifts if bit % 3 == channel) for channel in range(3)]
-        for i in range(count)
+        [round(255 * part) for part in hsv_to_rgb(hue, _SATURATIONS[index % 3], _VALUES[index // 3 % 3])]
+        for index, hue in enumerate(hues)
     ]
 
 

@@ -39,7 +39,7 @@ class ImageMaskFolder(ImageMaskPairs):
         masks: mask folder, relative to `data_root`.
         classes: class names for the ids 0, 1, ...
         ignore_index: id of pixels without a class, or None if every pixel has a class.
-        palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
+        palette: one [r, g, b] per class; by default, `default_palette`.
         image_suffix: suffix of image file names, such as `_leftImg8bit.png`; by default, any image extension. Other
             files are ignored. The path without the suffix is the name of the pair.
         mask_suffix: suffix of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.

@@ -160,7 +160,7 @@ class WebSegmentationDataset(SegmentationDataset):
         image: extensions of image files, separated by semicolons; the first extension found in a sample is used.
         mask: extensions of mask files, in the same format.
         ignore_index: id of pixels without a class, or None if every pixel has a class.
-        palette: one [r, g, b] color per class; by default, the PASCAL VOC colors.
+        palette: one [r, g, b] color per class; by default, `default_palette`.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
 
     Raises:

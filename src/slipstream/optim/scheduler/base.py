@@ -64,6 +64,10 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     """
 
     need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
+    ends_with_run = False  # whether the values depend on the length of the run, because `end` is its default
+    _length_arguments: ClassVar[
+        tuple[str, ...]
+    ] = ()  # arguments any of which determines the schedule's length
     _step_arguments: ClassVar[tuple[str, ...]] = ()  # arguments that can be converted from epochs to steps
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
@@ -165,7 +169,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
 
     @property
     def _saved_elsewhere(self) -> frozenset[str]:
-        return frozenset({*self._state_keys, "optimizer", "_values", "_initial"})
+        return frozenset({*self._state_keys, "optimizer", "_values", "_initial", "ends_with_run"})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`; the next values equal those of an uninterrupted run.

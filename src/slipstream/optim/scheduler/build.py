@@ -125,6 +125,8 @@ def build_param_scheduler(
             arguments |= {"type": target.build_iter_from_epoch, "epoch_length": epoch_length}
         cfg = arguments
     built: _ParamScheduler = PARAM_SCHEDULERS.build(cfg, default_args=default_args)
+    lengths = getattr(built, "_length_arguments", ())
+    built.ends_with_run = bool(lengths) and all(cfg.get(name) is None for name in lengths)
     return built
 
 

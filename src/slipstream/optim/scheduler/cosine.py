@@ -47,6 +47,7 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
     Alternatively, `eta_min_ratio` specifies the lower bound relative to the initial value of each group.
     """
 
+    _length_arguments: ClassVar[tuple[str, ...]] = ("end", "T_max")
     _step_arguments: ClassVar[tuple[str, ...]] = ("T_max",)
 
     def __init__(

@@ -34,6 +34,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             the peak value to the start value.
     """
 
+    _length_arguments: ClassVar[tuple[str, ...]] = ("end", "total_steps")
     _step_arguments: ClassVar[tuple[str, ...]] = ("total_steps",)
 
     def __init__(

@@ -72,6 +72,8 @@ class LinearParamScheduler(_ParamScheduler):
     v <- v (1 + d / (T s + (t - 1) d)), with s = start_factor, d = end_factor - start_factor.
     """
 
+    _length_arguments: ClassVar[tuple[str, ...]] = ("end",)
+
     def __init__(
         self,
         optimizer: Any,
@@ -190,6 +192,8 @@ class PolyParamScheduler(_ParamScheduler):
 
     v <- (v - eta_min) (1 - 1 / (T - t + 1))^power + eta_min.
     """
+
+    _length_arguments: ClassVar[tuple[str, ...]] = ("end",)
 
     def __init__(
         self,
