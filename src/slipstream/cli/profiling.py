@@ -77,7 +77,7 @@ class Synchronizations:
 
 
 def source_line() -> str:
-    """Return the innermost line of user code that this package called, or of this package if there is none."""
+    """Return the line of the innermost call in user code or, if there is none, in this package."""
     stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
     stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
     in_package = [Path(f.filename).is_relative_to(_PACKAGE) for f in stack]

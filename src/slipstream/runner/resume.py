@@ -244,8 +244,8 @@ def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], 
     """Restore the number of batches that each wrapper has counted, which determines where its accumulation windows end.
 
     With a single wrapper, the saved count normally equals the iteration number. In that case, the count that
-    `initialize_count_status` has set is kept, because the iteration number changes if the batch size has changed. The
-    saved count differs from the iteration number if `train_step` updates the weights several times per batch.
+    `initialize_count_status` has set is kept, because it follows from the iteration number of this run, which has been
+    adjusted to the batch size. The saved count differs from the iteration number if `train_step` updates the weights several times per batch.
 
     Args:
         optim: the optimizer wrapper, after `initialize_count_status`.

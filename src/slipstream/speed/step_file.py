@@ -51,7 +51,7 @@ def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
     content = load_checkpoint(path)
     check(content, ACCELERATED_FILE, source)
     model = unwrap_model(step.model)
-    with own_remedy(". Load it into a step with the model with which it was saved"):
+    with own_remedy(". Load it into a step that uses the same model"):
         compare_weights(model, content["state_dict"], True, source)
     step.check_state(content["step"], source)
     model.load_state_dict(content["state_dict"])

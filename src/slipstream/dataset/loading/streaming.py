@@ -65,5 +65,5 @@ def _unsupported(stream: Any) -> str:
         return "`replication`"
     chosen = [part.choose for part in stream.streams]
     if chosen != stream.samples_per_stream.tolist():
-        return "`epoch_size`, or `proportion`, `repeat` or `choose` of a stream"
+        return "`epoch_size`, or a stream's `proportion`, `repeat` or `choose`"
     return ""

@@ -131,8 +131,8 @@ class MMFullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Delay gradient reduction across processes until a later batch.
 
-        With `param_dtype`, the gradients of each batch are summed immediately, because torch stores unsummed gradients
-        where checkpoints cannot read them.
+        With `param_dtype`, the gradients of each batch are reduced immediately, because torch keeps unreduced gradients
+        internally, where they cannot be saved in a checkpoint.
         """
         self._sync = self._reduces_always
         try:
