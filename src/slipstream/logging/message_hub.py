@@ -191,7 +191,7 @@ class MessageHub:
 
     @classmethod
     def get_instance(cls, name: str) -> MessageHub:
-        """Return this context's hub `name`; the first call creates it. A run's hub is named after the run."""
+        """Return this context's hub named `name`; the first call creates it. A run's hub is named after the run."""
         if name not in _hubs.get():
             cls(name).make_current()
         return _hubs.get()[name]
@@ -203,7 +203,10 @@ class MessageHub:
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the active Runner in this context, or else the newest hub. If there is none, create one."""
+        """Return the active Runner's hub or, if no Runner is active in this context, the newest hub.
+
+        If this context has no hub, create one.
+        """
         for hub in reversed(list(_hubs.get().values())):
             return hub
         return cls.get_instance("slipstream")

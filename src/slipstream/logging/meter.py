@@ -49,7 +49,7 @@ class Meter:
         Args:
             outputs: 0-dim tensors by name. The next step must not overwrite them; clone the outputs of a CUDA
                 graph. Names may vary between steps.
-            iteration: iteration number of this step, used in error messages.
+            iteration: iteration number of this step.
 
         Raises:
             LossError: if an output is not a 0-dim tensor.
@@ -104,7 +104,7 @@ class Meter:
 
 
 def _first_error(non_finite: Sequence[_NonFinite], locate: Callable[[], str] | None) -> NonFiniteLossError:
-    # Report a single loss term rather than the sum `loss`, which is then also non-finite.
+    # If a loss term is non-finite, so is the sum `loss`; report the term instead of the sum.
     term = min((b for b in non_finite if b[0] == non_finite[0][0]), key=lambda b: b[1] == "loss")
     return _non_finite(*term, locate() if locate else "")
 
@@ -117,7 +117,7 @@ def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
     values: dict[_Key, float] = {}
     for by_dtype in keys.values():
         dtype = torch.float64 if torch.float64 in by_dtype else torch.float32
-        # Use one stack per dtype, because stacking promotes mixed dtypes: fp16 with int64 overflows in fp16.
+        # Use one stack per dtype, because stacking int64 and fp16 values would convert all to fp16, which may overflow.
         stacks = [
             torch.stack([pending[i][1][name] for i, name in group]).to(dtype) for group in by_dtype.values()
         ]

@@ -16,7 +16,8 @@ Phase = Literal[
 ]  # fmt: skip
 """`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
 of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is compiled as
-one graph. `logging`: reading the losses from the device, log lines and scalars. `other`: start and end of a run."""
+one graph. `logging`: reading the losses from the device, and writing log lines and scalars. `other`: start and end of a
+run."""
 
 STEP_PHASES: tuple[Phase, ...] = (
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",

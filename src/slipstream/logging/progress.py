@@ -18,7 +18,7 @@ class ProgressBar:
     """A bar with a counter, the remaining time and a short text. The bar is displayed only on a terminal.
 
     Args:
-        console: the logger's console (`MMLogger.console`), so that log lines scroll above the bar.
+        console: the logger's console (`MMLogger.console`), which lets log lines scroll above the bar.
     """
 
     def __init__(self, console: Console) -> None:
@@ -28,7 +28,7 @@ class ProgressBar:
         self._next_draw = 0.0
 
     def start(self, total: int | None, description: str = "") -> None:
-        """Show an empty bar for `total` steps (None if unknown), which replaces the previous bar."""
+        """Replace the previous bar, if any, with an empty bar for `total` steps (None if unknown)."""
         self.stop()
         if self.console.is_terminal:
             self._progress = _progress(self.console)
@@ -37,7 +37,7 @@ class ProgressBar:
             self._next_draw = 0.0
 
     def update(self, step: int, text: str = "") -> None:
-        """Set the number of finished steps; redraw at most ten times per second."""
+        """Show the number of finished steps and the text; redraw at most ten times per second."""
         if self._progress is None or (now := perf_counter()) < self._next_draw:
             return
         self._next_draw = now + _SECONDS_BETWEEN_DRAWS

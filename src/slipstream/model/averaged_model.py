@@ -79,7 +79,7 @@ class BaseAveragedModel(nn.Module):
         self.update_buffers = update_buffers
         self.steps = 0
         self.swapped = False
-        """Whether the model contains the averaged weights, and `module` the training weights."""
+        """Whether the weights are swapped, so that the model contains the average and `module` the training weights."""
         self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
         self._cached: tuple[nn.Module, _AveragedTensors, _AveragedTensors] | None = None
 
@@ -103,7 +103,7 @@ class BaseAveragedModel(nn.Module):
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # The coefficients decrease, so using the last one for all updates gives a lower bound for the mean.
+            # The coefficients decrease, so using the last one for all updates gives a lower bound on the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -195,7 +195,7 @@ class BaseAveragedModel(nn.Module):
         """
         cached = self._cached
         if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
-            # Store the model in a tuple, because a Module attribute would register it as a submodule.
+            # Store the model in a tuple, because assigning it to an attribute would register it as a submodule.
             cached = (model, self._averaged(self.module), self._averaged(model))
             _check_shapes(cached[1].tensors(), cached[2].tensors())
             self._cached = cached
@@ -240,7 +240,7 @@ class _AveragedTensors(NamedTuple):
     buffers: list[tuple[nn.Module, str]]
     """The owner and name of each buffer, instead of its tensor, because a forward pass may replace the tensor."""
     owned: list[dict[str, Any]]
-    """The submodules and parameters of each module of the model."""
+    """The dicts of submodules and of parameters of all modules in the model."""
     values: list[Any]
     """The submodules and parameters in `owned`, in order."""
 

@@ -22,11 +22,11 @@ __all__ = ["BaseModel", "run_forward"]
 
 
 class BaseModel(BaseModule):
-    """Base class for models with a training, validation and test step.
+    """Base class for models with training, validation and test steps.
 
     Subclasses define `forward(*batch, mode)` for batches that are tuples or lists, or `forward(**batch, mode)` for
-    batches that are dicts. Mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the
-    metrics, and `"tensor"` returns the network's output.
+    batches that are dicts. `forward` returns a dict of scalar losses in mode `"loss"`, predictions for the metrics in
+    mode `"predict"`, and the network's output in mode `"tensor"`.
 
     Args:
         data_preprocessor: a module (or its configuration) that moves a batch to the device; `BaseDataPreprocessor`
@@ -68,13 +68,15 @@ class BaseModel(BaseModule):
         """Return the sum of the losses and the values to log."""
         return sum_losses(losses)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # lets a subclass accept any arguments
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # so that subclasses may declare any arguments
         """Return losses, predictions or the network's output, depending on `mode`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(..., mode)")
 
 
 def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
-    """Call `module` with a preprocessed batch. A dict provides keyword arguments, a tuple or list positional arguments.
+    """Call `module` with a preprocessed batch.
+
+    A dict is passed as keyword arguments; a tuple or list is passed as positional arguments.
 
     Raises:
         DataError: if the batch has a different type or its elements do not match the arguments of `forward`.

@@ -1,4 +1,4 @@
-"""Data preprocessors: move batches to the device, and pad and normalize images."""
+"""Data preprocessors, which move batches to the device, and pad and normalize images."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BaseDataPreprocessor(nn.Module):
         Other values are returned unchanged.
         """
         if isinstance(data, Tensor):
-            if data.device == self._device:  # faster than `to`, even if `to` copies nothing
+            if data.device == self._device:  # faster than calling `to`, which would not copy either
                 return data
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):

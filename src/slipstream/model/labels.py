@@ -16,7 +16,7 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
     """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
 
     On an accelerator, an invalid target would terminate the process without an error that reports the value. This check
-    causes a device synchronization, so only one batch is checked. Losses other than `CrossEntropyLoss` and
+    causes a device synchronization, so `Task` checks only one batch. Losses other than `CrossEntropyLoss` and
     `NLLLoss` may interpret targets differently, so their targets are checked only if they set `takes_class_ids = True`.
 
     Args:
@@ -39,9 +39,9 @@ def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
 
 
 def check_class_weights(loss: nn.Module, scores: Any) -> None:
-    """Raise a ConfigError unless the loss has one class weight (`loss.weight`) per class of the network, or none.
+    """Raise a ConfigError unless the loss has one class weight (`loss.weight`) per class of the network, or no weights.
 
-    torch would raise an error that does not name the key.
+    torch would raise an error that does not name the configuration key.
 
     Args:
         loss: the loss module.

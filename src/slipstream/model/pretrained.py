@@ -29,7 +29,7 @@ def needs_pretrained(model: nn.Module) -> bool:
 
 
 def load_pretrained(model: nn.Module) -> None:
-    """Load the pretrained weights of the model and of its submodules, unless this has already been done."""
+    """Load the pretrained weights that have not been loaded yet, in the model and its submodules."""
     # Load submodules first, so that the weights of the whole model take precedence.
     for module in reversed(list(model.modules())):
         if isinstance(module, PretrainedWeights) and module.pretrained_pending:
@@ -38,7 +38,7 @@ def load_pretrained(model: nn.Module) -> None:
 
 
 def skip_pretrained(model: nn.Module) -> None:
-    """Cancel the loading of pretrained weights, because a checkpoint replaces all weights."""
+    """Cancel the loading of pretrained weights, for a model whose weights are all replaced by a checkpoint."""
     for module in model.modules():
         if isinstance(module, PretrainedWeights):
             module.pretrained_pending = False

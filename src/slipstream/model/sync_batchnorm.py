@@ -40,9 +40,9 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm with statistics over the batches of all ranks; its state is compatible with `nn.BatchNorm*d`.
 
     The means and variances of all ranks are merged as in Chan, Golub and LeVeque 1979: first the weighted mean of the
-    means, then the squared deviations from it. This avoids cancellation, and ranks may have different batch sizes. The
-    functional collectives are differentiable, can be traced by `torch.compile(fullgraph=True)`, and support gloo and
-    nccl.
+    means, then the squared deviations from it. This method avoids cancellation and supports a different batch size on
+    each rank. The functional collectives are differentiable, can be traced by `torch.compile(fullgraph=True)`, and
+    support gloo and nccl.
 
     In evaluation mode or with one process, this module behaves like BatchNorm.
     """
@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input with at least 2 dimensions, got {input.ndim}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize each channel of `input` (N, C, ...); float16 and bfloat16 are converted to float32."""
+        """Normalize each channel of `input` (N, C, ...); float16 and bfloat16 inputs are normalized in float32."""
         if not self.training or get_world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)

@@ -40,7 +40,7 @@ class Task(BaseModel):
         Raises:
             DataError: if there are no targets, or a target is not one of the network's classes. On an accelerator, only
                 the first batch is checked.
-            ConfigError: if the number of class weights is not the number of the network's classes.
+            ConfigError: if the number of class weights differs from the number of the network's classes.
         """
         if targets is None:
             raise DataError(
@@ -59,7 +59,7 @@ class Task(BaseModel):
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
-        """Check that the main output has one channel per class in the dataset; for two classes, one channel is valid.
+        """Check that the main output has one channel per class; for two classes, a single channel is also valid.
 
         Raises:
             ModelError: if the number of channels is different.
@@ -115,7 +115,7 @@ class Segmentor(Task):
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the class ids of the main output and, if there are targets, the targets.
 
-        With targets, the logits are first resized to the size of the targets.
+        With targets, the logits are first resized or, for padded images, cropped to the size of the targets.
         """
         logits = main_output(outputs)
         if targets is None:
@@ -127,7 +127,7 @@ class Segmentor(Task):
         return {**_class_ids(logits), "targets": targets.long()}
 
     def _padded(self, inputs: Tensor, targets: Tensor) -> bool:
-        """Return whether the preprocessor padded the images; the targets do not cover the padding."""
+        """Return whether the preprocessor padded the images; it does not pad the targets."""
         divisor = getattr(self.data_preprocessor, "pad_size_divisor", 1)
         sizes = list(zip(inputs.shape[-2:], targets.shape[-2:], strict=True))
         return any(i != t for i, t in sizes) and all(i == math.ceil(t / divisor) * divisor for i, t in sizes)

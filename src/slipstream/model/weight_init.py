@@ -43,8 +43,8 @@ def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping
 
     Each initializer is a dict with a `type`. The optional `layer` contains the names of the layer classes (or their
     base classes) to initialize; by default, all layers with weights are initialized. The optional `override` contains
-    other settings for children, selected by `name`. If `override` is set and `layer` is not, only these children are
-    initialized.
+    different settings for children, selected by `name`. If `override` is set and `layer` is not, only these children
+    are initialized.
     """
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         cfg = dict(cfg)

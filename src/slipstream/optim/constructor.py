@@ -45,7 +45,7 @@ class ParamwiseOptions:
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
-        """Check the keys and the types of the values. With `open_ended`, unknown keys are ignored.
+        """Return the options in `cfg` after checking the keys and values. With `open_ended`, ignore unknown keys.
 
         Raises:
             ConfigError: a key or a value is invalid; the message names the key.
@@ -256,8 +256,8 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
 
     Args:
         model: a model, optionally wrapped for data parallelism.
-        cfg: a dict with the keys `optimizer`, `paramwise_cfg`, `constructor` (by default
-            `DefaultOptimWrapperConstructor`), and the arguments for the wrapper. This function does not modify `cfg`.
+        cfg: a dict with the keys `optimizer`, `paramwise_cfg` and `constructor` (by default
+            `DefaultOptimWrapperConstructor`), and with the wrapper's arguments. This function does not modify `cfg`.
     """
     wrapper_cfg = dict(cfg)
     constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(

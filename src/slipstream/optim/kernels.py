@@ -52,7 +52,7 @@ def use_fused(optimizer: Optimizer) -> None:
     """
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(fused=True, foreach=None)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler reads this
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler reads this attribute
     for param in _parameters(optimizer):
         if "step" in (state := optimizer.state.get(param, {})):  # fused kernels count steps on the device
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
@@ -61,7 +61,7 @@ def use_fused(optimizer: Optimizer) -> None:
 def init_momentum(optimizer: Optimizer) -> None:
     """Initialize the momentum of a fused optimizer. Call this function before each step.
 
-    torch (2.13) leaves the momentum of parameters uninitialized if their first step is skipped on overflow.
+    torch (2.13) leaves the momentum of parameters uninitialized if their first step is skipped because of an overflow.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return  # the loss scaler skips the step on the host

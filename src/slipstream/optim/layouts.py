@@ -64,7 +64,7 @@ class FusedLayouts:
             self._convert(groups)
 
     def _register_after_others(self, fused: bool) -> None:
-        """Make `_after_hooks` the last step pre-hook, or remove it if no group is fused or there are no others."""
+        """Make `_after_hooks` the last step pre-hook, or remove it if no group is fused or there are no other hooks."""
         hooks = getattr(self._optimizer, "_optimizer_step_pre_hooks", {})
         own = None if self._handle is None else self._handle.id
         others = bool(_global_optimizer_pre_hooks) or any(hook_id != own for hook_id in hooks)

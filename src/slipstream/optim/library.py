@@ -20,7 +20,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """Base class for optimizers that update all parameters of a group and dtype at once, and count steps per group."""
+    """Base class for optimizers that update all parameters of a dtype in a group at once, and count steps per group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -52,21 +52,21 @@ class _Foreach(Optimizer):
 class RMSpropTF(_Foreach):
     """TensorFlow's RMSprop: `eps` is inside the square root, and the mean squares start at one.
 
-    `v += (1 - alpha) (g^2 - v)`, `u = g / sqrt(v + eps)`, and with momentum `b = momentum b + lr u`,
-    `p -= b`. Equivalent to torch_npu's `NpuFusedRMSpropTF`.
+    `v += (1 - alpha) (g^2 - v)`, `u = g / sqrt(v + eps)`, and `p -= lr u` or, with momentum,
+    `b = momentum b + lr u` and `p -= b`. Equivalent to torch_npu's `NpuFusedRMSpropTF`.
 
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        alpha: decay of the mean squares.
+        alpha: decay factor of the mean squares (`v`).
         eps: term added to the mean squares.
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the gradient.
-        momentum: decay of the momentum.
+        momentum: decay factor of the momentum buffer (`b`).
         centered: whether to subtract the square of the mean gradient from the mean squares.
         decoupled_decay: whether to multiply the weights by `1 - weight_decay`, independently of `lr`, instead of
             changing the gradient.
-        lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, the
-            momentum is multiplied by `lr`, as in torch.
+        lr_in_momentum: whether to multiply `u` by `lr` before adding it to the momentum buffer; if False, the buffer is
+            multiplied by `lr` in the update, as in torch.
 
     Raises:
         ConfigError: an argument is negative.
@@ -124,7 +124,7 @@ _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""Learning rate factor after the fraction `x` of all steps, for `x` of at least `warmup`."""
+"""Learning rate factor after the fraction `x` of all steps, for `x >= warmup`."""
 
 
 @OPTIMIZERS.register_module()
@@ -141,8 +141,8 @@ class BertAdam(_Foreach):
             torch_npu, `warmup_linear` without a warm-up starts at half the learning rate.
         t_total: number of steps in the schedule; -1 means a constant learning rate.
         schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
-        b1: decay of the mean gradient.
-        b2: decay of the mean squares.
+        b1: decay factor of the mean gradient (`m`).
+        b2: decay factor of the mean squares (`v`).
         e: term added to the square root of the mean squares.
         weight_decay: weight decay coefficient; `weight_decay * p` is added to the update.
         max_grad_norm: maximum norm of the gradients of each group and dtype; 0 or a negative number disables clipping.

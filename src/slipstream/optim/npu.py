@@ -98,7 +98,7 @@ def _lamb(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamp(options: dict[str, Any]) -> dict[str, Any]:
-    return {"foreach": None, **options}  # the library's default loop synchronizes for each weight
+    return {"foreach": None, **options}  # the library's default loop causes a synchronization per weight
 
 
 NpuFusedAdadelta = _register("Adadelta", "torch.optim")

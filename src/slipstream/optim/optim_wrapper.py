@@ -1,4 +1,4 @@
-"""Optimizer wrapper: backward, gradient accumulation, gradient clipping and the optimizer step."""
+"""The optimizer wrapper, which runs backward passes, accumulates and clips gradients, and runs optimizer steps."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class OptimWrapper:
 
     # Defined in the class, because a subclass may not call `__init__`.
     _key: str | None = None  # the wrapper's name in an `OptimWrapperDict`
-    _has_own_gradients = False  # whether the gradients are from this wrapper's losses, or zero
+    _has_own_gradients = False  # whether the gradients are zero or come from this wrapper's losses
     _warned = False
 
     def __init__(

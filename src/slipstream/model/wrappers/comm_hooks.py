@@ -62,9 +62,9 @@ class PowerSGD:
     """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
     A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the two factors together are
-    smaller than half its size. The approximation error is added to the next gradient (error feedback), and the factor
-    of each step is the starting point of the next power iteration. The two small all-reduces per bucket do not overlap
-    with the backward pass.
+    smaller than half its size. The approximation error is added to the next gradient (error feedback), and the second
+    factor of each step is the starting point of the next power iteration. The two small all-reduces per bucket do not
+    overlap with the backward pass.
 
     Args:
         group: process group.
@@ -105,7 +105,7 @@ class PowerSGD:
         compressed = [(name, gradient) for name, gradient in gradients if self._compresses(gradient)]
         exact = [gradient for _, gradient in gradients if not self._compresses(gradient)]
         matrices = [self._corrected(name, gradient) for name, gradient in compressed]
-        # Only the column space of P matters, so P is not divided by the number of ranks.
+        # Only the column space of a basis matters, so the sums of the bases are not divided by the number of ranks.
         before = [self._factor(name, m) for (name, _), m in zip(compressed, matrices, strict=True)]
         bases = [m @ factor for m, factor in zip(matrices, before, strict=True)]
         sums = self._sum([*exact, *bases])
@@ -158,8 +158,8 @@ class PowerSGD:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`. Factors with a different number of columns are reinitialized.
 
-        If the number of processes has changed, each process receives the mean of the errors, which does not change the
-        sum of the corrected gradients.
+        If the number of processes has changed, each process receives the mean of the errors, which preserves the mean
+        error over all processes.
         """
         self.step = state_dict["step"]
         self.errors = own_or_mean(state_dict["errors"], self.group.rank(), self.group.size())

@@ -1,4 +1,4 @@
-"""Data parallelism: DDP wrappers, named as in MMEngine."""
+"""DDP wrappers for data parallelism, named as in MMEngine."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ class FullyShardedOptions:
 
     shard_size: int | Literal["machine"] | None = None
     """Number of processes that share one copy of the model: all processes (None), those on one machine ('machine'), or
-    a number. If this is less than the world size, each group of processes stores a copy of the model and gathers
+    a number. If the number is less than the world size, each group of processes stores a copy of the model and gathers
     weights within the group (hybrid sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
     """Class names of the blocks that are gathered separately. The default is all repeated blocks with at least 262,144
-    parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children themselves, and whose
-    class occurs at least twice in the container."""
+    parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children of their own and
+    whose class occurs at least twice in the container."""
     min_params: int | None = None
     """Alternative to `wrap`: separately gather the smallest modules with at least this many parameters."""
     param_dtype: Literal["bf16"] | None = None

@@ -43,7 +43,7 @@ def get_model_complexity_info(
         model: the model.
         input_shape: shape of the input without the batch dimension, or a tuple of shapes.
         inputs: the inputs; an alternative to `input_shape`.
-        show_table: include a table by module (`out_table`).
+        show_table: include a table of all modules (`out_table`).
         show_arch: include the model structure (`out_arch`).
 
     Returns:

@@ -156,7 +156,7 @@ class Config(OwnConfig):
         """Read the configuration file specified in `sys.argv`.
 
         Returns:
-            A parser with an option for each value in the configuration, and the configuration.
+            A parser with an option for each bool, number, string and list in the configuration, and the configuration.
         """
         parser = ArgumentParser(description=description)
         parser.add_argument("config", help="configuration file")

@@ -91,7 +91,7 @@ class LazyObject(_Lazy):
         return self._module if isinstance(self._module, str) else self._module[0].split(".")[0]
 
     def build(self) -> Any:
-        """Import the module and return it, or return the imported object from the module.
+        """Import the module, and return it or, if `imported` is set, the object with this name in the module.
 
         Raises:
             LazyImportError: if the module cannot be imported, or does not contain the name.

@@ -1,4 +1,4 @@
-"""Read the configuration text in a checkpoint without executing the text."""
+"""Read the configuration text in a checkpoint without executing it."""
 
 from __future__ import annotations
 

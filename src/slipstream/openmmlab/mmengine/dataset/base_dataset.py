@@ -92,8 +92,8 @@ class BaseDataset(Dataset[Any]):
         metainfo: entries that override those in the `METAINFO` class attribute; a string is the path to a file with one
             value per line or, if the file does not exist, the value itself.
         data_root: root folder.
-        data_prefix: a dict of folders by sample key. Each folder, relative to `data_root`, is prepended to the path
-            stored under this key.
+        data_prefix: maps sample keys to folders. Each folder, relative to `data_root`, is prepended to the path
+            stored under its key.
         filter_cfg: options for the `filter_data` method of a subclass.
         indices: use only these samples; an int n selects the first n samples, or the last -n samples if it is negative.
         serialize_data: store the descriptions in one byte array.

@@ -14,7 +14,7 @@ __all__ = ["ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(OwnConcat):
-    """Slipstream's `ConcatDataset` with access to the annotation of each sample; supports negative indices."""
+    """Slipstream's `ConcatDataset` with access to the annotation of each sample and support for negative indices."""
 
     def get_data_info(self, idx: int) -> dict[str, Any]:
         """Return the annotation of sample `idx`."""

@@ -100,7 +100,7 @@ def list_dir_or_file(
     recursive: bool = False,
     backend_args: Args = None,
 ) -> Iterator[str]:
-    """Yield the paths, relative to the folder, of the files and subfolders in a folder.
+    """Yield the paths of the files and subfolders in a folder, relative to this folder.
 
     Args:
         dir_path: the folder.

@@ -139,7 +139,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         """Run inference on the inputs, and return the result of `postprocess`.
 
         Args:
-            inputs: a path, an array, a tensor, a folder, or a list of these.
+            inputs: a path, an array, a tensor, a list of these, or a folder.
             return_datasamples: passed to `postprocess`.
             batch_size: number of inputs in each call to the model.
             **kwargs: arguments for the stages.
@@ -240,7 +240,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         The names are read from a library's metafiles.
 
         Raises:
-            ConfigError: if no scope is set, or the library is unknown, not installed, or without configurations.
+            ConfigError: if no scope is set, or the library is unknown, is not installed or has no configurations.
         """
         current = DefaultScope.get_current_instance()
         scope = current.scope_name if scope is None and current is not None else scope

@@ -13,10 +13,7 @@ __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
 
 class BaseModule(own.BaseModule):
-    """Slipstream's `BaseModule`, except that some initializers have no effect.
-
-    These are layer initializers that set neither `layer` nor `override` (see `initialize`).
-    """
+    """Slipstream's `BaseModule`, except that it ignores layer initializers that set neither `layer` nor `override`."""
 
     def _initialize(self, cfgs: list[Mapping[str, Any]]) -> None:
         initialize(self, cfgs)

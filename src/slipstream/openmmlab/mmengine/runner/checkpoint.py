@@ -108,7 +108,7 @@ def load_state_dict(
     strict: bool = False,
     logger: logging.Logger | str | None = None,
 ) -> None:
-    """Load weights into a module, which may be wrapped, and log the names that do not match.
+    """Load weights into a module, which may be wrapped, and log the names of the weights that do not match.
 
     Raises:
         CheckpointError: if names or shapes do not match, and `strict` is set.

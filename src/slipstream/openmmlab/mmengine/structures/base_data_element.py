@@ -178,7 +178,7 @@ class BaseDataElement:
     # ---- copies ----------------------------------------------------------------------------------------
 
     def new(self, *, metainfo: dict[str, Any] | None = None, **kwargs: Any) -> Self:
-        """Return a new element with the same fields. If given, `metainfo` and `kwargs` each replace a whole group."""
+        """Return a new element with the same fields. `metainfo` and `kwargs`, if given, each replace a whole group."""
         new = type(self)()
         new.set_metainfo(self.metainfo if metainfo is None else metainfo)
         new.set_data(kwargs or dict(self.items()))

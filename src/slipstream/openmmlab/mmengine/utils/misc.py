@@ -113,7 +113,7 @@ def concat_list(in_list: Iterable[list[Any]]) -> list[Any]:
 
 
 def apply_to(data: Any, expr: Callable[[Any], bool], apply_func: Callable[[Any], Any]) -> Any:
-    """Apply `apply_func` to each value in nested containers if `expr(value)` is True, and return the result."""
+    """Apply `apply_func` to the values in nested containers for which `expr` returns True, and return the result."""
     if expr(data):
         return apply_func(data)
     if isinstance(data, dict):

@@ -16,7 +16,7 @@ def is_filepath(x: Any) -> bool:
 
 
 def is_abs(path: str) -> bool:
-    """Return whether a path is absolute or a remote URL."""
+    """Return whether a path is an absolute path or a remote URL."""
     return Path(path).is_absolute() or path.startswith(("http://", "https://", "s3://"))
 
 

@@ -35,7 +35,7 @@ class Timer:
         return self._is_running
 
     def start(self) -> None:
-        """Start the timer if it is not running."""
+        """Start the timer if it is not running, and reset the time of the last check."""
         if not self._is_running:
             self._start, self._is_running = time.monotonic(), True
         self._last = time.monotonic()

@@ -31,8 +31,8 @@ Image = npt.NDArray[np.uint8]
 class Visualizer(OwnVisualizer, ManagerMixin):
     """Draw on an image, and pass scalars, images and the configuration to all visualization backends.
 
-    The most recently created visualizer, including instances of subclasses, is the current instance. `set_image` sets
-    the image, methods whose names start with `draw_` draw on it, and `get_image` returns the result.
+    The most recently created visualizer, which may be an instance of a subclass, is the current instance. `set_image`
+    sets the image, methods whose names start with `draw_` draw on it, and `get_image` returns the result.
 
     Args:
         name: name of the instance.
@@ -62,7 +62,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         self._default_font_size = 10.0
         if image is not None:
             self.set_image(image)
-        # This allows `Visualizer.get_current_instance` to return instances of subclasses.
+        # Add the instance to both dicts, so that `Visualizer.get_current_instance` can return instances of subclasses.
         for instances in (type(self)._instance_dict, Visualizer._instance_dict):
             instances.pop(name, None)
             instances[name] = self
