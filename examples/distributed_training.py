@@ -19,7 +19,7 @@ from slipstream.runner import Runner
 
 
 class Stripes(Dataset):
-    """Images of noisy stripes, uint8 (3, 32, 32). The class is the direction of the stripes.
+    """A dataset of noisy stripe images, uint8 (3, 32, 32). The class is the direction of the stripes.
 
     Image i depends only on `seed` and i. Each process generates the images that it needs and stores none.
     """

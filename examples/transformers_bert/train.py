@@ -17,7 +17,7 @@ from slipstream import accelerate, feed
 
 
 def sequences(count, seed):
-    """Return dicts of token ids and labels, as a tokenizer and a dataset would."""
+    """Return samples in the format of a tokenized dataset: dicts of token ids, attention masks and labels."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 30, (count, 12), generator=generator)
     repeated = torch.rand(count, generator=generator) < 0.5

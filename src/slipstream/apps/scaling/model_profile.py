@@ -23,7 +23,7 @@ class Block:
     activations: float
     """Number of elements per sample that are saved for the backward pass."""
     norm_channels: int = 0
-    """Number of channels whose statistics SyncBN reduces, or 0 if the block is not a BatchNorm."""
+    """Number of channels whose statistics SyncBN reduces, or 0 if the block has no BatchNorm layer."""
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ def estimate_work(
 ) -> Work:
     """Return the compute times of the blocks and of the optimizer.
 
-    The time of a block is limited by its FLOPs or by its memory traffic, whichever takes longer (the roofline model of
-    Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved element once. The backward pass
-    has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads and writes parameters and
-    state, and reads gradients.
+    The time of a block is the time to compute its FLOPs or the time to transfer its data, whichever is longer (the
+    roofline model of Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved element once.
+    The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads and
+    writes parameters and state, and reads gradients.
 
     Raises:
         ConfigError: if the step time is not a positive number.

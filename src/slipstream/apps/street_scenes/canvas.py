@@ -80,7 +80,7 @@ class Canvas:
         self._depth = z
 
     def point(self, x: float, y: float, z: float) -> Point:
-        """Return the image position of a world point in relative coordinates (from 0 to 1 inside the image)."""
+        """Return the position of a world point in relative image coordinates (from 0 to 1 inside the image)."""
         focal, vx, vy, height = self.camera
         z = max(z, 0.4)
         return vx + focal * x / z, vy + 2.0 * focal * (height - y) / z

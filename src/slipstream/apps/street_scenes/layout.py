@@ -250,7 +250,7 @@ def _rails(canvas: Canvas, x: float) -> None:
 
 
 def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place pedestrians on the sidewalks, some in groups, and some crossing the road."""
+    """Place pedestrians on the sidewalks, alone or in pairs, and in some scenes also on the road."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
         density = r.choice((0.15, 0.5, 0.9))
         for z in _positions_along(r, 6, 55, (3.0, 9.0)):

@@ -46,7 +46,7 @@ class BasicBlock(nn.Module):
         self.final_relu = final_relu
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, width, ceil(H / stride), ceil(W / stride))."""
+        """Return features of shape (N, width, ceil(H / stride), ceil(W / stride))."""
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = self.bn2(self.conv2(out)) + self.shortcut(x)
         return F.relu(out, inplace=True) if self.final_relu else out
@@ -63,7 +63,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(in_channels, 2 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, 2 * width, ceil(H / stride), ceil(W / stride)), without a final ReLU."""
+        """Return features of shape (N, 2 * width, ceil(H / stride), ceil(W / stride)), without a final ReLU."""
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = F.relu(self.bn2(self.conv2(out)), inplace=True)
         total: Tensor = self.bn3(self.conv3(out)) + self.shortcut(x)
@@ -86,7 +86,7 @@ class DAPPMBranch(nn.Module):
         self.process = nn.Sequential(*_bn_relu_conv(width, width, kernel_size=3))
 
     def forward(self, x: Tensor, previous: Tensor) -> Tensor:
-        """Return (N, width, h, w) for `x` of (N, in_channels, h, w) and `previous` of (N, width, h, w)."""
+        """Return features (N, width, h, w), given `x` (N, in_channels, h, w) and `previous` (N, width, h, w)."""
         out: Tensor = self.process(resize(self.down_scale(x), x) + previous)
         return out
 
@@ -108,7 +108,7 @@ class DAPPM(nn.Module):
         self.shortcut = nn.Sequential(*_bn_relu_conv(in_channels, out_channels, kernel_size=1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, out_channels, h, w) for `x` of (N, in_channels, h, w)."""
+        """Return features (N, out_channels, h, w), given `x` (N, in_channels, h, w)."""
         full, *pooled = self.branches
         scales: list[Tensor] = [full(x)]
         for branch in pooled:
@@ -166,7 +166,8 @@ class DDRNet(Network):
 
     Args:
         num_classes: number of output channels.
-        width: number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
+        width: number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many channels at 1/8, 1/16 and
+            1/32.
         depths: number of blocks in each low-resolution stage.
         high_width: number of channels in the high-resolution branch, at 1/8 of the resolution.
         high_depth: number of blocks in each of the first two stages of the high-resolution branch.
