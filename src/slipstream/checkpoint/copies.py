@@ -39,7 +39,7 @@ def copy_in_threads(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:
-    """Return whether the tensors can be copied as bytes: both are dense and have the same strides."""
+    """Return whether the tensors can be copied as bytes, that is, whether both are dense and have the same strides."""
     last_offset = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
     is_lazy = source.is_conj() or source.is_neg() or source.is_quantized
     return not is_lazy and last_offset + 1 == source.numel() and target.stride() == source.stride()

@@ -25,8 +25,8 @@ class MismatchError(CheckpointError):
     """An entry of a checkpoint does not match the run.
 
     Args:
-        problem: description of the entry. A caller that is not a Runner raises it with its own remedy.
-        remedy: what to do in a Runner, with the punctuation that separates it from `problem`.
+        problem: description of the mismatch. Callers other than the Runner combine it with their own remedy.
+        remedy: how to solve the problem in a Runner, preceded by the punctuation that separates it from `problem`.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -98,7 +98,7 @@ def check_tensors(
         saved: tensors in the checkpoint.
         where: location of `saved` in the checkpoint.
         source: name of the checkpoint in messages.
-        warn: called for a tensor whose values are rounded when copied.
+        warn: called with a message for each tensor whose values are rounded when copied.
         shapes: whether the shapes must be equal.
         layouts: whether the layouts must be equal. False for gradients, because a dense parameter can have a sparse
             gradient.
@@ -143,7 +143,7 @@ def _different(where: str, text: str, saved: Any, source: Any) -> MismatchError:
 
 
 def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
-    """Check that `saved` has the structure of `own`, the state of a new object: the same keys, lengths and value types.
+    """Check that `saved` has the same keys, lengths and value types as `own`, the state of a new object.
 
     None in `own` matches any value. Keys that only `saved` contains are accepted, and `saved` may lack bool values.
 

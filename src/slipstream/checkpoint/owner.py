@@ -8,8 +8,8 @@ from pathlib import Path
 __all__ = ["LOCK_FILE", "describe_owner", "folder_owner"]
 
 LOCK_FILE = ".lock"
-"""The first line describes the process that holds the lock. The rest is the path of the run's work_dir, relative to the
-folder, so that both can be moved together."""
+"""The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
+folder, which remains valid if both are moved together."""
 
 
 def describe_owner(folder: Path, work_dir: Path) -> str:

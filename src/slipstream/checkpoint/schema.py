@@ -186,7 +186,7 @@ def _message_hub(value: Any, where: str) -> Iterator[str]:
 
 
 def _infos(value: Any, where: str) -> Iterator[str]:
-    """Check the entries of `runtime_info` that the engine's hooks read when they resume."""
+    """Check the entries of `runtime_info` that the engine's hooks read when a run resumes."""
     yield from _by_name(_anything)(value, where)
     for key, info in value.items():
         rule = next((rule for prefix, rule in _INFOS.items() if key.startswith(prefix)), _anything)

@@ -30,8 +30,8 @@ def mark_last_checkpoint(
 ) -> None:
     """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns.
 
-    `run_id` and `iteration` identify the run and the position of the checkpoint. If the checkpoint is damaged, they
-    determine which checkpoint is used instead.
+    `run_id` and `iteration` are the ID of the run that wrote `path` and the iteration at which it was written. If the
+    checkpoint is damaged, they determine which checkpoint is used instead.
     """
     if run_id is not None:
         write_text(Path(folder) / _ORIGIN_FILE, f"{run_id} {iteration}")

@@ -260,7 +260,7 @@ def _write_folder(
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     class Writer(FileSystemWriter):
-        """Record where each shard is stored, because some versions of torch do not add this to the metadata."""
+        """Record where each shard is stored, because some versions of torch do not add the location to the metadata."""
 
         places: Mapping[Any, Any] = {}
 

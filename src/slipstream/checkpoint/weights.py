@@ -41,7 +41,8 @@ def load_weights(
         One line per kind of mismatch; empty if everything matches.
 
     Raises:
-        CheckpointError: `strict` is True and names or shapes differ; most shapes differ; or no name matches.
+        CheckpointError: `strict` is True and names or shapes differ, more than half of the shapes differ, or no name
+            matches.
     """
     lines, shapes = compare_weights(model, state, strict, source)
     with _without(model, shapes):

@@ -30,11 +30,11 @@ _RECIPES = [
     f"street_scenes_{name}"
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
-_MIN_WARMUP = 3  # a compiled step is captured and verified during the second step
+_MIN_WARMUP = 3  # the second step captures and verifies the graph of a compiled step
 
 
 def run(args: argparse.Namespace) -> int:
-    """Execute each run in a separate process, and write the table after each run.
+    """Execute each run in a separate process, and update the report after each run.
 
     Returns:
         0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.

@@ -22,7 +22,7 @@ from slipstream.recipes import find_recipe, is_composed
 __all__ = ["run"]
 
 _NUM_SAMPLED = 8  # number of samples used to estimate the required disk space
-_ROOTS = ("data_root", "root_dir", "root")  # arguments for the data folder in the supported datasets
+_ROOTS = ("data_root", "root_dir", "root")  # names of the datasets' data folder arguments
 
 
 def run(args: argparse.Namespace) -> int:

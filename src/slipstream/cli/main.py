@@ -67,7 +67,7 @@ def _is_stdout_closed() -> bool:
     poll.register(sys.stdout.fileno(), 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    # Python flushes the output again at exit.
+    # Python flushes stdout again at exit, which would fail on the closed pipe.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 

@@ -16,7 +16,7 @@ __all__ = ["Parser", "build_parser", "parse"]
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction["Parser"]
 
-# Copied from slipstream.dist so that --help does not import torch.
+# Copied from `cli.data_parts` and `slipstream.dist`, so that --help does not import torch.
 _SPLITS = ("train", "val", "test")
 _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line. `command` is the module in `slipstream.cli` that runs the command."""
+    """Return the parsed command line. The attribute `command` contains the name of the command."""
     parser, commands = build_parser()
     args, rest = parser.parse_known_args(argv)
     # argparse reads overrides only up to the next option, and returns later overrides in `rest`.

@@ -1,4 +1,4 @@
-"""Find, read and write images and videos for `slipstream predict`."""
+"""Find images and videos for `slipstream predict`, and read and write videos."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
     config = _launch_config(_count(args.nproc), args.max_restarts)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // config.nproc_per_node)))
     _silence_launcher()
-    # The launcher replaces $local_rank in the arguments.
+    # The launcher replaces $local_rank in the arguments, so each $ must be escaped.
     argv = [word.replace("$", "$$") for word in command_args(args, launcher="pytorch")]
     with _shared_folder(work_dir) as folder:
         config.logs_specs = DefaultLogsSpecs(folder)
@@ -111,7 +111,7 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
         run_id="slipstream",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",  # does not depend on host name resolution
+        local_addr="127.0.0.1",  # avoids host name resolution
     )
 
 

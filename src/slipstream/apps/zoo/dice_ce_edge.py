@@ -34,7 +34,7 @@ class DiceCEEdgeLoss(nn.Module):
 
     As in SuperGradients, the first mean includes ignored pixels, and boundaries of ignored regions count as edges. The
     mean over an empty E is 0. A detail head has one channel and predicts E: its CE is the binary cross-entropy between
-    its logits and E, and its Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
+    its logits and E, and its Dice uses the sigmoid of the logits. Dice is defined as in V-Net (arXiv 1606.04797).
 
     Half-precision logits are converted to float32. The computation does not cause a device synchronization.
 

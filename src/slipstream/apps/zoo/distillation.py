@@ -1,4 +1,4 @@
-"""Losses for knowledge distillation: a student network learns from labels and from a teacher's outputs."""
+"""Losses for knowledge distillation, in which a student network learns from labels and a teacher's outputs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
     pixel over its channels. The sum of the divergences is multiplied by T^2 and divided by the number of maps.
 
     Args:
-        normalization_mode: 'channel_wise' for a map per channel, or 'spatial_wise' for a map per pixel.
+        normalization_mode: 'channel_wise' for one map per channel, or 'spatial_wise' for one map per pixel.
         temperature: the temperature T.
         ignore_index: target value of pixels that do not contribute to the sum.
 
@@ -177,7 +177,7 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
 
 @MODELS.register_module()
 class SegKDLoss(nn.Module):
-    """The weighted sum of `kd_loss_weights[0] * ce_loss + kd_loss_weights[1] * kd_loss` over the outputs.
+    """The sum of `kd_loss_weights[0] * ce_loss + kd_loss_weights[1] * kd_loss` over the outputs, weighted by `weights`.
 
     Args:
         kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its

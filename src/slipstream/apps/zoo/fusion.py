@@ -19,7 +19,7 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 _TOLERANCE = 1e-3
-"""Maximum accepted change of an output in float32, relative to the largest absolute value of that output."""
+"""Maximum accepted change in a float32 output, relative to the largest absolute value of that output."""
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
 
     A convolution and a BatchNorm form a pair if a forward pass calls each of them once and the BatchNorm receives the
     unchanged output of the convolution. Each fused BatchNorm is replaced with the identity. Outputs in evaluation mode
-    remain the same up to rounding. A pair is not fused if fusing it changes the outputs for random inputs, as in
+    remain the same up to rounding. A pair is not fused if fusing it changes the outputs for a random input, as in
     `norm(y) + y`, where `y` is the output of the convolution. Afterwards, the network is in evaluation mode.
 
     Args:

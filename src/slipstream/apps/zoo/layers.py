@@ -1,6 +1,6 @@
 """Layers shared by several networks in the zoo.
 
-Parameter names (`seq.conv`, `seq.bn`, `seg_head`) match SuperGradients' checkpoints, which can therefore be loaded.
+Parameter names (`seq.conv`, `seq.bn`, `seg_head`) match SuperGradients', so its checkpoints can be loaded.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     The gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
     Without it, the edges of the images are aligned.
     """
-    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, and the network's gradients are then zero.
+    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, which makes the network's gradients zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)

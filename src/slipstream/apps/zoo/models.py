@@ -1,4 +1,4 @@
-"""Create a recipe's network by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
+"""Create networks by name, optionally with weights from a file: `models.get("ddrnet_23", num_classes=19)`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def get(
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and a message is logged.
-        pretrained_weights: must be None, except for timm networks, for which any name downloads timm's weights.
+        pretrained_weights: must be None, except for networks from timm, for which any string selects timm's weights.
         options: additional arguments for the network, such as `use_aux_heads`; see `network_config`.
 
     Raises:

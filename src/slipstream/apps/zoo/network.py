@@ -96,14 +96,14 @@ class Network(nn.Module):
         """Return the prediction for an image, or the predictions for a list or a folder of images.
 
         Call `set_dataset_processing_params` first to set the transforms and the class names. If they have never been
-        set, a warning is logged, images are normalized as in the recipes for Cityscapes and ImageNet, and class names
-        are the class ids.
+        set, a warning is logged, images are normalized as in the recipes for Cityscapes and ImageNet, and the class ids
+        are used as class names.
 
         Args:
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
             batch_size: maximum batch size. Only consecutive images of the same size form a batch.
-            fuse_model: whether to use a copy of the network prepared with `prep_model_for_conversion`.
+            fuse_model: whether to predict with a copy of the network prepared with `prep_model_for_conversion`.
             fp16: whether to use float16 where autocast allows it. This option has no effect on the CPU.
 
         Raises:

@@ -102,14 +102,15 @@ class Decoder(nn.Module):
 class PPLiteSeg(Network):
     """PP-LiteSeg with an STDC backbone. Build it with `pp_lite_t_seg` or `pp_lite_b_seg`.
 
-    Parameter names match SuperGradients' checkpoints. The backbone is `encoder.backbone`.
+    Parameter names match those in SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
         num_classes: number of output channels.
         blocks: number of STDC blocks in each of the last three stages of the backbone.
         skip_channels: widths of the skips at 1/8, 1/16 and 1/32.
         head_channels: width of the decoder's output and of the classifier's input.
-        use_aux_heads: whether to add an auxiliary head to each of the three skips; used only during training.
+        use_aux_heads: whether to add an auxiliary head to each of the three skips. The auxiliary heads are used only
+            during training.
         dropout: dropout probability before the classifiers; used only during training.
 
     Raises:

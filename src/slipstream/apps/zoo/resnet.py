@@ -1,4 +1,4 @@
-"""ResNet (arXiv 1512.03385) with torchvision's parameter names, for loading torchvision weights."""
+"""ResNet (arXiv 1512.03385) with torchvision's parameter names, so that torchvision's weights can be loaded."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class ResNet(Network):
         depths: number of blocks in each stage.
         num_classes: number of classes.
         in_channels: number of image channels.
-        small_input: whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 instead
-            of a 7x7 convolution with stride 2 and max-pooling.
+        small_input: whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1, instead
+            of a 7x7 convolution with stride 2 followed by max-pooling.
         droppath_prob: probability of skipping a block in training, independently for each image.
 
     Raises:

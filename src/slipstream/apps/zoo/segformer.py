@@ -42,7 +42,7 @@ def _tokens(image: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Overlapping patches: a convolution whose stride is smaller than its kernel size, followed by LayerNorm."""
+    """Embeds overlapping patches with a convolution whose stride is smaller than its kernel, and applies LayerNorm."""
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class FuseConv(nn.Conv2d):
     """
 
     fuses_norm = True
-    """A BatchNorm after this layer can be fused into it: the layer has the arguments and bias of `nn.Conv2d`."""
+    """A BatchNorm after this layer can be fused into it, because the layer has the parameters of an `nn.Conv2d`."""
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last feature map."""
@@ -174,7 +174,7 @@ class FuseConv(nn.Conv2d):
 
 
 class DecodeHead(nn.Module):
-    """The all-MLP decoder: projections of all stages to the same width, resizing to 1/4, fusion and a classifier."""
+    """The all-MLP decoder: it projects features to one width, resizes them to 1/4, and fuses and classifies them."""
 
     def __init__(self, widths: tuple[int, ...], width: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class DecodeHead(nn.Module):
 class SegFormer(Network):
     """SegFormer. Build it with one of the functions from `segformer_b0` to `segformer_b5`.
 
-    Parameter names match SuperGradients' checkpoints. The encoder is `_backbone`.
+    Parameter names match those in SuperGradients' checkpoints. The encoder is `_backbone`.
 
     Args:
         num_classes: number of output channels.

@@ -162,8 +162,8 @@ class NetOutput(nn.Module):
 class ShelfNet(Network):
     """The lightweight ShelfNet. Build it with `shelfnet18_lw` or `shelfnet34_lw`.
 
-    Parameter names match SuperGradients' checkpoints. Training requires at least two images per batch (across all
-    processes with SyncBatchNorm), because BatchNorm is applied to globally pooled features.
+    Parameter names match those in SuperGradients' checkpoints. Training requires at least two images per batch (with
+    SyncBatchNorm, across all processes), because BatchNorm is applied to globally pooled features.
 
     Args:
         num_classes: number of output channels.

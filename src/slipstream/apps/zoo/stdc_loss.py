@@ -72,8 +72,8 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
     """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
 
     A pixel is an edge if it is not ignored, and at least `threshold` of its eight neighbors have a different class, are
-    ignored or are outside the image. Details are the edges, and all pixels of 2x2 blocks whose top-left pixel is an
-    edge.
+    ignored or are outside the image. The details are the edges and all pixels of the 2x2 blocks whose top-left pixel
+    is an edge.
 
     This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
     each class with strides 1, 2 and 4. Each map is 1 where the result is at least `threshold`. The maps are upsampled
@@ -155,7 +155,7 @@ class STDCLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
-        """Return `{"loss_main", "loss_aux0", ..., "loss_detail"}`, 0-dim tensors whose sum is the loss.
+        """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail": ...}`, 0-dim tensors whose sum is the loss.
 
         With several detail heads, the keys are `loss_detail0`, `loss_detail1`, ...
 

@@ -106,14 +106,14 @@ class FeatureFusion(nn.Module):
 class STDCSeg(Network):
     """STDC-Seg. Build it with `stdc1_seg` or `stdc2_seg`.
 
-    Parameter names match SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
-    least two images per batch (across all processes with SyncBatchNorm), because BatchNorm is applied to globally
+    Parameter names match those in SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
+    least two images per batch (with SyncBatchNorm, across all processes), because BatchNorm is applied to globally
     pooled features.
 
     Args:
         num_classes: number of output channels.
         blocks: number of STDC blocks in each of the last three stages of the backbone.
-        use_aux_heads: whether to add auxiliary heads to the backbone's features; used only during training.
+        use_aux_heads: whether to add auxiliary heads, which are used only during training, to the backbone's features.
         dropout: dropout probability before the classifiers; used only during training.
 
     Raises:

@@ -111,7 +111,7 @@ class TimmClassifier(Network, PretrainedWeights):
         self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
-        """Merge timm's parallel branches into single convolutions, then prepare the network; see `Network`."""
+        """Merge timm's parallel branches into single convolutions, then prepare the network as `Network` does."""
         self.eval()
         self.model = import_timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)

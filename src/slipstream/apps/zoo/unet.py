@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 class UNet(Network):
     """U-Net. Build it with `unet`.
 
-    Parameter names match SuperGradients' checkpoints. The backbone is `encoder.backbone`.
+    Parameter names match those in SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
         num_classes: number of output channels.
