@@ -8,7 +8,10 @@ __all__ = ["is_learning_rate", "number"]
 
 
 def is_learning_rate(name: str) -> bool:
-    """Return whether a scalar is a learning rate: `train/lr` or `train/<optimizer>.lr`, optionally with `/<group>`."""
+    """Return whether a scalar is a learning rate.
+
+    Learning rates are named `train/lr` or `train/<optimizer>.lr`, optionally followed by `/<group>`.
+    """
     kind, _, rest = name.partition("/")
     optimizer = rest.partition("/")[0]
     return kind == "train" and (optimizer == "lr" or optimizer.endswith(".lr"))

@@ -77,7 +77,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def max_abs(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest absolute value in sharded tensors as a 0-dim tensor, the same on all processes.
 
-    A process may have an empty shard of some or all tensors; torch's infinity norm fails in this case.
+    A process may have an empty shard of some or all tensors; torch's infinity norm fails for empty tensors.
     """
     shards = [shard for shard in map(local_shard, tensors) if shard.numel()]
     result = torch.zeros((), dtype=tensors[0].dtype, device=local_shard(tensors[0]).device)

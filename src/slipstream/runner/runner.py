@@ -96,9 +96,10 @@ class Runner:
         experiment_name: the run's name in logs.
         cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
         speed: `'auto'`, or a dict of `SpeedPlan`'s fields; the default is `cfg['speed']`.
-        loss_fn: for a plain `nn.Module`, a function `loss_fn(outputs, targets)` as in `accelerate`, its
-            configuration, or `'model'` if the model returns the loss.
-        limit_train_batches, limit_val_batches: maximum number of batches per epoch, and per validation or test run.
+        loss_fn: for a plain `nn.Module`, a function `loss_fn(outputs, targets)` (as in `accelerate`), the
+            configuration of such a function, or `'model'` if the model returns the loss.
+        limit_train_batches: maximum number of batches per training epoch.
+        limit_val_batches: maximum number of batches per validation or test run.
         overfit_batches: train on only this many batches, the same ones in every epoch.
         fast_dev_run: run this many steps, validate on the same number of batches, and save no checkpoints; True means
             1.
@@ -143,7 +144,7 @@ class Runner:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self.limits, arguments = read_limits(arguments)
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
-        # Errors in the constructor report their path in this configuration.
+        # Errors in the constructor report the path of the invalid value in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
         self._redactor = Redactor(self._user_cfg)
         self.optim_wrapper: OptimWrapper | None = None

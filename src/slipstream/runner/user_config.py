@@ -1,4 +1,4 @@
-"""Interpret the Runner's arguments: loop options, default hooks and error locations."""
+"""Check the Runner's arguments, add default values, and add config paths to errors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
     LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
-    """The Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
+    """Type of the Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
     OptimArgument = (
         OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
     )
-    """The Runner's `optim_wrapper` argument."""
+    """Type of the Runner's `optim_wrapper` argument."""
 
 __all__ = [
     "DEFAULT_HOOKS",
@@ -105,7 +105,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
     """Check the types of a Runner's arguments, and return the options of `auto_scale_lr`.
 
     Raises:
-        ConfigError: an argument has a type that the Runner does not support.
+        ConfigError: an argument has an unsupported type or an invalid value.
     """
     for name, annotation in _TYPES.items():
         check(arguments[name], annotation, name)
@@ -174,7 +174,10 @@ def _is_checkpoint_hook(hook: Any) -> bool:
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
-    """On rank 0, return a list with the hook that displays a run in a notebook or terminal; otherwise, return []."""
+    """Return a list with the hook that displays a run in a notebook or terminal.
+
+    The list is empty if there is neither, and on all ranks except rank 0.
+    """
     if not is_main_process():
         return []
     if in_notebook():
@@ -196,7 +199,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
     """Return the configuration of the loop for `mode`, or None if `arguments` do not define this loop.
 
     Raises:
-        ConfigError: only some of the mode's three arguments are set, or the loop's type is ambiguous.
+        ConfigError: only some of the mode's three arguments are set, or the configuration of the loop is invalid.
     """
     loader, cfg_name, third = LOOP_ARGUMENTS[mode]
     missing = [name for name in LOOP_ARGUMENTS[mode] if arguments[name] is None]

@@ -85,7 +85,7 @@ def accelerate(
         total_steps: number of batches (calls to the step, not weight updates) in the whole training run; required for
             `ema` of type 'exp'. With `accumulate`, the last accumulation window then ends with the last batch, even if
             it contains fewer batches. If neither this argument nor `batches_per_epoch` is set, the gradients of an
-            incomplete last window are not applied. A warning is logged if training continues after this number.
+            incomplete last window are not applied. A warning is logged if training continues after this many batches.
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
             then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
@@ -172,7 +172,7 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
     """Check that all parameters of the optimizer are on the model's device type.
 
     Raises:
-        ModelError: a parameter is on a different device.
+        ModelError: a parameter is on a different type of device.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -243,9 +243,8 @@ class TrainStep:
         self._exit.enter_context(process_settings(plan, device, warn))
         self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
         self._close = weakref.finalize(self, self._exit.close)
-        self._at_close: tuple[str | None, str] | None = (
-            None  # `compiled_scope` and its description, once closed
-        )
+        # The compiled scope and the description of the compilation just before `close`; None if the step is not closed.
+        self._at_close: tuple[str | None, str] | None = None
         training = Training(model, self.optim, losses[0], move.cast_data, losses[1])
         self._step: Step = build_step(training, plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
@@ -282,7 +281,7 @@ class TrainStep:
 
     @property
     def compiled_scope(self) -> str | None:
-        """Scope of the compiled code: 'step' (even before its graph is ready), 'model' or 'block'; None if eager.
+        """Compiled scope: 'step' (even before its graph is ready), 'model' or 'block'; None if nothing is compiled.
 
         After `close`, this is the scope before `close`.
         """
@@ -485,10 +484,10 @@ class TrainStep:
         return [tensor for tensor in dict.fromkeys(found) if tensor not in inside]
 
     def save(self, path: str | Path, /, **values: Any) -> None:
-        """Write all state that is required to resume training to a single file. All processes must call this method.
+        """Write a single file with all state that is required to resume training. All processes must call this method.
 
-        This includes the model, the result of `state_dict`, and the random states of torch, NumPy and Python. The file
-        is written atomically, and its `state_dict` entry contains the model's weights.
+        The file contains the model, the result of `state_dict`, and the random states of torch, NumPy and Python. It is
+        written atomically, and its `state_dict` entry contains the model's weights.
 
         Args:
             path: path of the file. It is positional-only, so `values` may also contain `path=`.

@@ -248,6 +248,7 @@ class _Recomputation(AbstractContextManager[None]):
 def _buffer_copy(owner: nn.Module, buffer: Tensor) -> Tensor | None:
     """Return a copy of a buffer, or None for BatchNorm, whose training output does not depend on its buffers.
 
-    Version counters would not reveal a change, because BatchNorm updates its buffers without changing the counters.
+    BatchNorm updates its buffers without changing their version counters, so the caller cannot detect a change, and
+    always restores these buffers.
     """
     return None if isinstance(owner, _BatchNorm) else buffer.clone()

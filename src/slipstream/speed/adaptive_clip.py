@@ -55,8 +55,8 @@ class AdaptiveClipOptions:
 class ClipUnits(StepPart):
     """Scales the gradient of each unit so that its norm is at most `clip_factor * max(norm of its weights, eps)`.
 
-    A unit is one slice along the first dimension of a weight, as in `nn.Linear` and convolutions. A parameter with
-    fewer than two dimensions is a single unit.
+    A unit is one slice of a weight along its first dimension, such as one output channel of a convolution. A parameter
+    with fewer than two dimensions is a single unit.
 
     Args:
         clip_factor, eps: see `AdaptiveClipOptions`.

@@ -250,7 +250,7 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 
 def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of a method of `kind` that overrides one of `OptimWrapper` without running the parts.
+    """Return the name of a method of `kind` that overrides a method of `OptimWrapper` without running the step parts.
 
     Returns None if there is no such method.
     """

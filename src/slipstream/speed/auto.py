@@ -73,7 +73,7 @@ def _supports_bf16(device: str) -> bool:
 def convolution_fraction(model: nn.Module) -> float:
     """Return the fraction of a model's parameters that are weights of 2-d convolutions, from 0 to 1."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    # Reading `m.weight` would run a parametrization; spectral_norm changes its buffers each time.
+    # Do not read `m.weight`, which would run a parametrization; spectral_norm changes its buffers each time it runs.
     convolutions = {
         id(p): p.numel()
         for m in model.modules()

@@ -13,7 +13,7 @@ __all__ = ["find_modules"]
 
 
 def find_modules(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:
-    """Return the submodules of a model that match the patterns, in the model's order, without duplicates.
+    """Return the submodules of a model that match the patterns, in model order, without duplicates.
 
     Args:
         model: the model, which is never part of the result.

@@ -58,10 +58,10 @@ class CompileOptions:
     """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
     wait: bool = False
     """Whether training waits for compilations that would otherwise run in the background (in scope 'step' with backend
-    'inductor', or with `budget`; only on a CPU under Linux). By default, steps run eagerly during these compilations,
+    'inductor', or with `budget`; only on the CPU, on Linux). By default, steps run eagerly during these compilations,
     so the number of eager steps depends on how long the compilations take."""
     budget: float | str | None = None
-    """Time limit for the compilation in each scope: a number of seconds, or a string such as `90s` or `5m`. If the
+    """Time limit for compiling each scope: a number of seconds, or a string such as `90s` or `5m`. If the
     limit is exceeded, a smaller scope is compiled, if possible. None means no limit, except in the background, where
     the limit is two hours."""
 
@@ -108,8 +108,8 @@ def compile_model(
     """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
     The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
-    `fully_shard`. Each module is compiled on its first call. If a module cannot be compiled, all blocks of its class
-    run eagerly, and `warn` is called once with the reason.
+    `fully_shard`. Each module is compiled on its first call. If a module cannot be compiled, all modules of its
+    class run eagerly, and `warn` is called once with the reason.
 
     Args:
         model: the unwrapped model.
@@ -118,7 +118,8 @@ def compile_model(
         warn_limit: whether to also call `warn` if torch's recompile limit is reached.
 
     Raises:
-        ConfigError: `options.blocks` matches no module, or the model has no repeated blocks.
+        ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
+            repeated blocks.
     """
     if (problem := backend_problem(model, options)) is not None:
         warn(f"torch.compile: {problem}. The model is not compiled")
@@ -135,7 +136,8 @@ def compiled_blocks(model: nn.Module, options: CompileOptions) -> list[nn.Module
     """Return the modules that scope 'block' compiles: the blocks that are not inside another block.
 
     Raises:
-        ConfigError: a name matches no module, or `options.blocks` is empty and the model has no repeated blocks.
+        ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
+            repeated blocks.
     """
     found = (
         find_modules(model, options.blocks, "compile.blocks") if options.blocks else _repeated_blocks(model)
@@ -157,7 +159,7 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:
-    """Return the backend's options, including those that the mode sets."""
+    """Return the backend's options, including Slipstream's defaults and the options that the mode sets."""
     defaults: dict[str, Any] = {}
     if options.backend == "inductor":
         # Draw the same random numbers (for dropout, for example) as eager training.

@@ -1,7 +1,8 @@
 """Compile a model's modules within a time limit, in a forked process if possible.
 
 An inductor compilation cannot be interrupted safely, but a process can be killed. Therefore, a forked process compiles
-first and writes the code to torch's cache, from which this process loads it. Meanwhile, the modules run eagerly.
+the modules first and writes the code to torch's cache, from which the parent process loads it. Meanwhile, the modules
+run eagerly.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class Switch:
 class BudgetedCall:
     """Calls a model that is compiled within a time limit, as a whole or in part.
 
-    The modules run eagerly until their code is compiled, separately for training and for evaluation (calls with and
-    without gradients). If the forked process exceeds the limit, it is killed, and the modules keep running eagerly. In
-    this process, the limit is checked between compilations: once the limit is exceeded, no more graphs are compiled,
-    and inputs that require a new graph run eagerly.
+    The modules run eagerly until their code is compiled. The code for training (calls with gradients) and the code for
+    evaluation (calls without gradients) are compiled separately. If the forked process exceeds the limit, it is killed,
+    and the modules keep running eagerly. In the parent process, the limit is checked between compilations: once the
+    limit is exceeded, no more graphs are compiled, and inputs that require a new graph run eagerly.
 
     Args:
         model: the model.
@@ -71,8 +72,8 @@ class BudgetedCall:
         wait: whether the model waits for the forked process instead of running eagerly.
         on_exceeded: `on_exceeded(training)` is called if the forked process exceeds the limit; `training` is True if
             it compiled for training, and False for evaluation.
-        compiles_here: whether this process compiles the graphs that other inputs require. If not, these inputs run
-            eagerly.
+        compiles_here: whether the parent process compiles graphs for inputs that the forked process has not compiled
+            for. If not, these inputs run eagerly.
     """
 
     def __init__(
@@ -176,7 +177,10 @@ def _is_in_checkpoint() -> bool:
 
 
 def _thread_state() -> Callable[[], Any]:
-    """Return a context manager that sets this thread's grad mode and CPU autocast, which new threads do not inherit."""
+    """Return a function that creates a context manager with the current thread's settings.
+
+    These are the grad mode, inference mode and CPU autocast, which new threads do not inherit.
+    """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     caches = torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""Report torch.compile's graph breaks, recompiles and skipped CUDA graphs, with the lines of user code."""
+"""Report torch.compile's graph breaks and recompiles, with their locations in user code, and skipped CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile modules in place, and fall back to eager execution. This module is imported only if a module is compiled."""
+"""Compile modules in place, with eager execution as a fallback. This file is imported only if `compile` is set."""
 
 from __future__ import annotations
 
@@ -213,5 +213,5 @@ class _GuardedCall:
 def _is_compiler_error(error: Exception) -> bool:
     """Return whether the error was raised by torch's compiler rather than by the model."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-    # With fullgraph=True, torch 2.13 raises the second error after the call if no code was compiled.
+    # With fullgraph=True, torch 2.13 raises a RuntimeError with this text after the call if no code was compiled.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)

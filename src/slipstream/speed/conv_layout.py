@@ -23,7 +23,7 @@ _STRIDE_DEPENDENT = {
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
 _MAX_WEIGHT_RATIO = 8
-"""A convolution keeps the contiguous format if its ratio of weight to activation elements exceeds this number."""
+"""A convolution uses the contiguous format if its ratio of weight to activation elements exceeds this number."""
 
 
 class LayOutConvolutions(CustomGraphPass):

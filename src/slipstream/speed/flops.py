@@ -1,4 +1,4 @@
-"""Model FLOPs utilization: the number of operations in a training step, and the peak throughput of accelerators."""
+"""The inputs of model FLOPs utilization: operations per training step, and the peak throughput of accelerators."""
 
 from __future__ import annotations
 

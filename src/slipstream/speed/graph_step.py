@@ -119,10 +119,10 @@ def build_graph_step(
 def _compile_evaluation(
     core: nn.Module, options: CompileOptions, warn: Callable[[str], None], in_background: bool
 ) -> None:
-    """Compile the model's calls in evaluation, because training uses the step's graph.
+    """Compile the model for evaluation only, because training uses the step's graph.
 
-    In the background, a forked process compiles for the inputs of the first call. All calls before it has finished,
-    and calls with inputs that need another graph, run eagerly.
+    If `in_background` is True and there is no budget, a forked process compiles for the inputs of the first call. Until
+    it has finished, all calls run eagerly. Inputs that need a different graph always run eagerly.
     """
     compile_model(core, options, warn)
     compiled: Any = core._compiled_call_impl
@@ -170,7 +170,7 @@ def _compile_less(
             f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
             f"{remedy}To suppress this warning, set compile=dict(scope='model')"
         )
-        # The warning above already reports the limit.
+        # If the recompile limit was reached, the warning above already reports it.
         compile_model(core, options, warn, warn_limit=False)
 
 

@@ -55,7 +55,7 @@ def read_losses(
 
 
 def _hint(name: str, value: Any) -> str:
-    """Return how to fix a value of `loss_fn` that belongs to another argument."""
+    """Return a hint for an invalid value of `loss_fn`, or an empty string."""
     if name == "loss_fn" and isinstance(value, Mapping):
         return "; pass speed options as speed=..."
     if name == "loss_fn" and isinstance(value, str):
@@ -150,7 +150,7 @@ def _call_compute_loss(compute_loss: BatchLoss, module: nn.Module, batch: Any) -
 
 
 def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
-    """Return the losses of a function as a dict.
+    """Return the result of a loss function as a dict.
 
     Raises:
         LossError: it is unclear whether the entry `loss` is the sum of the other losses or one of them.

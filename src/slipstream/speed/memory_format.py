@@ -28,7 +28,7 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of
             the weights.
         weights: whether to convert the weights. Pass False for a model that is sharded with `fully_shard`, which
-            requires contiguous weights. With channels_last batches, its convolutions still use this format.
+            requires contiguous weights. With channels_last batches, the convolutions still use this format.
     """
     for module in model.modules() if weights else ():
         weight = module._parameters.get("weight")

@@ -134,10 +134,10 @@ class StepGuard:
     gradient accumulation, the whole accumulation window is skipped. All ranks skip the same steps. With a loss scale,
     the `GradScaler` skips steps as usual, and this class counts them.
 
-    A step that creates optimizer state cannot be undone. Examples are the first step, and steps in which more
-    parameters receive their first gradient. In these steps, the host waits for the device, and calls the optimizer only
-    if the gradients are finite. If an optimizer may store state on the host, such as a step count, the host waits in
-    every step.
+    A step that creates optimizer state cannot be undone. Examples are the first step, and later steps in which
+    some parameters receive their first gradient. In these steps, the host waits for the device, and calls the optimizer
+    only if the gradients are finite. If an optimizer may store state on the host, such as a step count, the host waits
+    in every step.
 
     Args:
         model: the model, unwrapped.

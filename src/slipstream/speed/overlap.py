@@ -24,7 +24,7 @@ class SendEarly(CustomGraphPass):
 
 
 def send_early(graph: fx.Graph) -> None:
-    """Move each all-reduce to the point at which its bucket is full, and each wait to the first use of its result.
+    """Move each all-reduce to the point at which its bucket is full, and each wait to the first use of the result.
 
     Without this pass, all of these operators run after the whole backward pass. The order is the same on all ranks,
     because they compile the same graph.

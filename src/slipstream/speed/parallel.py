@@ -36,7 +36,7 @@ def read_parallel(value: Any) -> ParallelOptions | None:
     """Read `parallel`: one of 'ddp', 'fsdp2', 'hsdp', or `dict(type=..., ...)` with the wrapper's options.
 
     Raises:
-        ConfigError: the value has an unsupported type, or an option of a sharded model is unknown.
+        ConfigError: the value is not one of these, or an option of a sharded model is unknown or invalid.
     """
     if value is None or isinstance(value, ParallelOptions):
         return value

@@ -219,7 +219,7 @@ _OTHER_NAMES = {
     "mixed_precision": "precision",
     "torch_compile": "compile",
 }
-"""The names of options in Accelerate, Lightning and transformers."""
+"""Maps names of options in Accelerate, Lightning and transformers to the names of Slipstream's options."""
 
 
 def _read_auto(speed: Mapping[str, Any], path: str) -> bool:

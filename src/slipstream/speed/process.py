@@ -44,7 +44,7 @@ def read_gc(value: Any) -> int | None:
 
 @contextmanager
 def cuda_settings(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable cuDNN's benchmark mode if `benchmark`, and expandable segments if `expandable`, within the context."""
+    """Within the context, enable cuDNN's benchmark mode and the allocator's expandable segments, if requested."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())

@@ -33,7 +33,7 @@ class SamOptions:
     adaptive: bool = False
     """Whether to scale the perturbation of each weight by its absolute value (ASAM)."""
     eta: float = 0.01
-    """With `adaptive`, the value added to the absolute weights, so that zero weights are also perturbed."""
+    """With `adaptive`, the number added to each weight's absolute value, so that zero weights are also perturbed."""
 
     def __post_init__(self) -> None:
         """Check that rho is positive, and that eta is not negative."""

@@ -1,4 +1,4 @@
-"""Check a state of a training step from `accelerate` before it is loaded."""
+"""Check the state of a training step from `accelerate` before the state is loaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check_gradients(optim: OptimWrapper, state: Mapping[str, Any], source: str)
     own = {str(index): param for index, param in enumerate(params)}
     check_tensors(own, saved, "gradients", source, warnings.warn, layouts=False)
     scaled = bool(state["optimizer"].get("loss_scaler"))
-    # A scaler multiplies each loss, so without its scale, the saved and the new gradients cannot be added.
+    # A loss scale also scales the gradients, so scaled and unscaled gradients cannot be added.
     if saved and scaled != bool(optim.loss_scaler and optim.loss_scaler.state_dict()):
         raise CheckpointError(
             f"{source}: 'gradients' contains the gradients of an unfinished accumulation window "

@@ -18,7 +18,7 @@ def describe_step(step: TrainStep, compilation: str, warnings: Iterable[str]) ->
     """Return the result of `TrainStep.summary`.
 
     Args:
-        compilation: the result of `describe_compilation`, for a closed step from when it was closed.
+        compilation: the result of `describe_compilation`; for a closed step, its result at the time of closing.
         warnings: the warnings so far.
     """
     return "\n".join(_lines(step, compilation, warnings))

@@ -36,7 +36,7 @@ class _Average(Protocol):
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
-    """Return the number of updates in a run of `batches` batches, excluding the first `skipped` batches; at least 1.
+    """Return the number of updates in `batches` batches, excluding those in the first `skipped` batches; at least 1.
 
     Args:
         window: number of batches per update.

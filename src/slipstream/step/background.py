@@ -27,8 +27,8 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Amount added to the child's nice value; see nice(2). With this value, a background compilation slows down training
-that uses all cores by 2 to 6% (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
+"""Amount added to the child's nice value; see nice(2). With this value, a background compilation makes training
+on all cores 2 to 6% slower (`benchmarks/background.py`), and the child gets 6 to 7% of a core."""
 DEFAULT_LIMIT = 2 * 3600.0
 """Default timeout of the child process in seconds."""
 _POLL_INTERVAL = 0.05
@@ -79,7 +79,7 @@ class BackgroundCompiler:
         self.seconds, self.exceeded = None, False
         self._start_time = time.monotonic()
         parent = os.getpid()
-        # Block signals, so that no handler runs in the child or raises in this process before `_finalizer` is set.
+        # Block signals, so that no handler runs in the child, or interrupts this process before `_finalizer` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             # os.fork warns about deadlocks, but the child does not use the parent's locks.

@@ -105,7 +105,7 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return what has changed and invalidates the graph, or None if nothing has. This method runs at every step."""
+        """Return a description of a change that invalidates the graph, or None. This method runs at every step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the step parts"
@@ -181,7 +181,7 @@ class CapturedStep:
     def unread_tensors(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
         """Return the name, tensor and version of each buffer that is not an input of the graph.
 
-        If the graph contains the update, include the optimizer's state.
+        If the graph contains the update, the result includes the optimizer's state.
         """
         known, names = set(map(id, inputs)), self.names()
         tensors = list(self.model.buffers())

@@ -76,9 +76,9 @@ class CapturedCalls:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
-        # A graph with collectives must be released before its process group. At exit, functions run in reverse order
-        # of registration. When a multiprocessing child exits, only finalizers run, and the finalizer that destroys the
-        # process group (`dist/failure_detection.py`) has a lower priority.
+        # A graph with collectives must be released before its process group. `atexit` calls functions in reverse
+        # order of registration. When a multiprocessing child exits, only finalizers run, and the finalizer that
+        # destroys the process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
         Finalize(self, _release, (release,), exitpriority=0)

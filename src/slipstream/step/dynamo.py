@@ -81,7 +81,7 @@ def refuse_python_random() -> None:
     output = _translator().output
     # Compare class names, because torch has two classes with this name, and their modules depend on the version.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
-        # With Dynamo, this object returns different numbers, even if only the model is compiled.
+        # Under Dynamo, such an object returns different numbers, even if only the model is compiled.
         raise OnlyEagerError("the step uses a random.Random object; use torch's random number generator")
     if output.random_calls:
         raise NotCapturedError("the step uses Python's random module; use torch's random number generator")

@@ -108,7 +108,7 @@ class EagerStep:
             losses = self.forward(inputs)
         loss, logs = self.reduce(losses)
         self._switch("backward")
-        # Backward and, at the end of an accumulation window, clip, step and zero_grad.
+        # Run backward and, at the end of an accumulation window, clipping, optimizer step and zero_grad.
         restricted = self._backward_kwargs(loss, inputs)
         try:
             self.optim.update_params(loss, **restricted)
@@ -179,7 +179,7 @@ class EagerStep:
         return {"inputs": inputs} if inputs else {}
 
     def _check_reentrant(self, error: RuntimeError) -> None:
-        """Raise a `ModelError` if a reentrant checkpoint caused an error in backward."""
+        """Raise a `ModelError` if a reentrant checkpoint caused `error` in backward."""
         if "use_reentrant" in str(error):
             self._can_restrict = False
             raise ModelError(

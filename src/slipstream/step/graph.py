@@ -240,14 +240,14 @@ class GraphStep(CompiledStep):
                             part.after_batch()
             return logs, finite
 
-        # PyTorch counts recompiles per code object, so give each step its own.
+        # PyTorch counts recompiles per code object, so give each step its own code object.
         step.__code__ = step.__code__.replace()
         return step
 
     # ---- run the step ----------------------------------------------------------------------------------
 
     def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _StepCall | None:
-        """Call the compiled step; return None while it is being compiled in the background."""
+        """Call the compiled step, or return None if the batch must run eagerly."""
         optim = self.optim
         grad_buffers = captured.grad_buffers()
         captured.window.set(optim.window)
@@ -341,7 +341,7 @@ class GraphStep(CompiledStep):
             self.optim.on_gradients = None
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train with the graph for this kind of batch; if there is none, capture and verify it first."""
+        """Train with the graph for this kind of batch; if there is none, capture and verify one first."""
         ends_window = self.optim.should_sync()
         captured = self._step
         try:
@@ -374,7 +374,7 @@ class GraphStep(CompiledStep):
         return self.eager.train(inputs) if called is None else self._finish(captured, called, ends_window)
 
     def _compiles_in_background(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> bool:
-        """Start or check the background compilation for this kind of batch; return whether it is running.
+        """Start or check the background compilation for this kind of batch; return whether the batch must run eagerly.
 
         All ranks train eagerly until the compilation has finished on all ranks. Each rank compiles for its own shapes.
         """
@@ -406,7 +406,7 @@ class GraphStep(CompiledStep):
         return True
 
     def _run_kind_eagerly(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
-        """Run this kind of batch eagerly, because its compilation exceeded the time limit.
+        """Let batches of this kind run eagerly, because their compilation exceeded the time limit; return True.
 
         Raises:
             BudgetExceededError: no graph has been compiled yet, or there are several processes.

@@ -1,4 +1,4 @@
-"""Faster versions of `torch.utils._pytree.tree_leaves` and `tree_structure` for batches, and copies of outputs.
+"""Return the leaves and the structure of batches, faster than `torch.utils._pytree`, and clone nested tensors.
 
 Batches may also contain objects with tensors, such as OpenMMLab's data samples. Their class must define a
 `_batch_fields` method, which returns a dict of the values that belong to the batch. The order of the keys must be
@@ -58,7 +58,7 @@ def structure_of(tree: Any) -> Any:
 def clone_tensors(tree: Any) -> Any:
     """Return a copy of nested containers in which each tensor is cloned.
 
-    Objects with `_batch_fields` and dataclasses are changed in place, because they may also be part of the inputs.
+    Objects with `_batch_fields` and dataclasses are changed in place, because the inputs may contain the same objects.
     """
     changed: set[int] = set()
 

@@ -74,7 +74,7 @@ class StepPart:
         """
 
     def after_batch(self) -> None:
-        """Process the new weights; for example, update their average."""
+        """Process the current weights; for example, update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Return a dict that maps names to the tensors that the part modifies in place and never replaces."""

@@ -66,7 +66,7 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
         graph: the graph that `torch.compile` passes to a backend.
         inputs: the graph's inputs; if `double` is true, the result of `copies(..., torch.float64)`.
         double: whether to compute in float64 and without autocast. Random numbers are still drawn in lower
-            precision, because drawing them in float64 would change them.
+            precision, because drawing them in float64 would change their values.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)

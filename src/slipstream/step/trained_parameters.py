@@ -65,7 +65,7 @@ class _TrainedParameters:
         """Check that no trained parameter has been replaced by a parameter that the optimizer does not train.
 
         Raises:
-            ModelError: if a parameter was replaced and the optimizer does not contain the new parameter.
+            ModelError: a parameter was replaced, and the optimizer does not contain the new parameter.
         """
         current = [params.get(name) for params, name in self._owners]
         if all(map(is_, current, self._params)):

@@ -92,9 +92,9 @@ class GraphUpdate:
     """One optimizer step as a function of the gradients, with in-place updates of parameters and state.
 
     In `torch.optim`, each `step` method collects lists of parameters, gradients and state through `_init_group`, and
-    passes them to a function. This class calls that method with a proxy as `self`, whose `_init_group` returns the
-    graph's gradients, and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and
-    schedulers can change settings without a new graph.
+    passes them to a function. This class calls that method (for SGD, `_sgd`) with a proxy as `self`, whose
+    `_init_group` returns the graph's gradients, and whose learning rates are 0-dim tensors. Except for SGD, the update
+    therefore runs torch's own code. Schedulers can change learning rates without a new graph.
 
     Args:
         optimizer: a `torch.optim` optimizer for which `can_trace` returns True.

@@ -1,12 +1,12 @@
 """Verify a compiled step against the eager step and a float64 reference, without side effects.
 
 The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
-the compiled code. The other three interpret the captured graph: in float64, with eager kernels, and with eager kernels
-and weights that are perturbed by the machine epsilon. The eager step then trains on the original inputs. The two
-eager interpretations differ from the float64 result; the larger difference is the network's rounding error. The
-compiled code and the eager step may differ from the float64 result by a small multiple of this error. A larger error in
-the eager step indicates that the captured graph does not contain the whole step. A larger error in the compiled code
-indicates a compiler bug.
+the compiled code. The other three interpret the captured graph: in float64, in the precision of the step, and in the
+precision of the step with weights that are perturbed by the machine epsilon. The eager step then trains on the original
+inputs. The last two interpretations differ from the float64 result; the larger difference is the estimated rounding
+error. The compiled code and the eager step may differ from the float64 result by a small multiple of this error. A
+larger error in the eager step indicates that the captured graph does not contain the whole step. A larger error in the
+compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Verification:
             with self._fork_rng():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
-            raise  # without a float64 reference, the comparison tolerates larger errors
+            raise  # do not skip the reference for lack of memory, because the comparison would tolerate larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
         return _values(inputs)
@@ -201,7 +201,7 @@ class Verification:
             False if a gradient overflowed and the weights were not updated, otherwise True.
 
         Raises:
-            WrongNumbersError: if the numerical error of the eager step or of the compiled code is too large.
+            WrongNumbersError: the numerical error of the eager step or of the compiled code is too large.
         """
         eager = _values(
             [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
@@ -259,7 +259,7 @@ class _Row:
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
-    """Rounding error: the larger error of the two eager interpretations of the captured graph."""
+    """Rounding error: the larger error of the two interpretations in the precision of the step."""
     eager: float
     """Error of the eager step."""
     compiled: float

@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> None:
     """Run the script `arguments[0]` with the other arguments.
 
     Raises:
-        ConfigError: if no script is given or the file does not exist.
+        ConfigError: no script is given, or the file does not exist.
     """
     run_script(arguments, "python -m slipstream.supergradients", slipstream.supergradients.install)
 

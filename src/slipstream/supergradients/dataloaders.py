@@ -21,7 +21,7 @@ _TORCHVISION: Mapping[str, tuple[str, ...]] = {
     "RandomHorizontalFlip": ("p",),
     "ToTensor": (),
 }
-"""torchvision's transforms that have an equivalent of the same name, and their arguments."""
+"""torchvision's transforms that have an equivalent of the same name in Slipstream, and their arguments."""
 _UNSUPPORTED = {"padding_mode": "constant", "fill": 0, "pad_if_needed": False}
 """torchvision's arguments that have no equivalent, and their default values."""
 
@@ -29,8 +29,8 @@ _UNSUPPORTED = {"padding_mode": "constant", "fill": 0, "pad_if_needed": False}
 class TupleLoader(DataLoader[Any]):
     """A data loader whose batches are pairs of images and targets.
 
-    Images are transformed completely, including the transforms that Slipstream otherwise applies on the device, and
-    class ids are int64. Batches of a user's own dataset are not changed. Training does not use this iterator: the
+    All transforms are applied to the images, including those that Slipstream otherwise applies on the device, and class
+    ids are int64. Batches of a user's own dataset are not changed. Training does not use this iterator: the
     Trainer rebuilds the loader, and applies color jitter and normalization on the device.
     """
 

@@ -54,7 +54,7 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
         device: 'cuda' for the machine's accelerator, if available, or 'cpu'.
 
     Raises:
-        ConfigError: if `device` is invalid, or if the script must be started differently; the message explains how.
+        ConfigError: `device` is invalid, or the script must be started differently; the message explains how.
     """
     import torch
 

@@ -66,6 +66,6 @@ def install() -> None:
     """Make `import super_gradients` import Slipstream; see `install_finder`.
 
     Raises:
-        ConfigError: if the original `super_gradients` package is already imported.
+        ConfigError: the original `super_gradients` package is already imported.
     """
     install_finder(_Finder(), "slipstream.supergradients", _WORKERS)

@@ -28,7 +28,7 @@ def get(config_name: str, overriding_params: Mapping[str, Any] | None = None) ->
         overriding_params: values that replace those of the recipe; None values have no effect.
 
     Raises:
-        UnknownNameError: if there is no such recipe or file.
+        UnknownNameError: there is no such recipe or file.
     """
     name = config_name.removeprefix(f"{_GROUP}/").removesuffix(".yaml")
     overrides = {key: value for key, value in (overriding_params or {}).items() if value is not None}

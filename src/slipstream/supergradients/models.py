@@ -45,8 +45,8 @@ def get(
         checkpoint_sha256: the SHA-256 checksum of the checkpoint; SuperGradients does not have this argument.
 
     Raises:
-        UnknownNameError: if the network does not exist.
-        ConfigError: if `load_backbone` is set without a checkpoint. For other errors, see
+        UnknownNameError: the network does not exist.
+        ConfigError: `load_backbone` is set without a checkpoint. For other errors, see
             `slipstream.apps.zoo.models.get`.
     """
     if load_backbone and not checkpoint_path:
