@@ -25,7 +25,7 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return lines that identify the CPU model and instruction set; the list is empty if they are unknown."""
+    """Return lines that identify the CPU model and instruction set, or an empty list if both are unknown."""
     names = ("model name", "flags", "Features", "CPU part")
     return sorted({line for line in _cpu_lines() if line.startswith(names)})
 

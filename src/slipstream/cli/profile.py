@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Profile the steps, write the trace and the memory timeline, and print a summary.
 
     Raises:
-        ConfigError: the output folder is not writable, or training ends before all steps have run.
+        ConfigError: the configuration sets a launcher, the output folder is not writable, or training ends before all
+            steps have run.
     """
     from slipstream.cli.profiling import StepProfiler
     from slipstream.devices import default_device
@@ -69,7 +70,7 @@ def prepare_output_folder(out: Path) -> Path:
 
 
 def _train(cfg: Config, hook: StepProfiler) -> None:
-    """Train until the hook has recorded its steps, without validation, checkpoints, reports or trackers."""
+    """Train without validation, checkpoints, reports or trackers until the hook has recorded its steps."""
     from slipstream.cli.profiling import Finished
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
@@ -138,7 +139,7 @@ def _step_count(steps: int) -> str:
 
 
 def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
-    """Yield a table of the slowest operations. An operation's time excludes the operations that it calls."""
+    """Yield a table of the slowest operations, line by line. An operation's time excludes the operations it calls."""
     assert recorded is not None
     rows = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     on_device = any(event.self_device_time_total for event in rows)
@@ -152,7 +153,7 @@ def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
 
 
 def _memory(events: list[dict[str, Any]], path: Path) -> str:
-    """Write the allocated memory over time as CSV, and return a summary."""
+    """Write the allocated memory over time to a CSV file, and return a summary."""
     from slipstream.files import atomic_write
 
     rows = [

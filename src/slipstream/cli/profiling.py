@@ -1,4 +1,4 @@
-"""Hook and measurements for `slipstream profile`."""
+"""The hook that times and records steps for `slipstream profile`, and a counter of synchronizations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Finished(Exception):  # noqa: N818 (not an error)
 class Synchronizations:
     """Counts the calls that make the host wait for the device, by source line.
 
-    Devices without `set_sync_debug_mode` do not report these calls. The CPU has none, because CPU operations are
-    synchronous.
+    Devices without `set_sync_debug_mode` do not report these calls. On the CPU, there are no such calls, because CPU
+    operations are synchronous.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class StepProfiler(ProfilerHook):
         self.done = 0
         """Number of finished steps."""
         self.seconds = 0.0
-        """Duration of the timed steps, including the time spent waiting for batches."""
+        """Total duration of the timed steps, including the time spent waiting for batches."""
         self.wait_seconds = 0.0
         """The part of `seconds` that the host spent waiting for batches."""
         self.samples = 0

@@ -68,7 +68,7 @@ class _Unwritable(metaclass=_Object):
 
 
 class _Names(dict[str, Any]):
-    """A namespace for annotations. Names that are neither builtins nor in the module evaluate to `_Unwritable`."""
+    """A namespace for annotations. Names that are neither in it nor builtins evaluate to `_Unwritable`."""
 
     def __missing__(self, name: str) -> Any:
         return getattr(builtins, name, _Unwritable)
@@ -81,7 +81,7 @@ def _hints(annotated: Any) -> dict[str, Any]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """Return the schema for a type, or {"not": {}}, which accepts no value, if a file cannot contain the type."""
+    """Return the schema for a type, or `{"not": {}}`, which accepts no value, if a file cannot contain such values."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, str):
         return {}
@@ -107,7 +107,10 @@ def _is(hint: Any, kind: type) -> bool:
 
 
 def _any_of(hints: Sequence[Any]) -> dict[str, Any]:
-    """Return the schema for a union. If the union contains a dict with known keys, omit `AnyMapping` (any key)."""
+    """Return the schema for a union.
+
+    If the union contains a dict with known keys, `AnyMapping` is omitted, because it would accept any key.
+    """
     if any(is_typeddict(hint) for hint in hints):
         hints = [hint for hint in hints if hint is not AnyMapping]
     options = [schema for hint in hints if (schema := _schema(hint)) != {"not": {}}]

@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, and print its path."""
+    """Write the report or the comparison, and print the path of each file."""
     from slipstream.report import read_run, run_folder, write_report
     from slipstream.report.comparison import MAX_RUNS, compare, comparison_csv, comparison_page
     from slipstream.report.page import page

@@ -70,7 +70,7 @@ def _hint(key: str, rows: Sequence[RunRow]) -> str:
 
 
 def _equals(value: Any, text: str) -> bool:
-    """Return whether a value equals an option's string; numbers are compared as numbers."""
+    """Return whether a value equals the string from a `--filter` option; numbers are compared as numbers."""
     if is_real(value):
         try:
             other = float(text)
@@ -101,7 +101,7 @@ def _sort_key(value: Any) -> tuple[bool, float, str]:
 
 
 def _values(rows: Sequence[RunRow], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the columns for each run. NaN and infinity are converted to strings, because JSON cannot represent them."""
+    """Yield the columns of each run as a dict. NaN and infinity become strings, because JSON cannot represent them."""
     for row in rows:
         values = {key: row.value(key) for key in _keys(rows, columns)}
         finite = {key: str(value) if _is_non_finite(value) else value for key, value in values.items()}

@@ -21,7 +21,7 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer(Hook):
-    """Time each step from the end of the previous step, and end training after the last step.
+    """Times each step from the end of the previous step, and ends training after the last step.
 
     The host waits for the device after each step.
 
@@ -51,7 +51,7 @@ class StepTimer(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Store the time of the step.
+        """Store the duration of the step.
 
         Raises:
             Finished: this was the last step.
@@ -73,7 +73,11 @@ class StepTimer(Hook):
         self._last = perf_counter()
 
     def memory(self) -> int:
-        """Return the peak memory in bytes: on CUDA, of the device in the timed steps; otherwise, of the process."""
+        """Return the peak memory in bytes.
+
+        On CUDA, this is the memory allocated on the device during the timed steps. On other devices, it is the memory
+        of the process.
+        """
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
         unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB

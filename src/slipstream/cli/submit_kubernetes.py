@@ -1,4 +1,4 @@
-"""`slipstream submit --to kubernetes`: write a PyTorchJob for the Kubeflow Training Operator, or a TrainJob."""
+"""`slipstream submit --to kubernetes`: write a PyTorchJob or a TrainJob for Kubeflow."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _in_volume(work_dir: str, volumes: list[_Volume]) -> str:
 
 
 def _job_name(args: argparse.Namespace) -> str:
-    """Return the job name, which is short enough for its pod names to have at most 63 characters."""
+    """Return a job name that is short enough for the names of its pods to have at most 63 characters."""
     pod_suffix = f"-worker-{args.nodes}" if args.api != "v2" else f"-node-0-{args.nodes}-12345"
     max_length = _MAX_POD - len(pod_suffix)
     name = args.job_name

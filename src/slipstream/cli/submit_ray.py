@@ -119,7 +119,8 @@ def _resources(args: argparse.Namespace) -> dict[str, float]:
         resources["GPU"] = tasks
         kind, _, _ = args.gpus_per_node.rpartition(":")
         if kind:
-            resources[f"accelerator_type:{kind}"] = 0.001  # a Ray node has one unit of its GPU type
+            # A node with this GPU type has one unit of this resource.
+            resources[f"accelerator_type:{kind}"] = 0.001
     return resources
 
 
@@ -200,7 +201,7 @@ def _follow(ray: Any, streams: dict[Any, _NodeActor], received: Sequence[int]) -
                 first_failure = status
                 if status != EXIT_STATUS and not received:
                     _report(node, total, item)
-        # If one node has saved its state, the others have already saved theirs or will do so soon.
+        # If one node has saved its state, the others do so too, and need not be stopped.
         if not stopped and (received or first_failure not in (0, EXIT_STATUS)):
             stopped = True
             for node in streams.values():
@@ -209,7 +210,7 @@ def _follow(ray: Any, streams: dict[Any, _NodeActor], received: Sequence[int]) -
 
 
 def _next(ray: Any, stream: Any) -> str | int | Exception:
-    """Return the next line of a node's output, the exit status, or the error that occurred instead."""
+    """Return the next line of a node's output, its exit status, or the error that occurred instead."""
     try:
         item: str | int = ray.get(next(stream))
     except (ray.exceptions.RayError, DistributedError) as error:

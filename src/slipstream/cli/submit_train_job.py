@@ -14,7 +14,7 @@ RUNTIME = "torch-distributed"
 """The training runtime for torch that is installed together with Kubeflow Trainer."""
 
 _CONTAINER = _REPLICATED_JOB = "node"
-"""Names of the container and the replicated job that run training in a runtime for torch."""
+"""Name of both the container and the replicated job that run training in a runtime for torch."""
 
 
 def train_job(
@@ -22,7 +22,7 @@ def train_job(
 ) -> dict[str, Any]:
     """Return the manifest of a TrainJob whose pods match `pod`, a pod specification with one container.
 
-    A TrainJob contains only the pod fields that differ from its training runtime.
+    A TrainJob contains only the pod fields that differ from those of its training runtime.
 
     Raises:
         ConfigError: an option has no corresponding field in a TrainJob.

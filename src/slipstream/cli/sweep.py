@@ -27,7 +27,7 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 _OPEN, _CLOSE = "([{", ")]}"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
 _LENGTHS = {"epochs", "train_cfg.max_epochs", "train_cfg.max_iters", "training_params.max_epochs"}
-"""Overrides that may change when a sweep is resumed, because each run then continues."""
+"""Keys that set the length of a run. They may change when a sweep is resumed, because each run then continues."""
 _MAX_NAME_LENGTH = 100  # maximum number of characters in a folder name
 
 
@@ -56,7 +56,7 @@ def sweep(args: argparse.Namespace) -> int:
     shows its error, and the remaining runs are still started.
 
     Returns:
-        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.
+        0 if all runs succeeded, 1 if a run failed, 75 if a run was preempted, or 130 after Ctrl-C or SIGTERM.
 
     Raises:
         ConfigError: a sweep or a configuration is invalid. In this case, no run is started.
@@ -214,7 +214,7 @@ def _train(args: argparse.Namespace, run: Run) -> int:
             argv.append(f"--nproc={args.nproc}")
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
-        run.status, run.error = 130, "interrupted"  # remains set if the run is interrupted
+        run.status, run.error = 130, "interrupted"  # these values remain if the run is interrupted
         child: Child = run_child(argv)
         if result.is_file():
             run.metrics = json.loads(result.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100, right: Collection[str] = ()
 ) -> None:
-    """Print a table that is as wide as the terminal or `width` columns, whichever is larger; see `make_table`."""
+    """Print a table at most as wide as the terminal or `width` columns, whichever is larger; see `make_table`."""
     from rich.console import Console
 
     from slipstream.tables import make_table

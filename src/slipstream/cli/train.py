@@ -1,4 +1,4 @@
-"""`slipstream train`: train a recipe or a configuration file."""
+"""`slipstream train`: train a model with a recipe or a configuration file."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
     if args.resume is not None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
-        # With `resume=True`, a Runner resumes from `load_from`, if it is set, instead of this run's checkpoints.
+        # With `resume=True`, a Runner resumes from `load_from`, if it is set, instead of from this run's checkpoints.
         if next(newest_checkpoints(cfg.work_dir), None):
             cfg.resume, cfg.load_from = True, None
         else:

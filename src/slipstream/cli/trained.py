@@ -125,7 +125,10 @@ def _model(cfg: Mapping[str, Any]) -> Any:
 
 
 def _is_task(config: Any) -> bool:
-    """Return whether the model is a network whose predictions do not depend on its loss."""
+    """Return whether the model is a `Segmentor`, `Classifier` or `SupervisedModel`.
+
+    The predictions of these models do not depend on the loss.
+    """
     kind = config.get("type") if isinstance(config, Mapping) else None
     return (MODELS.get(kind) if isinstance(kind, str) else kind) in (Segmentor, Classifier, SupervisedModel)
 

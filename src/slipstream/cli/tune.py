@@ -22,7 +22,10 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print a table, and write the plan. Return 130 if Ctrl-C or SIGTERM stopped the search."""
+    """Measure the options and write the plan, or measure what `--find` specifies; print the results.
+
+    Return 130 if Ctrl-C or SIGTERM stopped the search.
+    """
     start: float = args.start
     from slipstream.tune.api import parse_budget
 

@@ -75,7 +75,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Job:
-    """Train with one contender. The process has its own copy of the subject; see `Job`."""
+    """Trains with one contender; see `Job`. Each process has its own copy of the subject."""
 
     name: str
     subject: Subject
@@ -124,7 +124,7 @@ def compare(
     """Train the subject with each contender in its own process, and time the contenders in turn.
 
     In each round, every contender runs one untimed and `steps` timed steps, while the others wait. The order rotates
-    from round to round. Ctrl-C stops the measurement; the finished rounds are returned.
+    from round to round. Ctrl-C stops the measurement; the results of the finished rounds are returned.
 
     Args:
         subject: what to train.
@@ -132,7 +132,7 @@ def compare(
         steps: timed steps per round.
         rounds: number of rounds.
         timeout: time limit in seconds for a contender's startup and for each of its rounds.
-        report: called with a line of text after each contender has started and after each round.
+        report: called with a line of text when a contender has started or cannot be measured, and after each round.
 
     Raises:
         SlipstreamError: the hand-written loop cannot be measured.

@@ -224,7 +224,7 @@ class Config(MutableMapping[str, Any]):
                 valid key.
             ConfigError: an override cannot be parsed or merged; or a key that is not in `known` is a variable of a
                 Python file from which other values were computed, so the override would have no effect (if `known` is
-                empty, this is not checked). In this case, the configuration is unchanged.
+                empty, this is not checked). If an error is raised, the configuration is unchanged.
         """
         known = set(known)
         source = self._filename or "the configuration"

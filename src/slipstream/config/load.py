@@ -144,7 +144,7 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
             slipstream, torch and torchmetrics may be imported.
 
     Raises:
-        ConfigError: the value is malformed, a module may not be imported, or a module cannot be imported and
+        ConfigError: the value is malformed, importing a module requires `trust`, or an import fails and
             `allow_failed_imports` is not set.
     """
     custom = values.get("custom_imports")

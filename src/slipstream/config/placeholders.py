@@ -22,10 +22,10 @@ _PATTERN = re.compile(
     r"\{\{[ \t]*(?:"
     r"(?P<file>fileDirname|fileBasename|fileBasenameNoExtension|fileExtname)"
     r"|_base_\.(?P<base>[^\s{}]+)"
-    r"|\$(?P<env>\w+)(?::(?P<default>[^{}\n]*+))?"  # *+ does not backtrack, so that the search takes linear time
+    r"|\$(?P<env>\w+)(?::(?P<default>[^{}\n]*+))?"  # *+ does not backtrack, so the search takes linear time
     r")[ \t]*+\}\}"
 )
-# Strings and comments in JSON and TOML. An unterminated string also matches, so that the search takes linear time.
+# Strings and comments in JSON and TOML. An unterminated string also matches, so the search takes linear time.
 _STRING = re.compile(
     r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*''', re.DOTALL
 )

@@ -18,7 +18,7 @@ def variable_uses(module: ast.Module, base: str) -> dict[str, list[str]]:
 
     Args:
         module: the parsed file.
-        base: the name whose attributes are the values of the base files, `_base_`.
+        base: the name `_base_`, whose attributes are the values of the base files.
     """
     uses: dict[str, list[str]] = {}
     for statement in module.body:
@@ -47,7 +47,7 @@ def _reads(node: ast.AST, path: str, base: str) -> Iterator[tuple[str, str]]:
 
 
 def _items(node: ast.AST) -> dict[str, ast.AST]:
-    """Return the expressions of a dict or list literal by key or index; for other expressions, an empty dict."""
+    """Return the items of a dict or list literal, keyed by key or index, or an empty dict for other expressions."""
     if isinstance(node, ast.List | ast.Tuple):
         starred = any(isinstance(item, ast.Starred) for item in node.elts)
         return {} if starred else {str(index): item for index, item in enumerate(node.elts)}
@@ -71,11 +71,11 @@ def _items(node: ast.AST) -> dict[str, ast.AST]:
 
 
 def check_variable(key: str, uses: Mapping[str, Sequence[str]], source: str) -> None:
-    """Check that the first segment of the dotted `key` is not a variable that other values have already used.
+    """Check that the first segment of the dotted `key` is not a variable from which other values were computed.
 
     Args:
         key: key of an override.
-        uses: the keys that use each variable; see `variable_uses`.
+        uses: the keys whose values use each variable; see `variable_uses`.
         source: the configuration file, for the error message.
 
     Raises:

@@ -100,7 +100,7 @@ def _is_identifier(key: Any) -> bool:
 
 
 def _source(value: Any, indent: int, lead: int) -> str:
-    """Return the Python source of `value`, split over several lines if it does not fit after `lead` columns."""
+    """Return the Python source of `value`, on several lines if it does not fit on one line after `lead` columns."""
     one_line = _one_line(value)
     opening, items, closing = _split(value)
     if indent + lead + len(one_line) <= _WIDTH or not items:

@@ -30,7 +30,10 @@ class PreparedImage:
     """The height and width of the image before the transforms."""
 
     def resize_to_image(self, ids: Tensor) -> Tensor:
-        """Return the class ids of `inputs`, (H, W), cropped to `box` and resized to `size` (nearest), on the CPU."""
+        """Return `ids`, the class ids of `inputs`, (H, W), cropped to `box` and resized to `size`, on the CPU.
+
+        The nearest pixels are used.
+        """
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
         rows, columns = (

@@ -103,7 +103,7 @@ class DeviceFeed(Generic[Batch]):
         return self.move_batches(iter(self.loader))
 
     def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return an iterator that moves the remaining batches of an iterator over the loader to the device."""
+        """Return an iterator that moves the rest of `batches`, an iterator over the loader, to the device."""
         if self._copy_stream is None:
             if self.device.type == "cpu":
                 return batches
@@ -125,7 +125,7 @@ def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -
     while sent:
         yield copy_stream.receive(sent.popleft())
     if failures:
-        raise failures.pop()  # if it stayed in the list, a reference cycle would keep the loader alive
+        raise failures.pop()  # an error left in the list would form a reference cycle that keeps the loader alive
 
 
 def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:

@@ -23,7 +23,7 @@ _MAX_OBJECTS = 1000
 
 
 class GeneratorKind(NamedTuple):
-    """Functions that get, set and seed the state of one class of generators."""
+    """Functions that get and set the state of generators of one class, and that seed them."""
 
     get: Callable[[Any], Any]
     set: Callable[[Any, Any], Any]
@@ -103,7 +103,7 @@ def find_generators(roots: Sequence[Any], included: tuple[type, ...] = ()) -> di
 
 
 def _children(value: Any, included: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Return the attributes and items of `value` that may contain generators, each with the suffix of its name."""
+    """Return the attributes and items of `value` that may contain generators, each with a suffix for its name."""
     children: Iterable[tuple[str, Any]]
     if isinstance(value, list | tuple | deque):
         children = ((f"[{index}]", item) for index, item in enumerate(value))

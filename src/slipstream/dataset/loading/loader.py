@@ -229,7 +229,7 @@ class _FirstBatches:
 
 
 def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
-    """Return a shallow copy of a loader with the given attributes. The copy does not share persistent workers.
+    """Return a shallow copy of a loader with the given attributes changed. The copy does not share persistent workers.
 
     A loader that is passed to a run may also be used elsewhere, for example by another run, and must not be changed.
     """
@@ -377,7 +377,7 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
 
 
 def _check_sampler(sampler: Any, path: str, forbidden: Any) -> None:
-    """Check that `sampler` is None, a configuration or an iterable, and not a list that contains a `forbidden` type."""
+    """Check that `sampler` is None or an iterable, and is not a list that contains an instance of `forbidden`."""
     iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
     if not iterable or (isinstance(sampler, list) and any(isinstance(item, forbidden) for item in sampler)):
         raise ConfigError(f"must be a sampler or a dict with a 'type', not {short_repr(sampler)}", path)

@@ -130,7 +130,10 @@ def _any_batch(loader: DataLoader[Any]) -> Any:
 
 
 def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
-    """Start an all-reduce of `has_next`, and return a function that waits for it and returns whether all are True."""
+    """Start an all-reduce of `has_next`.
+
+    Return a function that waits for the all-reduce and returns whether every rank has a next batch.
+    """
     flag = torch.tensor(int(has_next), device=flag_device())
     work = dist.all_reduce(flag, dist.ReduceOp.MIN, async_op=True)
 

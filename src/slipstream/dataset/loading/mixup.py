@@ -31,10 +31,10 @@ def collate_mixup(
 ) -> Any:
     """Return a batch of N images in which image i is mixed with image N - 1 - i. The targets are class probabilities.
 
-    A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns `l * image + (1 -
-    l) * other`, in float32. CutMix replaces a rectangle that covers the fraction 1 - l of the image's area. The targets
-    are mixed with the same factor, after label smoothing. Random numbers are drawn from torch's global generator, which
-    a loader seeds from (seed, epoch, index).
+    A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
+    `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers the fraction 1 - l of the image's
+    area with the same rectangle of the other image. After label smoothing, the targets are mixed with the same factor.
+    Random numbers are drawn from torch's global generator, which a loader seeds from (seed, epoch, index).
 
     Args:
         data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or (inputs,
@@ -107,7 +107,7 @@ def _mixed(values: Tensor, factor: float) -> Tensor:
 
 
 def _cut(images: Tensor, factor: float, correct: bool) -> tuple[Tensor, float]:
-    """Return the images, each with a rectangle from its counterpart, and the remaining fraction of each image."""
+    """Return the images, each with a rectangle from its counterpart, and the factor with which to mix the targets."""
     height, width = images.shape[-2:]
     side = (1 - factor) ** 0.5
     sides = []

@@ -23,8 +23,8 @@ def batch_indices(
 
     If `skip_errors` has replaced a sample of the batch, the index of the replacement is returned.
 
-    The order is a function of (seed, epoch, index) for `DefaultSampler`, `InfiniteSampler` and torch's samplers in a
-    `BatchSampler`. Other samplers and iterable datasets may depend on state that a second iteration would change.
+    For `DefaultSampler`, `InfiniteSampler` and torch's samplers in a `BatchSampler`, the order depends only on the seed
+    and the epoch. Other samplers and iterable datasets may depend on state that a second iteration would change.
 
     Args:
         loader: a loader returned by `build_dataloader`. An iteration in progress is not affected.

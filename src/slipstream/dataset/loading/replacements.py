@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 __all__ = ["Replacements"]
 
 _MIN_EPOCHS = 8
-"""Number of epochs whose replacements are always stored, unless this would require more than `_MAX_ROWS` rows."""
+"""Number of epochs whose replacements are stored, unless this would require more than `_MAX_ROWS` rows."""
 _MAX_ROWS = 4096
 
 
@@ -42,7 +42,7 @@ class Replacements:
         table[0, 0] = count + 1
 
     def resolve(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, with the index of its replacement for each sample that was replaced in this epoch."""
+        """Return `indices`, substituting the replacement's index for each sample that was replaced in this epoch."""
         rows = self._table[:, 1:].reshape(-1, 3)
         replacements = {index: other for _, index, other in rows[rows[:, 0] == epoch + 1].tolist()}
         return [replacements.get(int(index), int(index)) for index in indices]

@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def resolve_replacements(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """Return `indices`, with the index of its replacement for each sample that was replaced in this epoch."""
+        """Return `indices`, substituting the replacement's index for each sample that was replaced in this epoch."""
         return list(indices) if self._replacements is None else self._replacements.resolve(epoch, indices)
 
     def __getitem__(self, index: Any) -> Any:

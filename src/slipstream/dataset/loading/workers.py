@@ -116,7 +116,7 @@ def with_workers(
 
 
 def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
-    """Return the samples/s of a loader for each number of workers, or an empty dict if they cannot be measured.
+    """Return a loader's throughput in samples/s for each number of workers, or an empty dict if it cannot be measured.
 
     The worker counts are those that `with_workers` measures, and the loader's `num_workers`. Randomly drawn samples
     are read in worker processes, so the generators, the sampler and the caches of this process do not change.
@@ -242,7 +242,7 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     """Return the number of workers to use, given the samples/s measured for each number."""
     measured = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(measured.values()), max(measured)
-    # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
+    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
     if rates[0] > 1.5 * best:
         return 0
     # Each doubling still increased the throughput when the time limit was reached.
@@ -252,7 +252,10 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
 
 
 def _prefetch_factor(ratio: float, max_batches: float) -> int:
-    """Return the number of batches that each worker prefetches to cover a slow batch, but at most `max_batches`."""
+    """Return a prefetch factor that keeps enough batches ready while a worker loads a slow batch.
+
+    The result is at most `max_batches`, but at least 1.
+    """
     return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
 
 

@@ -106,7 +106,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 _GOLDEN_RATIO = 0.618034
 _FIRST_HUE = 0.55
 _SATURATIONS, _VALUES = (0.75, 0.55, 0.95), (0.95, 0.7, 0.85)
-"""Values for which the smallest perceptual difference between the first colors is large."""
+"""Chosen so that any two of the first colors are easy to tell apart."""
 
 
 def default_palette(count: int) -> list[list[int]]:

@@ -78,8 +78,8 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
     Args:
         root: folder that contains either the archive's folder or the files in that folder.
         train: whether to use the training images instead of the test images.
-        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image, uint8 (3, H,
-            W), and a generator; followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, `Resize`, or functions that take an image,
+            uint8 (3, H, W), and a generator; followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
         download: if the files are missing, download the archive (170 MB) and verify its published MD5 checksum.
 
     Raises:
@@ -132,7 +132,7 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def independent_of_global_rng(self) -> bool:
-        """Whether samples never use the global random generators. If True, the loader does not seed them."""
+        """Whether reading a sample never uses the global random generators. If True, the loader does not seed them."""
         known = (RandomCrop, RandomHorizontalFlip, Resize)
         is_own_class = type(self) in (CIFAR10, CIFAR100)
         return is_own_class and all(type(transform) in known for transform in self.transforms)

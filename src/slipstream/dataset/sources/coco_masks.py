@@ -66,7 +66,7 @@ def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray
     ends = np.roll(points_on_grid, -1, axis=0)
     flat = (
         np.abs(ends - points_on_grid) @ np.array([1, -1]) >= 0
-    )  # edges that are at least as wide as they are tall
+    )  # edges that are at least as wide as they are tall; all others are steep
     columns, rows = np.concatenate(
         [
             _flat_crossings(*_ordered(points_on_grid[flat], ends[flat], 0)),
@@ -98,7 +98,7 @@ def _ordered(first: Ints, last: Ints, axis: int) -> tuple[Ints, Ints, Ints, Ints
 
 
 def _flat_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and grid rows, (2, steps), where edges at least as wide as tall cross a center cell."""
+    """Return the pixel columns and grid rows, (2, steps), where edges that are not steep cross a center cell."""
     low = -(
         (_CENTER - x0) // _CELLS_PER_PIXEL
     )  # the first column whose center cell is not to the left of the edge
@@ -112,7 +112,7 @@ def _flat_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
 
 
 def _steep_crossings(x0: Ints, y0: Ints, x1: Ints, y1: Ints) -> Ints:
-    """Return the pixel columns and grid rows, (2, steps), where edges taller than wide cross a center cell."""
+    """Return the pixel columns and grid rows, (2, steps), where steep edges cross a center cell."""
     edge, offset = _ragged(y1 - y0)
     slope = (x1 - x0)[edge] / (y1 - y0)[edge]
     before = np.trunc(x0[edge] + slope * offset + 0.5).astype(np.int64)

@@ -128,7 +128,7 @@ def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
 def open_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> Iterator[ImageFile]:
     """Open an image with Pillow, which loads the pixels lazily.
 
-    If `max_pixels` exceeds Pillow's own limit, Pillow's limit is raised for the process.
+    If `max_pixels` exceeds Pillow's own limit, Pillow's limit is raised for the whole process.
 
     Raises:
         DataError: the file has more than `max_pixels` pixels.
