@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the recipe specified in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.
+    """Run the recipe specified in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.
 
     Raises:
         SystemExit: if Hydra or a multirun job exits.

@@ -38,7 +38,7 @@ _TYPE_NAMES = {Mapping: "dict", Sequence: "list", Callable: "a function"}
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value of the annotated type, as metadata of `Annotated`."""
+    """A condition on values of an annotated type, used as `Annotated` metadata."""
 
     accepts: Callable[[Any], bool]
     text: str
@@ -108,7 +108,7 @@ def is_real(value: Any) -> bool:
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether `value` matches `annotation`. Any value matches an annotation that is not mentioned below.
+    """Return whether `value` matches `annotation`. Any value matches an annotation that is not supported.
 
     An int matches `float`. A bool matches neither `int` nor `float`, and NaN and infinity do not match `float`. Lists
     and tuples are interchangeable, because YAML and JSON have no tuples. Elements of lists, tuples and dicts are also

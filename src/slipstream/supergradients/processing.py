@@ -32,7 +32,7 @@ class CenterCrop(_Entry):
 
 
 class ComposeProcessing(_Entry):
-    """Apply several processing classes one after the other."""
+    """Apply several processing steps in order."""
 
     def __init__(self, processings: Sequence[Any]) -> None:
         super().__init__(processings=list(processings))
@@ -46,7 +46,7 @@ class ImagePermute(_Entry):
 
 
 class NormalizeImage(_Entry):
-    """Subtract `mean` and divide by `std`, each with one number per channel."""
+    """Subtract `mean` from the image and divide by `std`. Both have one number per channel."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(mean=list(mean), std=list(std))

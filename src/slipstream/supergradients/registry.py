@@ -1,4 +1,4 @@
-"""SuperGradients' decorators that register classes by name."""
+"""SuperGradients' decorators that register classes and functions by name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ Register = Callable[..., Callable[[T], T]]
 
 def _register_in(target: registry.Registry) -> Register[Any]:
     def register(name: str | None = None, deprecated_name: str | None = None) -> Callable[[T], T]:
-        """Return a decorator that registers a class under `name` (default: the class name) and any `deprecated_name`.
+        """Return a decorator that registers a class or a function under `name` and, if set, `deprecated_name`.
+
+        The default of `name` is the name of the class or function.
 
         Raises:
-            UnknownNameError: if another class is registered under one of the names.
+            UnknownNameError: if another class or function is registered under one of the names.
         """
 
         def decorate(kind: T) -> T:

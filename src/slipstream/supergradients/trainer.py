@@ -1,4 +1,4 @@
-"""`Trainer` with SuperGradients' argument order."""
+"""`Trainer` and `KDTrainer` with SuperGradients' constructor arguments and method names."""
 
 from __future__ import annotations
 

@@ -18,14 +18,14 @@ __all__ = [*TRANSFORMS]
 
 
 class _Callable:
-    """Mixin for a transform that is called as `transform(sample)`; its random numbers depend on Python's `random`."""
+    """Mixin for transforms that can be called as `transform(sample)`; Python's `random` module seeds such a call."""
 
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator | None = None) -> dict[str, Any]:
         """Return the transformed sample.
 
         Args:
-            sample: a dict whose `image` and `mask` are Pillow images or arrays. Pillow images are returned as Pillow
-                images, unless the result does not consist of uint8 values.
+            sample: a dict whose `image` and `mask` are Pillow images or arrays. A Pillow image is returned as a
+                Pillow image if the result is a uint8 array.
             rng: the generator that Slipstream's datasets pass; `image` and `mask` must then be arrays.
         """
         if rng is not None:

@@ -18,7 +18,7 @@ _OPACITY = 0.8
 
 @HOOKS.register_module()
 class BinarySegmentationVisualizationCallback(PhaseCallback):
-    """Record the images of one evaluation batch, and color the pixels of the class.
+    """Record the images of one evaluation batch, with the pixels of the class colored.
 
     Green pixels are predicted correctly, red pixels are predicted but not in the target, and blue pixels are missing
     from the prediction. Float images are assumed to have ImageNet's normalization.
@@ -49,7 +49,7 @@ class BinarySegmentationVisualizationCallback(PhaseCallback):
         self.last_img_idx_in_batch = last_img_idx_in_batch
 
     def __call__(self, context: PhaseContext) -> None:
-        """Record the images in the epochs that `freq` selects."""
+        """Record the images of batch `batch_idx` every `freq` epochs."""
         if context.epoch % self.freq or context.batch_idx != self.batch_idx:
             return
         count = len(context.inputs) if self.last_img_idx_in_batch < 0 else self.last_img_idx_in_batch
@@ -65,7 +65,7 @@ class BinarySegmentationVisualizationCallback(PhaseCallback):
 
 
 def _overlays(images: Tensor, predicted: Tensor, target: Tensor) -> Tensor:
-    """Return the colored images, uint8 (N, 3, H, W), for images (N, 3, H, W) and masks, bool (N, H, W)."""
+    """Return the colored images, uint8 (N, 3, H, W), for images (N, 3, H, W) and bool masks (N, H, W)."""
     pixels = images.float()
     if images.is_floating_point():
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))

@@ -74,8 +74,8 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
     """Convert `phase_callbacks` to hooks: objects become hook objects, and names become hook configurations.
 
     Args:
-        entries: `Callback` and `Hook` objects, or names under which their classes are registered in HOOKS, in
-            SuperGradients' factory syntax.
+        entries: `Callback` and `Hook` objects, or entries in SuperGradients' factory syntax whose names are registered
+            in HOOKS.
 
     Raises:
         UnknownNameError: if a name is not registered.
@@ -299,7 +299,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _rebuild_loader(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a new loader with these transforms, because running workers would keep the old transforms."""
+    """Return a new loader with these transforms. In the old loader, running workers would keep the old transforms."""
     return DataLoader(
         _replace_transforms(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

@@ -36,7 +36,7 @@ _NAMED = {
     "model.loss": ("training_params.loss", "training_params.criterion_params"),
     "model.network": ("architecture", "arch_params"),
 }
-"""Config paths of each component's name and arguments."""
+"""Maps each component's config path in the Runner to the user's config paths of its name and its arguments."""
 
 
 @contextmanager

@@ -136,7 +136,7 @@ def arguments(
     dataloader_params: Mapping[str, Any] | None = None,
     dataset: Dataset[Any] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset, and the other arguments of torch's `DataLoader`. For arguments and errors, see `config`."""
+    """Return the dataset and the other arguments of torch's `DataLoader`. For arguments and errors, see `config`."""
     options = config(name, dataset_params, dataloader_params, dataset)
     data, sampler = options.pop("dataset"), options.pop("sampler")
     if isinstance(data, Mapping):
@@ -247,11 +247,10 @@ def _with_current_names(transform: Any) -> Any:
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     shuffle, sampler = loader.pop("shuffle", None), loader.pop("sampler", None)
     if isinstance(loader.get("batch_sampler"), bool):
-        del loader[
-            "batch_sampler"
-        ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
+        # This is SuperGradients' flag for torch's BatchSampler, which the Runner always uses.
+        del loader["batch_sampler"]
     if loader.get("pin_memory") is True:
-        del loader["pin_memory"]  # the Runner enables pinned memory if the device requires it
+        del loader["pin_memory"]  # the Runner pins memory if an accelerator is available
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {

@@ -92,7 +92,7 @@ class DistillationModel(SupervisedModel):
     """A `SupervisedModel` whose loss also receives the output of a teacher.
 
     The teacher is not a submodule, so it is not trained, averaged, synchronized or saved. It always runs in evaluation
-    mode and without gradients, and is converted to the device and dtype of the model. Predictions are those of the
+    mode and without gradients, and it follows the model to other devices and dtypes. Predictions are those of the
     student.
 
     Args:
@@ -103,7 +103,7 @@ class DistillationModel(SupervisedModel):
             configuration.
         kd_module: a `KDModule` that contains `network` and `teacher`; its forward method returns the outputs for the
             loss. If None, the loss receives the outputs of both networks.
-        loss: `loss(KDOutput(student_output, teacher_output), targets)`.
+        loss: called as `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 
     Raises:
@@ -194,14 +194,14 @@ class DistillationModel(SupervisedModel):
         """Apply a conversion, such as a move to another device, to the teacher as well."""
         self._teacher.convert(fn, recurse)
         if self._kd_module is not None:
-            self._kd_module.teacher = self.teacher  # converting a copy replaces its teacher
+            self._kd_module.teacher = self.teacher  # converting a deep copy of the model replaces its teacher
         super()._apply(fn, recurse)
         return self
 
 
 @HOOKS.register_module()
 class TeacherHook(Hook):
-    """Load the teacher's weights before training and evaluation, because some validation losses use the teacher."""
+    """Load the teacher's weights before each run. Validation also needs them, because some losses use the teacher."""
 
     def before_run(self, runner: Runner) -> None:
         """Load the weights; see `DistillationModel.load_teacher`."""

@@ -1,4 +1,4 @@
-"""Hooks for SuperGradients' features: a batch callback, tests during training, and optimizer reset on resume."""
+"""Hooks for SuperGradients' batch callback, tests during training, optimizer reset on resume, and metric history."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["HistoryHook", "NewOptimizerHook", "PrePredictionHook", "TestLoadersH
 
 @HOOKS.register_module()
 class NewOptimizerHook(Hook):
-    """Resume weights, epoch and learning rates, but start with a new optimizer state."""
+    """Resume the weights, the epoch and the learning rates, but start with a new optimizer state."""
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Replace the saved optimizer state with the initial state, but keep the saved learning rates."""
@@ -38,7 +38,7 @@ class NewOptimizerHook(Hook):
 
 
 class PrePredictionHook(Hook):
-    """Call a function with each training batch after its transfer to the device, right before the step.
+    """Call a function with each training batch after its transfer to the device, right before the training step.
 
     Args:
         callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.

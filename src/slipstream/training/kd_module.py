@@ -1,4 +1,4 @@
-"""SuperGradients' `KDModule`: a student and a teacher, and the outputs that a distillation loss receives."""
+"""SuperGradients' `KDModule`: a student and a teacher whose outputs a distillation loss receives."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
 
 
 def check_mode(run_teacher_on_eval: Any) -> None:
-    """Raise a ConfigError unless the teacher runs in evaluation mode."""
+    """Raise a ConfigError unless `run_teacher_on_eval` is True or None."""
     if run_teacher_on_eval is not True and run_teacher_on_eval is not None:
         raise ConfigError(
             f"must be True, not {run_teacher_on_eval!r}; in training mode, each batch would change the teacher's "
@@ -98,7 +98,7 @@ def check_mode(run_teacher_on_eval: Any) -> None:
 
 @contextmanager
 def renamed_paths(role: str | None) -> Iterator[None]:
-    """Prefix the config paths of errors in `_SECTIONS` with `student_` or `teacher_`; None adds no prefix."""
+    """Prefix the error paths that start with one of `_SECTIONS` with `student_` or `teacher_`; None adds no prefix."""
     try:
         yield
     except ConfigError as error:

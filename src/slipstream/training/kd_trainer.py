@@ -39,7 +39,7 @@ class KDTrainer(Trainer):
         """Train `student` in place, and return the metrics of each validation run; see `Trainer.train`.
 
         Args:
-            model: a `KDModule`, which replaces `student`, `teacher` and `kd_arch_params`.
+            model: a `KDModule`. If it is set, the arguments from `student` to `run_teacher_on_eval` are ignored.
             training_params: keys of `TrainingParams`. The loss receives a `KDOutput`.
             student, teacher: modules. The teacher is frozen in place.
             kd_architecture: 'kd_module', or a subclass of `KDModule`.

@@ -46,10 +46,10 @@ _FIXED_ARGUMENTS = {"reduction": "mean", "smooth_dist": None, "from_logits": Tru
 class CrossEntropyLoss(CrossEntropy):
     """Cross-entropy with the same arguments and results as in SuperGradients.
 
-    For class ids, probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel with class y is
-    `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all pixels is
-    divided by the number of pixels that are not ignored; without `smooth_eps`, by the sum of their weights. Targets
-    that are class probabilities are not smoothed.
+    For targets that are class ids, predicted probabilities p, class weights w and e = `smooth_eps`, the loss of a pixel
+    with class y is `-(1 - e) * w[y] * log p[y] - e * mean(w * log p)`. With `smooth_eps` and `weight`, the sum over all
+    pixels is divided by the number of pixels that are not ignored; without `smooth_eps`, it is divided by the sum of
+    their weights. Targets that are class probabilities are not smoothed.
 
     There is one exception: for logits (N, classes, H, W), SuperGradients smooths over W instead of over the classes.
 

@@ -25,18 +25,19 @@ __all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
 _BASE_ARGUMENTS = ("phase", "initial_lr", "update_param_groups", "train_loader_len", "net", "training_params")
 """Arguments of `LRCallbackBase` that are not keys of `training_params`."""
 _KEY = "lr_callback"
-"""Name under which the message hub stores the schedule's `lr`, so that checkpoints contain it."""
+"""Name under which the message hub stores the schedule's `lr`. Checkpoints contain the values in the hub."""
 
 
 class LRCallbackBase(PhaseCallback):
     """Base class for learning-rate schedules; pass a subclass, or its registered name, as `lr_mode`.
 
     Subclasses define `is_lr_scheduling_enabled` and `perform_scheduling`, which sets `lr` and calls `update_lr`. If the
-    constructor of a subclass has further parameters, their values are read from the same keys of `training_params`.
+    constructor of a subclass has further parameters, they receive the values of the `training_params` keys with the
+    same names.
 
     Args:
         phase: when the schedule is called.
-        initial_lr: the initial learning rate, or a dict of learning rates by name prefix.
+        initial_lr: the initial learning rate, or a dict that maps name prefixes to initial learning rates.
         update_param_groups: always False.
         train_loader_len: number of batches in an epoch.
         net: the network.
@@ -214,5 +215,5 @@ def _schedule(lr_mode: Any) -> type[LRCallbackBase] | None:
 
 
 def _prefix(group: Mapping[str, Any], rates: Mapping[str, float]) -> str:
-    """Return the first prefix in the name of a parameter group that is a key of `rates`, or `default` if none is."""
+    """Return the first prefix in a parameter group's name that has an entry in `rates`, or `default` if none has."""
     return next((name for name in str(group.get("name", "")).split(", ") if name in rates), "default")

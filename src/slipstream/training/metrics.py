@@ -41,12 +41,12 @@ NAMES = {
     "Accuracy": "Top1",
     "Top5": "Top5",
 }
-"""SuperGradients' names of metrics, and their names in METRICS."""
+"""Maps SuperGradients' metric names to names in METRICS."""
 IgnoredIds = int | Sequence[int] | None
 
 
 class _Overlap(IoUMetric):
-    """Mean over classes of the ratio computed by `ratio`.
+    """Mean over the classes of the ratio that `ratio` defines.
 
     The ignored class, and classes that occur neither in the targets nor in the predictions, are excluded, so
     `num_classes` may be larger than the number of classes in the data.
@@ -75,7 +75,7 @@ class _Overlap(IoUMetric):
         super().count(counts, preds, _merge_ids(targets, self.ignore_index, self._other_ids))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute the mean from the counts, or NaN if no class occurs.
+        """Compute the mean from the counts; the result is NaN if no class occurs.
 
         Raises:
             DataError: if targets or predictions were out of range.
@@ -271,7 +271,7 @@ class Top1(evaluator.Accuracy):
         super().__init__(topk=self.k)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute the fraction from the counts, or NaN if there are no samples.
+        """Compute the fraction from the counts; the result is NaN if there are no samples.
 
         Raises:
             DataError: if targets were out of range.

@@ -56,7 +56,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         loss: `loss(outputs, targets)`, given as a module, its configuration or a function. It returns a scalar, a dict
             of scalars, or SuperGradients' pair (scalar, values to log). Default: cross-entropy.
         data_preprocessor: by default, moves batches to the device and applies the device transforms.
-        pretrained: arguments of `zoo.models.load`. These weights are loaded by `init_weights`, except in a resumed run.
+        pretrained: arguments that `init_weights` passes to `zoo.models.load` to load weights, except in a resumed run.
         train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
             them.
         num_classes: number of classes in the dataset. The main output must have the same number of channels.
@@ -171,7 +171,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         return {"preds": scores, "targets": targets.argmax(1) if are_probabilities else targets}
 
     def read_train_metrics(self) -> dict[str, Any]:
-        """Return the metrics over all ranks by name, and reset the counts. Causes a device synchronization."""
+        """Return a dict of the metrics over all ranks, and reset the counts. This synchronizes with the device."""
         values: dict[str, Any] = {}
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
             values.update(metric.evaluate_counts(counts))
@@ -198,7 +198,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
 def _check_targets(scores: Tensor, targets: Tensor) -> None:
     """Raise `DataError` unless the targets are class ids or class probabilities.
 
-    Does not synchronize with the device.
+    This check does not synchronize with the device.
     """
     is_float = targets.is_floating_point()
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
@@ -220,7 +220,10 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
 
 
 def _check_size(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless targets and output have the same N, H and W. Does not synchronize with the device."""
+    """Raise `DataError` unless targets and output have the same N, H and W.
+
+    This check does not synchronize with the device.
+    """
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets of shape {tuple(targets.shape)} and the network's output of shape {tuple(scores.shape)} differ "
@@ -241,10 +244,10 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
 
 @HOOKS.register_module()
 class TrainMetricsHook(Hook):
-    """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
+    """Log the training metrics of a `SupervisedModel` after each epoch, under names such as `train/IoU`.
 
-    Each `TrainPlateauLR` receives the values. They are also stored in the message hub (read them with
-    `get_info`). If training resumes within an epoch, only the remaining batches are counted.
+    Each `TrainPlateauLR` receives the values. The message hub also stores them; read them with its
+    `get_info` method. If training resumes within an epoch, only the remaining batches are counted.
 
     Raises:
         ModelError: before training, if the model has no training metrics.
@@ -261,7 +264,7 @@ class TrainMetricsHook(Hook):
     def after_train_epoch(self, runner: Runner) -> None:
         """Read, log and reset the metrics."""
         values = {f"train/{name}": value for name, value in self._model(runner).read_train_metrics().items()}
-        # Not stored as hub scalars, because the log lines and plots of the next epoch would include them.
+        # Do not store them as scalars in the hub, because the next epoch's log lines and plots would include them.
         runner.message_hub.update_info_dict(values)
         for scheduler in all_schedulers(runner.param_schedulers):
             if isinstance(scheduler, TrainPlateauLR):

@@ -125,7 +125,7 @@ def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
     of frozen layers are still updated.
 
     Args:
-        model: a model with the user's network as `network`.
+        model: a model whose `network` attribute is the user's network.
         paramwise_cfg: as for the constructor.
 
     Raises:
@@ -138,7 +138,7 @@ def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
 
 
 def _rates_by_prefix(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the learning rates by prefix: `initial_lr`, or the network's rates for fine-tuning."""
+    """Return a dict of learning rates by prefix: `initial_lr`, or the network's rates for fine-tuning."""
     rates: Mapping[str, float] = rules["initial_lr"]
     if not rules.get("finetune"):
         return rates
@@ -162,7 +162,7 @@ def _check_finetune(params: TrainingParams) -> None:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name in the user's network. A shared parameter appears once, under its first name."""
+    """Map names in the user's network to parameters. A shared parameter appears once, under its first name."""
     network = getattr(model, "network", None)
     prefix = "network." if isinstance(network, nn.Module) else ""
     return {name.removeprefix(prefix): parameter for name, parameter in model.named_parameters()}
@@ -203,7 +203,7 @@ def _check_same_prefixes(starts: Iterable[str], rates: Iterable[str]) -> None:
 
 
 def _rates(value: Any, key: str) -> dict[str, float]:
-    """Return the learning rates by prefix. A number applies to all parameters."""
+    """Return a dict of learning rates by prefix. A number applies to all parameters."""
     config_path = f"training_params.{key}"
     if value is None or value == {}:
         raise ConfigError(

@@ -34,7 +34,7 @@ class LrPlotHook(Hook):
     """Save a plot of the learning rate schedule as `lr_schedule.png` when training starts.
 
     Parameter groups with identical schedules share one curve. If the run was resumed, the plot marks the iteration at
-    which it continued. The hook rebuilds the schedules from their configurations and simulates all steps. It does not
+    which it continued. The hook rebuilds the schedules from their configurations to compute the curves. It does not
     support schedule objects, schedules that depend on a metric, multiple optimizers, or simulations that take longer
     than 3 seconds. In these cases, the hook logs the reason instead of saving a plot.
     """
@@ -92,7 +92,7 @@ def draw(
     unit: str,
     resumed: float | None,
 ) -> None:
-    """Plot the curves in `rates`, by label, over `positions` as a PNG file. Mark the position `resumed`, if any."""
+    """Save a PNG plot of `rates` (curves by label) over `positions`. Mark the position `resumed`, if any."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -158,7 +158,7 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
 
 
 class _OptimizerStub(torch.optim.Optimizer):
-    """A copy of an optimizer's initial parameter groups and defaults, with dummy parameters."""
+    """An optimizer with the initial group options and the defaults of another optimizer, but with dummy parameters."""
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         plain = []
@@ -212,7 +212,7 @@ def _shorten(label: str) -> str:
 
 
 def _spans_decades(curves: Sequence[Sequence[float]]) -> bool:
-    """Return whether a curve spans two decades, or the maxima of the curves differ by more than a factor of 30.
+    """Return whether a curve spans more than two decades, or the maxima of the curves differ by a factor above 30.
 
     The lowest 10% of each curve is ignored, because a decay to zero looks best on a linear axis.
     """

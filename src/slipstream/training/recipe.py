@@ -31,7 +31,7 @@ _CHECKPOINT_KEYS = (
     "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
     "load_weights_only", "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
-# Checkpoint keys of SuperGradients 2 and 3: the accepted value, and the replacement for other values.
+# Checkpoint keys of SuperGradients 2 and 3, each with its accepted value and the remedy for other values.
 _OLD_CHECKPOINT_KEYS = {
     "ckpt_name": ("ckpt_latest.pth", "set checkpoint_path to the file"),
     "external_checkpoint_path": (None, "use checkpoint_path"),
@@ -44,7 +44,7 @@ _OLD_CHECKPOINT_KEYS = {
 # Network options that appear in older recipes, but that no network uses.
 _IGNORED_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MIN_SIMILARITY = 0.92
-"""An unknown section raises an error if its similarity to a known section is above this value. For example,
+"""An unknown section is an error if the similarity of its name to a known name is at least this value. For example,
 training_parms raises an error, but my_dataset_params only logs a warning."""
 _SINGLE_PROCESS_MODES = (None, False, "off", "none", "cpu")
 _DDP_MODES = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")

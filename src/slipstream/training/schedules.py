@@ -23,7 +23,7 @@ _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STE
 """Phases at which a torch scheduler may step, and whether each step corresponds to an epoch."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
-"""Argument names of torch's `ReduceLROnPlateau` that differ from those of Slipstream's `ReduceOnPlateauLR`."""
+"""Maps arguments of torch's `ReduceLROnPlateau` to those of `ReduceOnPlateauLR` that have a different name."""
 
 
 @PARAM_SCHEDULERS.register_module()
@@ -140,7 +140,7 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
     """
     lr_mode = params.lr_mode
     if isinstance(lr_mode, Mapping):
-        # The warm-up comes last, so it overrides the rates that the torch scheduler sets when it is built.
+        # The warm-up comes last, so that it overrides the rates that the torch scheduler sets when it is built.
         return [_torch_schedule(params, lr_mode), *_recipe_schedule(params, None)]
     if lr_mode in torch.optim.lr_scheduler.__all__:
         raise ConfigError(
@@ -199,7 +199,7 @@ def _torch_schedule(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[
 def _plateau(
     metric: Any, phase: str | None, arguments: Mapping[str, Any], params: TrainingParams, config_path: str
 ) -> dict[str, Any]:
-    """Translate torch's plateau arguments to Slipstream's plateau schedule, which counts epochs or validation runs."""
+    """Return the configuration of Slipstream's plateau schedule for the arguments of torch's `ReduceLROnPlateau`."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     if phase not in (None, "TRAIN_EPOCH_END", "VALIDATION_EPOCH_END"):

@@ -1,4 +1,4 @@
-"""Reject recipes for unsupported tasks before any other file is read."""
+"""Reject recipes for unsupported tasks before reading any other file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 
 def check_task(recipe: Mapping[str, Any]) -> None:
-    """Check that a recipe's task is supported, based on the names of its network, data loaders and datasets.
+    """Check that a recipe's task is supported, based on its network, data loaders, datasets and pre-launch callbacks.
 
     Args:
         recipe: a recipe, which may contain unresolved interpolations.

@@ -28,7 +28,7 @@ _UNSUPPORTED = {
 
 
 def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
-    """Return the configuration of a visualizer with the default backends and the tracker in `sg_logger`.
+    """Return the configuration of a visualizer with the default backends and the tracker that `sg_logger` selects.
 
     Raises:
         UnknownNameError: if the logger or a key of `sg_logger_params` is unknown.

@@ -252,8 +252,8 @@ class Trainer:
     def evaluate_from_recipe(cls, cfg: Any) -> tuple[nn.Module, dict[str, float]]:
         """Validate the network of a composed recipe. Return the network and its metrics.
 
-        The weights are loaded from `checkpoint_params.checkpoint_path`. If this path is not set, or its checkpoint
-        contains only a backbone, the weights are loaded from the file `ckpt_name` in the experiment's folder.
+        The weights are loaded from `checkpoint_params.checkpoint_path`. If this path is not set, or if
+        `load_backbone` is set, the weights are loaded from the file `ckpt_name` in the experiment's folder.
 
         Raises:
             CheckpointError: if the checkpoint does not exist.
@@ -283,7 +283,7 @@ class Trainer:
         files that the configuration refers to are never read.
 
         Raises:
-            CheckpointError: if there is no checkpoint, if the configuration contained objects that cannot be stored, or
+            CheckpointError: if there is no checkpoint, if the configuration contains objects that cannot be stored, or
                 if it refers to environment variables.
         """
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)

@@ -218,7 +218,7 @@ def _best(params: TrainingParams) -> Watched | None:
 
 
 def _rule(params: TrainingParams, watched: Watched) -> str:
-    """Return 'greater' or 'less', depending on which values are better; for a loss, always 'less'."""
+    """Return 'greater' if higher values are better, otherwise 'less'. For a loss, lower values are always better."""
     return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
 
 

@@ -187,7 +187,7 @@ def find_batch_size(
 
     If a process group exists, all of its ranks must call this function with the same arguments. They try the same sizes
     together, with data-parallel training, and return the same result. Batch sizes are per process. A size that fails
-    on one rank does not fit.
+    on any rank is considered not to fit.
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`; with several processes, they must be picklable.
@@ -246,7 +246,7 @@ def find_lr(
 
 
 def config_job(cfg: Mapping[str, Any]) -> Callable[[Setting], RunnerJob]:
-    """Return a function that creates a training run from a Runner's configuration and a `Setting`.
+    """Return a function that creates a training run with a Runner's configuration for a given `Setting`.
 
     Raises:
         ConfigError: the configuration does not include training.

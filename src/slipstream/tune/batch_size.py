@@ -89,7 +89,8 @@ def search_batch_sizes(
     90% of the available memory.
 
     If a process group exists, all of its ranks must call this function. They try the same sizes together, with
-    data-parallel training (see `RankProcess`), and return the same result. A size that fails on one rank does not fit.
+    data-parallel training (see `RankProcess`), and return the same result. A size that fails on any rank is considered
+    not to fit.
 
     Args:
         make_job: a function that returns the run for a setting.

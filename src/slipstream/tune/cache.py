@@ -106,7 +106,7 @@ def _describe_loader(loader: Any) -> list[Any]:
 
 
 def _describe_sample(dataset: Any) -> list[str]:
-    """Return the types, shapes and dtypes of the first sample, or an empty list if the dataset cannot be indexed."""
+    """Return the types, shapes and dtypes in the first sample, or an empty list if the dataset cannot be indexed."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return []
     state = get_random_state()

@@ -1,4 +1,4 @@
-"""The training runs that trials execute: a Runner's configuration, or the user's own objects."""
+"""The training runs that trials execute, with a Runner's configuration or with the user's own objects."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Setting:
     constant_lr: bool = False
     """Whether to remove the learning rate schedule and the check for non-finite losses, for the range test."""
     loader: Mapping[str, int] = field(default_factory=dict)
-    """The values that the baseline selected for training loader options that are set to `auto`."""
+    """The values that the baseline selected for the training loader's options that are set to `auto`."""
     compile_cache: str | None = None
     """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
 
@@ -187,7 +187,7 @@ class RunnerJob:
             loader = {"dataloader": loader}
         changes: dict[str, Any] = dict(self.setting.loader)
         if self.setting.exact_size is not None:
-            changes["drop_last"] = False  # samples are repeated if the dataset is smaller than one batch
+            changes["drop_last"] = False  # keeps the samples of a dataset that is smaller than one batch
         for key in ("num_workers", "batch_size"):
             if (value := getattr(self.setting, key)) is not None:
                 changes[key] = value
@@ -281,7 +281,7 @@ def _full_batches(batches: list[list[int]], size: int) -> list[list[int]]:
 def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
     """Return a copy of the loader that repeats its first batches in one pass, so that workers load continuously.
 
-    Without a batch sampler, batches are not repeated. If `setting` requires a size, incomplete batches are dropped.
+    Without a batch sampler, batches are not repeated; if `setting` requires a size, incomplete batches are dropped.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):

@@ -1,4 +1,4 @@
-"""Time the training steps of a trial on request, inside the trial's process."""
+"""Observers that time a trial's training steps or sweep its learning rate, inside the trial's process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Finished", "LrSweep", "Observer", "Timer", "divergence_limit", "shap
 
 
 class Finished(BaseException):
-    """Ends a trial. It derives from `BaseException`, so that no handler in the training loop suppresses it."""
+    """Ends a trial. It derives from `BaseException`, so that `except Exception` does not suppress it."""
 
 
 class Observer:

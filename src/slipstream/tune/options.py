@@ -154,7 +154,7 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
 
 
 def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
-    """Yield compilation scopes, or modes for the adopted scope. The `cuda_graph` option covers CUDA graph modes."""
+    """Yield scopes, or values of `mode` or `dynamic` for the adopted scope. `cuda_graph` covers CUDA graph modes."""
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(
@@ -191,7 +191,7 @@ def _smaller_batches(batches: Batches) -> Candidate:
 
 
 def _data_parallel(kind: str, capabilities: Capabilities, batches: Batches) -> Candidate:
-    """Return the data-parallel candidate: all devices, or two CPU processes, with the same global batch size."""
+    """Return the candidate that uses all devices, or two CPU processes, with the same global batch size."""
     on_cpu = capabilities.device == "cpu"
     count = min(cores(), 2) if on_cpu else torch.accelerator.device_count()
     size, problem = batches.size, ""
@@ -213,7 +213,7 @@ def unsupported_reason(setting: Setting, speed: dict[str, object], capabilities:
 
     Args:
         setting: the changes of a candidate.
-        speed: the options of the trial: the options already in use and those of the candidate.
+        speed: the options of the trial, which combine the options already in use with those of the candidate.
         capabilities: capabilities of the machine and the model.
 
     Raises:

@@ -121,7 +121,7 @@ class Process:
 
     Args:
         job: the run to execute.
-        make_observer: a function that accepts the connection and returns an observer; by default, a `Timer`.
+        make_observer: a function that accepts the connection and returns an observer. By default, it returns a `Timer`.
     """
 
     def __init__(self, job: Job, make_observer: Any = None) -> None:
@@ -200,7 +200,7 @@ class Process:
         return TrialError("timed out", f"{progress} in {seconds:.0f} s", tuple(self.warmup_seconds))
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` and then `steps` steps. Return the mean duration of the latter (`seconds`) and `peak_mib`.
+        """Run `untimed` untimed and then `steps` timed steps. Return `seconds` (the mean time) and `peak_mib`.
 
         Raises:
             TrialError: see `wait_for`.
@@ -209,7 +209,7 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def request(self, steps: int, untimed: int) -> None:
-        """Start running `untimed` and then `steps` steps; the next message of type `timed` contains their time.
+        """Start `untimed` untimed and then `steps` timed steps; the next `timed` message contains the mean time.
 
         Raises:
             TrialError: the run ended.
@@ -320,7 +320,7 @@ def _main(connection: Connection, work: Any, folder: Path, threads: int, forked:
 
 
 def _isolate(log: Path) -> None:
-    """Start a session, redirect all output to `log`, and (on Linux) exit when the parent process exits."""
+    """Start a new session, redirect all output to `log`, and (on Linux) exit when the parent process exits."""
     os.setsid()
     faulthandler.disable()  # it would write to the parent's stderr
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""One trial on all ranks of a process group: each rank starts a process, and these processes train data-parallel."""
+"""One trial on all ranks of a process group. Each rank starts a process for data-parallel training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RankProcess:
 
     The processes form their own process group, so a trial takes as much memory and time as data-parallel training. The
     calling processes exchange the states of their trials several times per second. If the trial of one rank fails, all
-    ranks raise the same error, and kill their trials: a trial that waits in a collective does not block its rank.
+    ranks raise the same error and kill their trials, so a trial that waits in a collective does not block its rank.
 
     Args:
         job: the run to execute on this rank; it must be picklable, because the processes are not forked.
@@ -82,7 +82,7 @@ class RankProcess:
         return self._exchange(event, seconds, None)
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` and then `steps` steps on all ranks; see `Process.time` and `wait_for`."""
+        """Run `untimed` untimed and then `steps` timed steps on all ranks; see `Process.time` and `wait_for`."""
         failure = None
         try:
             self._own.request(steps, untimed)
@@ -121,7 +121,7 @@ _State = dict[str, Any] | TrialError | None
 
 
 def call_on_all_ranks(call: Callable[[], T]) -> T:
-    """Call `call()` on every rank and return its result. An error on one rank raises an error on every rank.
+    """Call `call()` on every rank and return this rank's result. An error on one rank raises an error on every rank.
 
     Raises:
         DistributedError: the call failed on another rank. On that rank, the original error is raised.
@@ -154,7 +154,7 @@ def check_same_on_all_ranks(**values: Any) -> None:
 def _placement(port: int) -> Placement:
     """Return the placement of this rank's trial: that of this process, but with a different port for rank 0."""
     placement = read_placement("pytorch", os.environ)
-    # A trial connects to torchrun's store as a restarted process does.
+    # A trial connects to torchrun's store in the same way as a restarted process.
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return placement if elastic else replace(placement, master_port=str(port))
 

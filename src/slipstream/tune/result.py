@@ -55,11 +55,11 @@ class TuneResult:
 
     @property
     def rows(self) -> list[Row]:
-        """One row for each option, in the order of measurement."""
+        """One row for each value of an option, in the order of measurement."""
         return self.outcome.rows
 
     def table(self) -> Table:
-        """Return a table with the ratio, the interval, the memory usage and the status of each option."""
+        """Return a table with the ratio, the interval, the memory usage and the status for each value of an option."""
         header = (
             "option",
             "compared with",
@@ -74,7 +74,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *baseline, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the speedup, the time per epoch before and after, and the number of steps that offset compilation."""
+        """Return the speedup, the epoch time before and after, and the number of steps that offset compilation time."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

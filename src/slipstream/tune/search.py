@@ -170,7 +170,7 @@ class Search:
 
         Raises:
             ConfigError: the budget is too short for one trial.
-            SlipstreamError: training the baseline failed.
+            SlipstreamError: training with the baseline's options failed.
         """
         outcome = self.outcome
         with ExitStack() as stack:
@@ -306,7 +306,10 @@ class Search:
         return row
 
     def _startup(self, candidate: Candidate) -> float:
-        """Return the expected time until the end of the warm-up, with the longest compilation measured so far."""
+        """Return the expected time until the end of the warm-up.
+
+        If the candidate adds compilation, this includes the longest compilation time measured so far.
+        """
         compiled = [row.compile_seconds or 0.0 for row in self.outcome.rows]
         own = "compile" in candidate.setting.speed and "compile" not in self.outcome.setting.speed
         return self._current.startup + (max(compiled, default=0.0) if own else 0.0)
@@ -400,7 +403,7 @@ class Search:
         self._current = trial
 
     def _keep(self, stack: ExitStack) -> None:
-        """Terminate the previous plan's process, unless it is the baseline, and keep the new process."""
+        """Terminate the previous plan's process, unless it is that of the baseline, and keep the new process."""
         previous, self._plan_stack = self._plan_stack, stack
         self._exit.push(stack)
         if previous is not None:
@@ -438,8 +441,8 @@ class _PlanFailedError(Exception):
 def _launch_hint(setting: Setting, own: Any) -> str:
     """Return why a data-parallel trial is not adopted, and the command that trains with its changes and the plan's.
 
-    The command does not use the file that contains the plan: an option that is adopted after this trial, such as
-    `accumulate`, can change the batch size.
+    The command does not use the file that contains the plan, because an option that is adopted after this trial, such
+    as `accumulate`, can change the batch size.
     """
     # If `speed` is a string, an override cannot set its keys.
     overrides = ["'speed={_delete_: true, auto: true}'"] if own == "auto" else []

@@ -54,7 +54,7 @@ class BaseVisBackend:
         """Record the configuration, a `Config` or a dict."""
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a scalar: a number, or an array or tensor with one element."""
+        """Record a scalar: a number, or a 0-dim array or tensor."""
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
@@ -190,7 +190,7 @@ class TensorboardVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Write one point per curve as a single event; `SummaryWriter.add_scalar` would write one event per curve."""
+        """Write a point of each curve in a single event; `SummaryWriter.add_scalar` would write an event per curve."""
         writer = self.experiment  # reports a missing package before the import below
         from tensorboard.compat.proto.summary_pb2 import Summary
 

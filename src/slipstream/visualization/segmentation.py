@@ -29,7 +29,7 @@ _SWATCH = 16
 
 
 def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None = None) -> RGB:
-    """Convert integer class ids `mask` (H, W) to a uint8 RGB image (H, W, 3).
+    """Convert `mask`, an array of integer class ids (H, W), to a uint8 RGB image (H, W, 3).
 
     Ignored pixels have the color `ignored_color(palette)`.
 
@@ -136,7 +136,7 @@ def _resize(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
     height = max(1, round(picture.height * _CELL_WIDTH / picture.width))
-    # NEAREST keeps class boundaries sharp when enlarging.
+    # NEAREST keeps class boundaries sharp when an image is enlarged.
     resample = Image.Resampling.NEAREST if picture.width < _CELL_WIDTH else Image.Resampling.BOX
     return picture.resize((_CELL_WIDTH, height), resample)
 

@@ -19,7 +19,7 @@ __all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_i
 
 
 def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in `values` as floats, including arrays and tensors with one element."""
+    """Return the numbers in `values` as floats, including 0-dim arrays and tensors."""
     numbers = {}
     for name, value in values.items():
         plain = _plain(value)
