@@ -245,7 +245,8 @@ def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], 
 
     With a single wrapper, the saved count normally equals the iteration number. In that case, the count that
     `initialize_count_status` has set is kept, because it follows from the iteration number of this run, which has been
-    adjusted to the batch size. The saved count differs from the iteration number if `train_step` updates the weights several times per batch.
+    adjusted to the batch size. The saved count differs from the iteration number if `train_step` updates the weights
+    several times per batch.
 
     Args:
         optim: the optimizer wrapper, after `initialize_count_status`.
