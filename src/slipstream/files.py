@@ -97,7 +97,7 @@ def download(url: str, target: Path) -> None:
         target: the file.
 
     Raises:
-        OSError: the server cannot be reached, or the transfer ended early. fsspec's file systems can raise any
+        OSError: the server cannot be reached, or the transfer ends early. fsspec's file systems can raise any
             exception.
     """
     import http.client

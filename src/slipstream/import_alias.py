@@ -44,15 +44,16 @@ class ReplacementFinder(MetaPathFinder, ABC):
 
 
 def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) -> None:
-    """Make `import NAME` import the replacement that `finder` provides. Further calls for the same name have no effect.
+    """Make `import NAME` import the replacement that `finder` provides.
 
-    Processes that are started with `spawn` or `forkserver` inherit `sys.path`, but not the finder. Therefore
-    `worker_folder` is inserted into `sys.path` after the script's folder.
+    Further calls with a finder of the same type have no effect. Processes that are started with `spawn` or
+    `forkserver` inherit `sys.path`, but not the finder. Therefore, `worker_folder` is inserted into `sys.path` after
+    the script's folder.
 
     Args:
         finder: finds the modules of the replacement.
         package: the package that calls this function, used in messages.
-        worker_folder: a folder with a package called NAME, which worker processes import and which imports `package`.
+        worker_folder: a folder with a package called NAME that imports `package`. Worker processes import it.
 
     Raises:
         ConfigError: if the original package is already imported.
@@ -89,5 +90,5 @@ def run_script(arguments: Sequence[str], command: str, install: Callable[[], Non
         problem = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
         raise ConfigError(f"{problem}; use {command} SCRIPT.py [ARGUMENTS]")
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python sets this for a script
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python does the same for a script
     runpy.run_path(arguments[0], run_name="__main__")

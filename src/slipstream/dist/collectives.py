@@ -42,7 +42,7 @@ def all_reduce(data: Tensor, op: str = "sum", group: dist.ProcessGroup | None = 
 
     Args:
         data: tensor of any shape. The mean of integers is rounded toward zero. For bool tensors, sum and max
-            compute a logical or; product and min compute a logical and.
+            compute a logical OR; product and min compute a logical AND.
         op: sum, mean, max, min or product.
         group: process group; the default group if None.
 
@@ -108,7 +108,7 @@ def all_reduce_params(
 
 
 def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors from all ranks, in rank order, on every rank and on the device of `data`.
+    """Return the list of tensors from all ranks, in rank order and on the device of `data`.
 
     Raises:
         DistributedError: shapes or dtypes differ between ranks.
@@ -124,7 +124,7 @@ def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
 
 
 def gather(data: Tensor, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors from all ranks, in rank order, on rank `dst`, and an empty list on the other ranks."""
+    """On rank `dst`, return the tensors from all ranks in rank order; on other ranks, return an empty list."""
     world = get_world_size(group)
     if world == 1:
         return [data]

@@ -1,6 +1,6 @@
 """Failure detection: terminate all processes of a job when one fails, so that none of them hangs in a collective.
 
-Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages. A process
+Rank 0 keeps a connection to every other rank, and a thread in each process waits for messages. A process
 sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
 message, the process was killed and the operating system closed the connection. No heartbeat is needed, and a
 process that is stopped or busy for a long time causes no false alarm. A process that receives a failure message prints
@@ -78,7 +78,7 @@ def start_failure_detection() -> None:
     """Start failure detection in the default group if it has several processes. All ranks must call this function."""
     global _detector
     rank, world_size = get_dist_info()
-    Finalize(None, _at_exit, exitpriority=-100)  # runs at exit, and at the end of a multiprocessing child
+    Finalize(None, _at_exit, exitpriority=-100)  # runs at exit, and at the end of a child process
     if world_size == 1:
         return
     stop_failure_detection()
@@ -322,7 +322,7 @@ def _one_line(text: str) -> str:
 
 @functools.cache
 def _install() -> None:
-    """Install hooks to announce uncaught exceptions and to close connections in forked children (loader workers)."""
+    """Install hooks to announce uncaught exceptions and to close connections in forked processes (loader workers)."""
     sys.excepthook = functools.partial(_excepthook, sys.excepthook)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_close_in_child)
@@ -360,7 +360,7 @@ def _close_in_child() -> None:
 
 
 def _at_exit() -> None:
-    # At the end of a multiprocessing child, the error that ends it is still being handled.
+    # If an error ends a multiprocessing child process, the error is still being handled at this point.
     error = sys.exception()
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         announce_failure(f"{type(error).__name__}: {error}")

@@ -43,12 +43,12 @@ def is_distributed() -> bool:
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return the rank of this process, or 0 without a process group."""
+    """Return the rank of this process, or 0 if there is no process group."""
     return dist.get_rank(group) if is_distributed() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes, or 1 without a process group."""
+    """Return the number of processes, or 1 if there is no process group."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
@@ -58,7 +58,7 @@ def get_dist_info(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def get_local_rank() -> int:
-    """Return the rank of this process among the processes on this machine, or 0 without a process group.
+    """Return the rank of this process among the processes on this machine, or 0 if there is no process group.
 
     The launcher exports this rank as `LOCAL_RANK`.
     """
@@ -66,7 +66,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """Return the number of processes on this machine, or 1 without a process group.
+    """Return the number of processes on this machine, or 1 if there is no process group.
 
     Raises:
         DistributedError: the launcher did not export `LOCAL_WORLD_SIZE`, and `init_local_group` was not called.
@@ -103,7 +103,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> dist.ProcessGroup | None:
-    """Return the group of the processes on this machine, or None without a process group.
+    """Return the group of the processes on this machine, or None if there is no process group.
 
     Raises:
         DistributedError: `init_local_group` was not called.
@@ -116,12 +116,12 @@ def get_local_group() -> dist.ProcessGroup | None:
 
 
 def get_default_group() -> dist.ProcessGroup | None:
-    """Return the group of all processes, or None without a process group."""
+    """Return the group of all processes, or None if there is no process group."""
     return dist.group.WORLD if is_distributed() else None
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the name of the backend (`gloo`, `nccl`, `hccl`), or None without a process group.
+    """Return the name of the backend (such as `gloo`, `nccl` or `hccl`), or None if there is no process group.
 
     If the group has one backend for each device type (`cpu:gloo,cuda:nccl`), the accelerator's backend is returned.
     """
@@ -166,7 +166,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for all processes; do nothing without a process group."""
+    """Wait for all processes; do nothing if there is no process group."""
     if is_distributed():
         dist.barrier(group)
 

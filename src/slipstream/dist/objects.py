@@ -33,7 +33,7 @@ _DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
 
 
 def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects from all ranks, in rank order, on every rank."""
+    """Return the list of objects from all ranks, in rank order."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -43,7 +43,7 @@ def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return the objects from all ranks, in rank order, on rank `dst`, and None on the other ranks."""
+    """On rank `dst`, return the objects from all ranks in rank order; on other ranks, return None."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -55,7 +55,7 @@ def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = Non
 def gather_named_tensors(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> list[dict[str, Tensor]]:
-    """Return the tensors from all ranks as CPU tensors, in rank order, on rank 0, and an empty list on the other ranks.
+    """On rank 0, return the tensors from all ranks as CPU tensors in rank order; on other ranks, return an empty list.
 
     The tensor names may differ between ranks. Tensors are gathered one at a time.
     """
@@ -68,7 +68,7 @@ def gather_named_tensors(
         if layout is torch.strided:
             sent = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype, device=device)
             received: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
-        else:  # sparse tensors on different ranks have different sizes
+        else:  # sparse tensors on different ranks can have different sizes
             received = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
         for rank, tensor in enumerate(received):
             if name in kinds[rank]:
@@ -77,9 +77,9 @@ def gather_named_tensors(
 
 
 def own_or_mean(saved: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of `rank`, or the mean over the saved ranks if the number of ranks has changed.
+    """Return the tensors that `rank` saved, or the mean over the saved ranks if the number of ranks has changed.
 
-    `saved` is a result of `gather_named_tensors`, with the tensors of one saved rank in each element.
+    `saved` is a result of `gather_named_tensors`. Each element contains the tensors of one saved rank.
     """
     if len(saved) == world_size:
         return dict(saved[rank])
@@ -97,11 +97,11 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGrou
 def collect_results(
     results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Return the results from all ranks, in sample order, on rank 0, and None on the other ranks.
+    """On rank 0, return the results from all ranks in sample order; on other ranks, return None.
 
     Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
-    removes the results of samples that the sampler repeated to give all ranks the same number. `device` (cpu, gpu or
-    the name of an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
+    removes the results of samples that the sampler repeated to give all ranks the same number of samples. `device`
+    (cpu, gpu or the name of an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:
         DistributedError: `device` is unknown.
@@ -117,18 +117,18 @@ def collect_results(
 
 
 def collect_results_cpu(result_part: list[Any], size: int, tmpdir: str | None = None) -> list[Any] | None:
-    """Alias of `collect_results`, under its MMEngine name."""
+    """Call `collect_results`; provided for compatibility with MMEngine."""
     return collect_results(result_part, size, "cpu", tmpdir)
 
 
 def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
-    """Alias of `collect_results`, under its MMEngine name."""
+    """Call `collect_results`; provided for compatibility with MMEngine."""
     return collect_results(result_part, size, "gpu")
 
 
 def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     """Return a random seed that is the same on every rank."""
     generator = torch.Generator()
-    generator.seed()  # seeded by the operating system, because the seed must not depend on the global generator
+    generator.seed()  # gets a seed from the operating system, so that it does not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])

@@ -101,7 +101,10 @@ def infer_launcher(environ: Mapping[str, str] | None = None) -> Launcher:
 
 
 def unused_launcher() -> Launcher | None:
-    """Return the launcher that started several processes, or None; for processes without a process group."""
+    """Return the launcher that started several processes, or None if no launcher did.
+
+    Call this function only if no process group exists.
+    """
     launcher = infer_launcher()
     try:
         single_process = launcher == "none" or read_placement(launcher, os.environ).world_size == 1

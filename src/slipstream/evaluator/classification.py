@@ -72,7 +72,7 @@ class Accuracy(CountingMetric):
         return self.num_classes or num_names
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add the samples of one batch."""
+        """Add the samples of one batch to `counts`."""
         if targets.ndim != 1 or preds.shape[:1] != targets.shape or preds.ndim > 2:
             raise DataError(
                 f"Accuracy got {describe(preds)} as preds and {describe(targets)} as targets; "
@@ -116,7 +116,7 @@ class Accuracy(CountingMetric):
         return names if len(names) == classes else [str(index) for index in range(classes)]
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
-        """Return a bool tensor `(N, max k)`, True where the class at that rank is the target."""
+        """Return a bool tensor `(N, max k)`; column i is True if the class with the i-th highest score is correct."""
         max_k = max(self.topk)
         if preds.ndim == 1:
             if max_k > 1:

@@ -25,10 +25,10 @@ _PLAIN = (bool, int, float, str, type(None))
 class DumpResults(BaseMetric):
     """Write the predictions to a file, with one entry per sample, and report no metric values.
 
-    The file contains a list of tensors and built-in Python values, in the order of the dataset.
-    It can be read with `torch.load(path, weights_only=True)` and passed to `Evaluator.offline_evaluate`. A batch that
-    is a dict or tuple of tensors or lists of the same length is split into samples; a batch that is a list must contain
-    one item per sample.
+    The file contains a list of predictions, made of tensors and built-in Python values, in the order of the dataset.
+    Read the list with `torch.load(path, weights_only=True)`, and pass it to `Evaluator.offline_evaluate`. The metric
+    splits a batch into samples if the batch is a tensor, or a dict or tuple whose values are tensors, arrays or lists
+    with one entry per sample. A batch that is a list must contain one item per sample.
 
     Args:
         out_file_path: output file with the suffix `.pt` or `.pth`. A temporary file is written first, then renamed.

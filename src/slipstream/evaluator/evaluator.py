@@ -114,7 +114,7 @@ def _metric(entry: Any) -> BaseMetric:
             "torchmetrics."
         ):  # TorchMetric accepts these options
             options = {key: entry[key] for key in ("name", "prefix") if key in entry}
-        # Build from the original dict if possible, because errors look up the config path by the identity of this dict.
+        # Build from the original dict if possible, because its identity is used to locate an error in the user config.
         metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)
     if is_torchmetrics(metric):
         return TorchMetric(metric, **options)

@@ -16,7 +16,7 @@ class LossMetric(BaseMetric):
     """The mean of each loss over the samples. The loss of a batch is assumed to be the mean over its samples."""
 
     def process(self, data_batch: Any, data_samples: tuple[Mapping[str, Tensor], int]) -> None:
-        """Store the losses of one batch; `data_samples` contains the losses by name and the number of samples."""
+        """Store the losses of one batch; `data_samples` contains a dict of losses and the number of samples."""
         losses, samples = data_samples
         self.results.append(({name: loss.detach() for name, loss in losses.items()}, samples))
 

@@ -79,8 +79,8 @@ class BaseMetric(ABC):
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: number of samples in the dataset. Results beyond this number are dropped; they come from repeated
-                samples with which the sampler padded the ranks.
+            size: number of samples in the dataset. Results beyond this number are dropped; they come from samples
+                that the sampler repeated to pad the ranks.
 
         Raises:
             DistributedError: if `compute_metrics` failed on rank 0 (rank 0 raises the original error).

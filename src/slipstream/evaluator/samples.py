@@ -20,7 +20,7 @@ def read_pair(data_samples: Any, metric_name: str) -> Pair:
 
     Args:
         data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
-            dict or tuple per sample, whose tensors are stacked.
+            dict or tuple per sample. The tensors in a list are stacked.
         metric_name: name of the metric in error messages.
 
     Raises:
@@ -89,7 +89,7 @@ def _stack(values: tuple[Any, ...], metric_name: str) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
     if not all(isinstance(value, Tensor) for value in values):
-        return list(values)  # for metrics that accept lists, such as boxes
+        return list(values)  # for metrics that accept lists, for example lists of boxes
     if len({value.shape for value in values}) > 1:
         raise DataError(
             f"{metric_name} got samples of different sizes in one batch; set the batch size (or the chunk size) to 1"

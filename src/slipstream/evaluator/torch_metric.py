@@ -23,9 +23,9 @@ class TorchMetric(BaseMetric):
     """Wrap a torchmetrics `Metric` or `MetricCollection`.
 
     Each batch is passed to `metric.update(preds, targets)`. The value is computed once at the end, and the metric is
-    then reset. The metric moves to the device of the first batch. The value is reported under the metric's class name,
-    such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as `<name>/0`,
-    `<name>/1` and so on. The values of a collection keep their names.
+    then reset. The metric is moved to the device of the first batch. The value is reported under the metric's class
+    name, such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as
+    `<name>/0`, `<name>/1` and so on. The values of a collection keep their names.
 
     torchmetrics reduces the values across ranks. Every processed sample is counted, so the sampler must not pad ranks
     with repeated samples (Slipstream's sampler does not do this during evaluation). Many torchmetrics classes validate
@@ -33,7 +33,7 @@ class TorchMetric(BaseMetric):
 
     Args:
         metric: a torchmetrics object, or a dict whose `type` is a torchmetrics class.
-        name: name of the value (default: the class name) or, for a collection, a prefix of the names (default: none).
+        name: name of the value (default: the class name) or, for a collection, a prefix for the names (default: none).
         prefix: prefix of the name, as in `prefix/name`.
 
     Raises:

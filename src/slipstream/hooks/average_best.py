@@ -57,7 +57,7 @@ class AverageBestHook(Hook):
         filename: file name of the averaged weights, in the work_dir.
     """
 
-    priority = "HIGH"  # runs before CheckpointHook and before other hooks at the end of training
+    priority = "HIGH"  # runs before most other hooks, including CheckpointHook
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class AverageBestHook(Hook):
 def _mean(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the mean weights of the checkpoints, which are read one at a time.
 
-    Tensors that are not floating-point are copied from the first checkpoint.
+    Non-floating-point tensors are copied from the first checkpoint.
     """
     first = weights_in(load_checkpoint(paths[0]), paths[0])
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
@@ -200,7 +200,7 @@ def _validate_with(state: Mapping[str, Any], runner: Runner) -> dict[str, Any]:
         metrics: dict[str, Any] = runner.val_loop.run()
         runner.is_training = True
     runner.model.train()
-    # EMAHook swaps the training weights back after validation, so restore the EMA weights as well.
+    # EMAHook swaps the training weights back in after validation, so swap in the EMA weights again to restore them.
     with validation_weights(runner) as model:
         model.load_state_dict(original)
     return metrics

@@ -41,7 +41,7 @@ class CheckpointHook(Hook):
 
     Args:
         interval: number of epochs (with `by_epoch`) or steps between checkpoints; -1 saves only the last checkpoint.
-        by_epoch: whether `interval` counts epochs rather than steps; by default, the same as in the training loop.
+        by_epoch: whether `interval` counts epochs rather than steps; by default, True if training is epoch-based.
         save_optimizer, save_param_scheduler: whether to save the states of the optimizer and the schedulers, which
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
@@ -334,7 +334,7 @@ class CheckpointHook(Hook):
         return bool(self._content["save_optimizer"] and self._content["save_param_scheduler"])
 
     def _save(self, runner: Runner, name: str, message: str, surplus: Sequence[str], **options: Any) -> None:
-        """Save a checkpoint; when it is complete, log `message` and remove the checkpoints in `surplus`."""
+        """Save a checkpoint; when it has been written, log `message` and remove the checkpoints in `surplus`."""
 
         def on_saved() -> None:
             runner.logger.info(message)
@@ -424,7 +424,7 @@ class CheckpointHook(Hook):
         return True
 
     def _replace(self, runner: Runner, previous: str, name: str) -> list[str]:
-        """Return the checkpoints to remove when `name`, which replaces `previous`, is complete."""
+        """Return the checkpoints to remove when `name`, which replaces `previous`, has been written."""
         if not runner.rollback.faults:
             return [previous] if previous != name else []
         runner.wait_for_checkpoint()
@@ -460,7 +460,7 @@ def _can_monitor(name: Any, value: Any) -> bool:
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:
-    """Warn if no CheckpointHook saves complete checkpoints during the run."""
+    """Warn if no CheckpointHook saves checkpoints from which a run can resume (`is_complete`) during the run."""
     hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
         runner.logger.warning(

@@ -17,7 +17,7 @@ __all__ = ["Hook", "Priority", "get_priority"]
 
 
 class Priority(IntEnum):
-    """Execution order of hooks within a stage; lower numbers run first."""
+    """Execution order of hooks within a stage; hooks with lower numbers run first."""
 
     HIGHEST = 0
     VERY_HIGH = 10
@@ -51,7 +51,7 @@ class Hook:
     """Base class for hooks. The Runner calls only the stages that a subclass overrides.
 
     `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is `train`, `val`
-    or `test`), unless the method for that mode is overridden. The outputs of a training step are device tensors.
+    or `test`), unless the method for a mode is overridden. The outputs of a training step are device tensors.
     Reading an output synchronizes with the device.
     """
 

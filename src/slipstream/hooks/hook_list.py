@@ -21,7 +21,7 @@ class HookList:
         self._methods: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a `Hook`, or build one from a configuration, which may contain `priority`.
+        """Add a `Hook`, or build one from a configuration (which may contain `priority`) and add it.
 
         Raises:
             ConfigError: if `hook` is neither a hook nor a valid configuration.

@@ -38,10 +38,10 @@ class LossSpikeHook(Hook):
         median + threshold * scale,  scale = max(1.4826 * MAD, 0.01 * |median|)
 
     where MAD is the median of the absolute deviations from the median. The median and the MAD are computed over the
-    last `window` losses before the step. This is the modified z-score of B. Iglewicz and D. Hoaglin (*How to Detect
-    and Handle Outliers*, 1993), who propose a threshold of 3.5 for normally distributed values. Per-batch losses have
-    heavier tails, so the default threshold is higher. Unlike the mean and the standard deviation, the median and the
-    MAD change little if up to half of the values are spikes.
+    last `window` losses before the step. This rule is based on the modified z-score of B. Iglewicz and D. Hoaglin (*How
+    to Detect and Handle Outliers*, 1993), who propose a threshold of 3.5 for normally distributed values. Per-batch
+    losses have heavier tails, so the default threshold is higher. Unlike the mean and the standard deviation, the
+    median and the MAD change little if up to half of the values are spikes.
 
     Training steps do not wait for the device: the hook uses values that are read for logging, at log intervals and
     before checkpoints. With several processes, the hook uses the mean of their losses.

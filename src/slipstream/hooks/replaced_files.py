@@ -34,8 +34,8 @@ class ReplacedFiles:
 
     If rollbacks are disabled, these files are removed immediately. Otherwise, a replaced file is kept until every
     checkpoint to which the run can roll back is newer than the replacement. A rollback restores the files listed in
-    the restored checkpoint, and removes the files that were written after this checkpoint. The list is part of each
-    checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
+    the restored checkpoint, and removes the files that were written after this checkpoint. The list of replaced files
+    is part of each checkpoint, so a resumed run removes the files that it no longer needs. Only rank 0 changes files.
 
     Args:
         key: key of the list in the message hub.
@@ -68,7 +68,7 @@ class ReplacedFiles:
         self._add(runner, _File(name, runner.iter, name))
 
     def set_aside(self, runner: Runner, name: str) -> None:
-        """Keep a copy of a file that is being overwritten. A hard link is used if the file system supports it."""
+        """Keep a copy of a file that is being overwritten. The copy is a hard link if possible."""
         path = Path(name)
         copy = path.with_name(f"{path.stem}{COPY_SEPARATOR}{runner.iter}{path.suffix}").as_posix()
         if is_main_process():
@@ -96,7 +96,7 @@ class ReplacedFiles:
         return [file.name for file in unused]
 
     def remove_unused(self, runner: Runner) -> None:
-        """Remove the files that can be removed."""
+        """Remove the files that are no longer needed."""
         if unused := self.unused(runner):
             self._remove(unused)
             self._files = [file for file in self._files if file.name not in unused]

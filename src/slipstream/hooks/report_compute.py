@@ -61,7 +61,7 @@ class ComputeCount:
         self.end()
         try:
             self._inputs, self._samples = without_data(inputs), samples
-        except Exception as error:  # the report must not fail the run
+        except Exception as error:  # the report must not cause the run to fail
             self._problem = f"{type(error).__name__}: {error}"
 
     def end(self) -> None:
@@ -122,7 +122,10 @@ def _device_name(device: torch.device) -> str:
 
 
 def _precision(runner: Runner) -> Precision:
-    """Return the precision of most matrix products and convolutions. Call this during the run, after TF32 is set."""
+    """Return the precision of most matrix products and convolutions.
+
+    Call this function during the run, after TF32 is configured.
+    """
     plan = runner.speed.precision
     if plan is not None and plan.name == "fp8":
         return "fp8"
@@ -132,7 +135,7 @@ def _precision(runner: Runner) -> Precision:
 
 
 def _uses_tf32() -> bool:
-    """Return whether float32 convolutions (torch's default) or matrix products use TF32 on NVIDIA GPUs."""
+    """Return whether float32 convolutions (as by default) or float32 matrix products use TF32 on NVIDIA GPUs."""
     try:
         return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # the settings were changed through torch's newer interface

@@ -47,7 +47,7 @@ the hook's work."""
 
 
 class RunReport:
-    """The values of a run that its report contains.
+    """The recorded values of a run, from which its report is written.
 
     Args:
         peak_tflops: see `ReportHook`.
@@ -132,7 +132,7 @@ class RunReport:
             record = self._record(runner)
             self._add_measurements(runner, record)
             write_report(record, Path(runner.log_dir))
-        except Exception as error:  # a report failure must neither fail the run nor mask an error in it
+        except Exception as error:  # a failed report must neither stop the run nor hide an error in it
             runner.logger.warning(f"The report cannot be written: {type(error).__name__}: {error}")
             runner.logger.debug("The report cannot be written", exc_info=True)
         self._training = False

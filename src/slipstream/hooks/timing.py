@@ -77,7 +77,7 @@ class IterTimerHook(Hook):
         """Write the step times since the last call, the training speed and the remaining time to the message hub."""
         unread, self._unread = self._unread, []
         if unread:
-            # Reading the losses includes a wait for the device. Add this time to the last step, not to the next batch.
+            # Reading the losses waits for the device. Add this time to the last step, not to the next batch.
             now = perf_counter()
             unread[-1] = (unread[-1][0], unread[-1][1] + now - self._last_time, unread[-1][2])
             self._last_time = now

@@ -1,4 +1,4 @@
-"""One logger per Runner. It writes to the console (in color if this is a terminal) and to a log file."""
+"""One logger per Runner, which writes to the console (in color on a terminal) and to a log file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MMLogger(logging.Logger):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Callable[..., MMLogger], tuple[Any, ...]]:
-        # Modules and datasets with a logger may be copied or sent to a worker process. The copy has no log file.
+        # Modules and datasets with a logger may be copied or sent to worker processes. A copied logger has no log file.
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:
@@ -153,7 +153,8 @@ def build_logger(
         log_file: file to which messages of all levels are written; its folder is created if it does not exist.
         level: minimum level printed to the console of rank 0; other ranks print only errors.
         rank: rank of this process.
-        redactor: replaces secrets in log lines. The default replaces known tokens and secrets from the environment.
+        redactor: replaces secrets in log lines. The default replaces secrets from the environment and tokens in known
+            formats.
 
     Raises:
         ConfigError: if `level` is not a log level in Python's `logging` module.

@@ -57,15 +57,16 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     """60,000 training and 10,000 test images of clothing in ten classes.
 
     A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The `images` attribute, uint8 (N, 1, 28, 28),
-    and the `targets` attribute, int64 (N,), contain the whole split. Without augmentation, samples are views of them.
+    and the `targets` attribute, int64 (N,), contain the whole split. Without augmentation, samples are views of
+    these tensors.
 
     Args:
         data_root: folder that contains the IDX files, optionally gzipped; by default, the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
         download: if `data_root` does not contain the files, use the files from the Debian package; if the package is
-            not installed either, download the files to `data_root` and verify their published MD5 checksums.
-        augment: shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
+            not installed, download the files to `data_root` and verify their MD5 checksums.
+        augment: shift each image by up to 2 pixels (pad by 2, then crop at a random position), and mirror it with
             probability 1/2. The result depends only on the sample's (seed, epoch, index).
 
     Raises:
@@ -123,7 +124,10 @@ def _augment(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def _find(data_root: str | Path | None, names: Sequence[str], download: bool) -> list[Path]:
-    """Return the paths in the first folder that contains all files. If there is none, download the files if allowed."""
+    """Return the paths of the files in the first folder that contains all of them.
+
+    If no folder contains them and `download` is True, download the files to `data_root`.
+    """
     folders = [Path(data_root)] if data_root is not None else []
     if data_root is None or download:
         folders.append(_SYSTEM_FOLDER)

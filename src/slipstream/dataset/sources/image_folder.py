@@ -40,14 +40,15 @@ class ImageMaskFolder(ImageMaskPairs):
         classes: class names for the ids 0, 1, ...
         ignore_index: id of pixels without a class, or None if every pixel has a class.
         palette: one [r, g, b] per class; by default, `default_palette`.
-        image_suffix: suffix of image file names, such as `_leftImg8bit.png`; by default, any image extension. Other
-            files are ignored. The path without the suffix is the name of the pair.
-        mask_suffix: suffix of mask file names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        image_suffix: suffix of image file names, such as `_leftImg8bit.png`; by default, any supported extension.
+            Other files are ignored. The path without the suffix is the name of the pair.
+        mask_suffix: suffix of mask file names, such as `_gtFine_labelIds.png`; by default, the extension of any
+            supported lossless format.
         label_map: maps ids in the files to class ids (or `ignore_index`); other ids are not changed.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
         skip_corrupt: read every file once when the dataset is created, and skip samples with unreadable files. A
             warning is logged for each unreadable file.
-        max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can describe a huge image.
+        max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can decode to a huge image.
 
     Raises:
         DataError: a folder is missing or has no matching files, or a file has no counterpart; or, when a sample is

@@ -26,7 +26,7 @@ from slipstream.logging import print_log
 __all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
 
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
-# JPEG compression changes label ids, so masks in lossy formats require an explicit suffix.
+# Lossy compression changes label ids, so masks in lossy formats require an explicit suffix.
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
 
 
@@ -129,7 +129,11 @@ class ImageMaskPairs(SegmentationDataset):
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (dataset class and paths) and a version (file sizes, modification times and the id mapping)."""
+        """Return a name and a version.
+
+        The name contains the dataset class and the paths; the version depends on the file sizes, the modification
+        times, the number of classes, `ignore_index` and the id mapping.
+        """
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -166,7 +170,7 @@ class ImageMaskPairs(SegmentationDataset):
 
 
 def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path]:
-    """Return the files in `folder` and its subfolders whose names end with `suffix`.
+    """Return the files whose names end with `suffix` in `folder` and its subfolders.
 
     The keys are relative paths without the suffix. Symbolic links to folders are followed; hidden files and folders are
     skipped. If `suffix` is None, `kind` ("image" or "mask") determines the extensions.
@@ -243,7 +247,7 @@ def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: s
 
 
 def _readable_pairs(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> list[tuple[Path, Path]]:
-    # Decoders release the GIL.
+    # Threads are sufficient, because the image decoders release the GIL.
     with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(partial(_faults, max_pixels=max_pixels), pairs))
     for fault in (fault for found in faults for fault in found):

@@ -80,9 +80,9 @@ class TarShards:
 
     Args:
         paths: the shards.
-        fields: for each name, the extensions of its file, separated by semicolons (`"jpg;png"`); the first extension
+        fields: the file extensions for each field name, separated by semicolons (`"jpg;png"`); the first extension
             found in a sample is used.
-        index: folder that stores the sample positions; by default, a folder in the user's cache.
+        index: cache folder for the sample positions; by default, a folder in the user's cache.
         max_bytes: maximum size of a file.
 
     Raises:
@@ -148,7 +148,7 @@ class TarShards:
         """Return the contents of a file.
 
         Raises:
-            DataError: the shard cannot be read or has changed, or the file has more than `max_bytes` bytes.
+            DataError: the shard cannot be read or has changed, or the file is larger than `max_bytes`.
         """
         _, offset, size = map(int, self._parts[index, self._column(field)])
         if size > self.max_bytes:
@@ -224,7 +224,7 @@ def decode_field(name: str, extension: str, data: bytes, max_pixels: int | None)
     """Decode a file; the last part of its extension determines the format.
 
     Images become uint8 (3, H, W) RGB tensors; `cls`, `cls2`, `index` and `inx` become int64 scalar tensors; `npy`
-    becomes a tensor; `json` becomes the parsed value; `txt`, `text` and `transcript` become strings; and other files
+    becomes a tensor; `json` becomes the parsed value; `txt`, `text` and `transcript` become strings; other files
     remain bytes. Pickled data is never loaded.
 
     Raises:

@@ -12,7 +12,7 @@ __all__ = ["streaming_dataset"]
 
 @DATASETS.register_module("StreamingDataset")
 def streaming_dataset(**options: Any) -> Any:
-    """Return a MosaicML `StreamingDataset`. The data loader reads its samples by index (see `StreamingSamples`).
+    """Return a MosaicML `StreamingDataset`, whose samples the data loader reads by index (see `StreamingSamples`).
 
     Args:
         options: keyword arguments for `streaming.StreamingDataset`, such as `local`, `remote` and `split`.

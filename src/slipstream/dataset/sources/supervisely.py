@@ -21,7 +21,7 @@ _MAX_LISTED_FILES = 5
 
 @DATASETS.register_module()
 class SuperviselyPersonsDataset(ImageMaskPairs):
-    """Images of people and their masks. The pixels of a mask are 0 (background) or 1 (person).
+    """Images of people, with masks whose pixels are 0 (background) or 1 (person).
 
     Args:
         root_dir: root folder of the dataset.

@@ -47,7 +47,7 @@ def tar_members(path: Path) -> Iterator[TarMember]:
     """Yield the regular files of an uncompressed tar archive (ustar, GNU or pax format) in order.
 
     Raises:
-        DataError: the archive cannot be read, is compressed, damaged or incomplete, or contains a link, a device or a
+        DataError: the archive cannot be read; is compressed, damaged or incomplete; or contains a link, a device or a
             sparse file.
     """
     try:
@@ -94,7 +94,8 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
 def _check_end(file: BinaryIO, path: Path, position: int) -> None:
     """Raise an error if a file contains nonzero bytes after the block at `position`, which ends the archive.
 
-    Writers pad an archive with zeros to a whole record. If there are more zeros, issue a warning.
+    Writers pad an archive with zeros to a multiple of the record size. If there are more zeros than fit in a record,
+    issue a warning.
     """
     zeros = _BLOCK
     while content := file.read(2**20):
@@ -143,7 +144,7 @@ def _parse(block: bytes, path: Path, position: int) -> _Header | None:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Parse a number in a header, which is octal or, in the GNU format, binary; return None if it is invalid."""
+    """Parse an octal or (in the GNU format) binary number in a header; return None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big", signed=False) if field[0] == 0x80 else -1
     digits = field.strip(b" \0")

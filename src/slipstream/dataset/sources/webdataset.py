@@ -46,14 +46,14 @@ class WebDataset(Dataset[dict[str, Any]]):
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
             `train-{000000..000146}.tar`.
-        fields: for each key of a sample, the extensions of its file, separated by semicolons (such as `jpg;png`); the
-            first extension found in a sample is used. Other files are not read. Extensions of pickled files (`pyd`,
+        fields: the file extensions for each key of a sample, separated by semicolons (such as `jpg;png`); the first
+            extension found in a sample is used. Other files are not read. Extensions of pickled files (`pyd`,
             `pkl`, `pickle`, `pth`, `pt`) are rejected.
         transforms: transforms for the image in `inputs`; see `ImageNetDataset`.
         classes: class names for the ids in `targets`, used by the metrics. A class id outside 0..len(classes)-1
             raises an error.
-        index: folder that stores the sample positions, which are determined at the first start; by default, a folder in
-            the user's cache.
+        index: cache folder for the sample positions, which are determined when a shard is first used; by default, a
+            folder in the user's cache.
         max_pixels: maximum number of pixels in an image; None for no limit.
         max_bytes: maximum size of a file in a shard.
 

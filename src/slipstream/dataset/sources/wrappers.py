@@ -66,7 +66,7 @@ class RepeatDataset(Dataset[Any]):
     """A dataset repeated `times` times in each epoch.
 
     This is useful for small datasets, because starting an epoch is expensive. Each repeat of a sample is augmented
-    differently: repeat r in epoch e uses the seed of epoch `e * times + r`.
+    differently: repeat r in epoch e uses the epoch number `e * times + r`.
 
     Args:
         dataset: a dataset, or a dict from which `DATASETS` builds it.

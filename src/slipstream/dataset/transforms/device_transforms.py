@@ -1,7 +1,8 @@
 """Device transforms: color jitter and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
-`device_params`, as a float32 tensor of shape (K,). K determines the layout, so no value has to be read from the device:
+`device_params`, as a float32 tensor of shape (K,). K determines the layout, so finding the layout
+does not require reading a value from the device:
 
     13  color:     left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
@@ -112,7 +113,7 @@ def check_same_params(samples: Sequence[Any]) -> None:
 
 
 def _color(images: Tensor, params: Tensor) -> None:
-    """Apply the three stages in place, which takes half as long as out-of-place operations on the CPU.
+    """Apply the three stages in place. On the CPU, this takes half as long as out-of-place operations.
 
     `params` has shape (N, 13, 1, 1, 1).
     """

@@ -1,4 +1,4 @@
-"""Apply transforms to a sample: one crop-and-resize on the CPU; color jitter and normalization on the device."""
+"""Apply transforms to a sample: crop and resize on the CPU, and color jitter and normalization on the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Composed:
     region: CropRegion
     """Geometric transforms of the sample."""
     params: Floats | None
-    """Parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or None."""
+    """Parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or None if there are
+    no device transforms."""
 
     def apply(self) -> dict[str, torch.Tensor]:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""

@@ -34,8 +34,8 @@ class RandAugmentTransform:
     Args:
         config_str: `rand`, followed by sections separated by `-`, such as `rand-m9-n3-mstd0.5`. `m` sets the magnitude
             (default: 10), `n` sets the number of operations (default: 2), `mstd` sets the standard deviation of the
-            magnitude (default: 0; `inf` means uniformly random up to the magnitude), `inc1` makes every operation
-            stronger as the magnitude increases, and `w0` selects fixed probabilities of the operations.
+            magnitude (default: 0; with `inf`, the magnitude is uniformly random between 0 and `m`), `inc1` makes every
+            operation stronger as the magnitude increases, and `w0` selects fixed probabilities for the operations.
         crop_size: ignored; translations are relative to the image size.
         img_mean: color of the pixels outside the image, three numbers between 0 and 1.
 

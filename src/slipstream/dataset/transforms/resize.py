@@ -118,7 +118,7 @@ class _Axis:
 
 def _resize_with_torch(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
     """Resize the source from the nearest corner, because torch aligns the output grid with the input's corner."""
-    # torch has a fast path for channels-last images, and warns about read-only arrays.
+    # A contiguous array lets torch use its fast path for channels-last images. torch warns about read-only arrays.
     source = np.require(image[y.source_from_edge, x.source_from_edge], requirements=["C", "W"])
     images = torch.from_numpy(source).permute(2, 0, 1)[None]
     scale = [y.scale, x.scale]
