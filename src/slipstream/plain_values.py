@@ -26,18 +26,19 @@ def plain(
     where: str = "checkpoint",
     copy: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Any:
-    """Return a copy of `value` with NumPy values converted to numbers and tensors, and without values of other types.
+    """Return a copy of `value`, with NumPy values converted to numbers or tensors, and unsupported values omitted.
 
     Args:
         value: nested containers of tensors and built-in Python values.
         warn: called with a message for each omitted value.
         where: name of `value` in messages.
-        copy: called with the name of each tensor and the tensor; its result replaces the tensor. By default, tensors
-            that are not sharded are moved to the CPU, so that they can be loaded on a machine without their device.
+        copy: called with the name of each tensor and the tensor itself; its result replaces the tensor. By default,
+            tensors that are not sharded are moved to the CPU, so that they can be loaded on a machine without their
+            device.
     """
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
         # The subclass and the attributes of a tensor would be pickled as objects. `detach` returns a new tensor without
-        # attributes, and `as_subclass` does not support sparse tensors.
+        # attributes. `as_subclass` is called only for subclasses, because it does not support sparse tensors.
         value = value.detach()
         value = value if type(value) is Tensor else value.as_subclass(Tensor)
     copy = preserve_ties(_on_cpu) if copy is None else copy

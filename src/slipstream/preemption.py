@@ -69,14 +69,14 @@ class Preemption:
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
     A second signal, more than one second after the first, has its default effect and terminates the process. Signals
-    that the process ignores (`nohup`) or for which it has already installed a handler are left unchanged. Outside the
+    that the process ignores (`nohup`), or for which it has already installed a handler, are not handled. Outside the
     main thread, where Python cannot handle signals, this process reacts only to signals that other ranks receive. All
     ranks must enter the block.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        """Name of the signal that a rank received, or None if there was none."""
+        """Name of the signal that a rank received, or None if no rank has received a signal."""
         self._calls, self._owner = 0, 0
         self._received: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -147,7 +147,7 @@ def _protect_sigterm_of_forked_processes() -> None:
     A forked process inherits the handler, and Python discards the signals that arrive before the process has
     initialized itself. SIGTERM is therefore blocked in the forking thread until the fork is complete.
     """
-    masks = threading.local()  # a fork and its hooks run in one thread
+    masks = threading.local()  # a fork and its hooks run in the same thread
 
     def block() -> None:
         if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Preemption):
@@ -162,13 +162,13 @@ def _protect_sigterm_of_forked_processes() -> None:
 
 
 def _print(text: str) -> None:
-    """Write to stderr. It may be closed, because SIGHUP is sent when the terminal closes."""
+    """Write to stderr. Ignore errors, because stderr may be closed: SIGHUP is sent when the terminal closes."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
 
 
 class _RankAgreement:
-    """Lets all ranks agree on which call to `requested` is the first to return True.
+    """Makes all ranks agree on which call to `requested` is the first to return True.
 
     On each rank, a thread checks for a signal. After a signal, each rank publishes the number of times that it has
     called `requested`. If the largest of these numbers is n, training stops at call n + 1. No rank can have passed this

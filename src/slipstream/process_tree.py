@@ -56,7 +56,7 @@ def kill_group(group: int, processes: Mapping[int, str]) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process, or None if the process does not exist or has ended (a zombie)."""
+    """Return the start time of a process, or None if the process does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

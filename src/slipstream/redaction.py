@@ -122,7 +122,7 @@ class Redactor(logging.Filter):
 
 
 def redact_text(text: str) -> str:
-    """Remove the values of secret environment variables and known tokens from `text`, and return the result."""
+    """Return `text` without known tokens and without the values of secret environment variables."""
     return Redactor()(text)
 
 
@@ -166,9 +166,8 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     elif secret and _may_be_secret(tree):
         text = tree.decode(errors="replace") if isinstance(tree, bytes) else str(tree)
         yield text
-        yield (
-            repr(tree).removeprefix("b")[1:-1] if isinstance(tree, str | bytes) else text
-        )  # as in error messages
+        # Error messages contain the `repr` of a value.
+        yield repr(tree).removeprefix("b")[1:-1] if isinstance(tree, str | bytes) else text
 
 
 def _may_be_secret(value: Any) -> bool:
@@ -189,7 +188,10 @@ def redact_errors(redactor: Redactor) -> Iterator[None]:
 
 
 def _redact_error(error: BaseException | None, redactor: Redactor, seen: set[int]) -> None:
-    """Remove secrets from an error, its causes and the errors of a group. `seen` contains the ids of these."""
+    """Remove secrets from an error, its causes and the errors in a group.
+
+    `seen` contains the ids of the errors that have already been processed.
+    """
     if error is None or id(error) in seen:
         return
     seen.add(id(error))

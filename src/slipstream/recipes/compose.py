@@ -107,7 +107,7 @@ def compose(
 
 
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides, with `training_params` renamed and ++ added to keys that may be new."""
+    """Return the overrides, with `training_params` renamed, and with a ++ prefix for keys that may be new."""
     renamed = [
         re.sub(r"^([+~]*)training_params(?=[.=])", r"\1training_hyperparams", override)
         for override in overrides
@@ -119,7 +119,7 @@ def normalize_overrides(overrides: Iterable[str]) -> list[str]:
 
 
 def search_folders(path: Path, config_dir: str | Path | None) -> list[Path]:
-    """Return the search path for config groups: the recipe's folder, the user's folder and the built-in one."""
+    """Return the search path for config groups: the recipe's folder, the user's folder and the built-in folder."""
     folders = [path.parent, *([Path(config_dir)] if config_dir else []), FOLDER]
     return list(dict.fromkeys(folder.resolve() for folder in folders))
 
@@ -224,7 +224,7 @@ def _shortcut_targets(overrides: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def _hydra(folder: Path) -> Iterator[None]:
-    """Initialize Hydra with `folder`, and restore its global state afterwards."""
+    """Initialize Hydra with the configuration folder `folder`, and restore Hydra's global state afterwards."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
@@ -265,7 +265,7 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
 
 
 def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value`, with strings that use environment variables (`${oc.env:NAME}` in `raw`) as `Reference`s."""
+    """Return `value`, with a `Reference` for each string whose `raw` form contains `${oc.env:NAME}`."""
     if isinstance(value, dict) and isinstance(raw, dict):
         return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(raw, list):
@@ -325,7 +325,7 @@ def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
 def _raise_unknown_key(
     error: Exception, path: Path, overrides: Sequence[str], config_dir: str | Path | None
 ) -> None:
-    """Raise an error that suggests the nearest key if the failed override has an unknown key."""
+    """Raise an error that suggests the nearest key if an override with an unknown key caused `error`."""
     from omegaconf import OmegaConf
 
     if (found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))) is None:

@@ -16,7 +16,7 @@ _Key = tuple[Any, ...]
 
 
 def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
-    """Limit the number of values that OmegaConf reads to resolve every interpolation in `tree`.
+    """Limit the number of values that OmegaConf reads to resolve all interpolations in `tree`.
 
     Every key inside an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
@@ -56,7 +56,7 @@ def _children(key: _Key, node: Any) -> Iterator[tuple[_Key, Any]]:
 
 
 def _references(tree: Any, key: _Key, text: Any) -> Iterator[_Key]:
-    """Yield the keys in the interpolations in `text`, relative to the root or to any parent of `key`."""
+    """Yield the keys that interpolations in `text` can refer to, resolved against the root or a parent of `key`."""
     if not isinstance(text, str) or not ("${" in text or _KEY.fullmatch(text)):
         return
     for word in _KEY.findall(text.partition("${")[2] or text):

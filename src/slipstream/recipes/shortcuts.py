@@ -34,7 +34,7 @@ SYNONYMS = {
     "root_dir": "data_root_dir",
     "root": "data_root_dir",
 }
-"""Names that other tools use for the shortcuts."""
+"""Maps names from other tools to the shortcuts."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
@@ -45,7 +45,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
     configuration sets no dataset folder, `data_root_dir` is removed, and a warning is logged.
 
     Raises:
-        ConfigError: if the configuration does not have the section that a shortcut sets.
+        ConfigError: if the configuration does not contain the section of the key that a shortcut sets.
     """
     replaced = []
     for override in overrides:

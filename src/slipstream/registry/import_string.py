@@ -23,7 +23,7 @@ LIBRARIES = (
 )
 """Scopes whose child registries are created by the `registry` module of the package with the same name."""
 
-# Packages whose modules `import_registered` may import. Modules of other packages must have been imported before.
+# Packages whose modules `import_registered` may import. Modules of other packages must already have been imported.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 

@@ -25,10 +25,10 @@ __all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init
 T = TypeVar("T")
 
 ROOT_SCOPE = "slipstream"
-# Scopes of MMEngine and SuperGradients configurations; they map to the root.
+# Scopes in MMEngine and SuperGradients configurations, which refer to the root registry.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# For each namespace in an optional package, the extra of this distribution that installs the package.
+# For each optional package, the extra of this distribution that installs it.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
@@ -133,7 +133,7 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """Register `module` under `name` (default: its `__name__`). It can also be used as a decorator.
+        """Register `module` under `name` (default: its `__name__`). This method can also be used as a decorator.
 
         Raises:
             UnknownNameError: another object is registered under the name, and `force` is not set.
@@ -257,7 +257,7 @@ class Registry:
     def _descendant(self, scope: str) -> Registry | None:
         if scope == self.scope:
             return self
-        # An empty registry is falsy, but its locations may not be imported yet.
+        # Compare with None, because a registry whose locations have not been imported yet may be empty, and thus falsy.
         return next((d for c in self.children.values() if (d := c._descendant(scope)) is not None), None)
 
     def _find_in_parents(self, name: str) -> Any | None:
@@ -281,7 +281,7 @@ class Registry:
             try:
                 importlib.import_module(location)
             except BaseException:
-                self._locations.append(location)  # keep it, so that the next lookup raises the same error
+                self._locations.append(location)  # restore it, so that the next lookup raises the same error
                 raise
 
     def _imported_namespaces(self) -> Iterator[Any]:
@@ -305,10 +305,10 @@ class Registry:
 
 
 def _check_not_built_in(name: str, module: Any, existing: Any, kind: str) -> None:
-    """Raise an error if `module` is built in, and `existing` is a class of the user with the same name.
+    """Raise an error if `module` is built in, and `existing` is a user-defined class with the same name.
 
-    Built-in classes are registered at the first lookup, often of another component. Therefore, the error is not a
-    `ConfigError`, to which the config path of that component would be added.
+    Built-in classes are registered at the first lookup, often during the lookup of another component. The error is not
+    a `ConfigError`, because the config path of that component would be added to a `ConfigError`.
     """
     if module.__module__.startswith("slipstream.") and not existing.__module__.startswith("slipstream."):
         raise SlipstreamError(
@@ -382,7 +382,7 @@ _ARGUMENT_ERRORS = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions from constructors that are reported with the config path; others (such as OSError) propagate."""
+"""Exceptions from constructors that are reported with the config path; others (such as OSError) propagate unchanged."""
 
 
 def _reason(error: Exception) -> str:
@@ -393,7 +393,7 @@ def _reason(error: Exception) -> str:
 
 
 def locate(target: Any, tree: Any) -> str | None:
-    """Return the dotted path of the object `target` (by identity) in nested dicts and lists, or None if absent."""
+    """Return the dotted path of the object `target` (by identity) in nested dicts and lists; None if it is absent."""
     if target is tree:
         return ""
     items: Any = ()
@@ -443,8 +443,8 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations in other packages are often inexact, so they are not checked. Numbers in torch.nn are an exception,
-    # because its layers accept any object.
+    # Annotations in other packages are often inexact, so arguments are not checked against them. Numbers in torch.nn
+    # are an exception, because its layers accept any object.
     module = str(getattr(target, "__module__", ""))
     if not module.startswith(("slipstream.", "torch.nn.")):
         return
@@ -458,7 +458,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 _SIZE_PARAMETERS = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of convolution and pooling layers. If a value is invalid, torch.nn raises an unclear error or none."""
+"""Parameters of convolution and pooling layers. If a value is invalid, torch.nn raises an unclear error or no error."""
 
 
 def _is_like_number(value: Any, hint: Any) -> bool:

@@ -51,7 +51,10 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 
 
 def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Check the options and build an optimizer. torch's optimizers accept NaN, and their messages omit the key."""
+    """Build an optimizer after checking its options.
+
+    torch's optimizers do not reject NaN, and their error messages do not name the configuration key.
+    """
     if isinstance(cfg, Mapping):
         try:
             check_optimizer_options(cfg)
@@ -63,7 +66,7 @@ def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> 
 
 
 def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
-    """Check that options whose default is a bool, such as `nesterov`, are bools. Optimizers accept any value."""
+    """Check that options with a bool as default, such as `nesterov`, are bools. Optimizers do not check this."""
     kind = cfg.get("type")
     target = registry.get(kind) if isinstance(kind, str) else kind
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}

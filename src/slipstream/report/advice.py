@@ -1,4 +1,4 @@
-"""Recommendations based on the measured time breakdown, each with an upper bound on its gain."""
+"""Recommendations based on the measured time breakdown, each with an upper bound on the speedup."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def has_enough_steps(record: RunRecord) -> bool:
 
 
 def training_seconds(record: RunRecord) -> float:
-    """Return the duration of training, validation and checkpoints, excluding the first step."""
+    """Return the time in seconds for training, validation and checkpoints, excluding the first step."""
     return sum(
         seconds for phase, seconds in record.phases.seconds.items() if phase not in NON_TRAINING_PHASES
     )
@@ -141,7 +141,7 @@ def _worker_summary(record: RunRecord) -> str:
     if current not in rates or speed is None:
         return ""
     compute_rate = samples / max(samples / speed - record.phases.seconds.get("data", 0.0), 1e-9)
-    # Loading in the training process does not overlap with the steps.
+    # Exclude num_workers=0, because loading in the training process does not overlap with the steps.
     attainable = {count: min(rate, compute_rate) for count, rate in rates.items() if count and rate}
     max_rate = max(attainable.values(), default=0.0)
     best = min((count for count, rate in attainable.items() if rate >= 0.95 * max_rate), default=current)

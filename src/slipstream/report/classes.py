@@ -53,7 +53,7 @@ def confusion_section(confusion: Confusion) -> tuple[str, str]:
 
 
 def _matrix(confusion: Confusion) -> str:
-    """Return the matrix as a table; each cell is a percentage of its row."""
+    """Return the matrix as a table; each cell is a percentage of the sum of its row."""
     names = [escape(name) for name in confusion.classes]
     head = "".join(f"<th>{index}</th>" for index in range(len(names)))
     rows = []

@@ -96,7 +96,7 @@ def _format(value: Any) -> str:
 
 
 def _results(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the name and the values of each result: the last value of each curve, and the extremes of each metric."""
+    """Return the results by name, including the last value of each curve and the extremes of each metric."""
     records = [run.record for run in runs]
     rows: list[tuple[str, list[Any]]] = [
         ("status", [record.status for record in records]),

@@ -28,7 +28,7 @@ _WITH_COMPLETE_REPR = (
     Number | range | slice | re.Pattern | date | time | timedelta | Enum | np.generic | np.dtype,
     torch.dtype | torch.device | torch.layout | torch.memory_format,
 )
-"""Classes whose `repr` differs for different values and contains no secrets."""
+"""Classes whose objects have a `repr` that contains the whole value and no secrets."""
 _UNKNOWN_VALUE = re.compile(r"<redacted>|<[\w.]+ object>|.*<(lambda|locals)>.*", re.DOTALL)
 
 
@@ -36,9 +36,10 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values in nested dicts, lists and sets, keyed by dotted path, such as `train_dataloader.batch_size`.
 
     A short list of numbers and strings is one value, as is an empty dict. A function or a class is represented by its
-    name, and an object by the name of its class. For other types, different values have different representations.
-    Long strings (over 300 characters) are shortened, and a digest is added. The values of large tensors, and all
-    values after the first 3,000, are replaced with a digest.
+    name. Numbers, strings, paths, dates, enums, numeric arrays, tensors and other types with a complete `repr` have
+    different representations for different values. Any other object is represented by the name of its class. Long
+    strings (over 300 characters) are shortened, and a digest is added. The values of large tensors, and all values
+    after the first 3,000, are replaced with a digest.
     """
     values = dict(_leaves(config, ""))
     if len(values) <= _MAX_VALUES:
@@ -54,8 +55,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def has_unknown_value(value: Any) -> bool:
     """Return whether a value from `flat_config` is ambiguous.
 
-    All objects of a class have the same representation, as do all lambdas in a function, all closures of a local
-    function, and all secrets.
+    Objects that are represented by the name of their class cannot be distinguished, nor can the lambdas in a function,
+    the closures of a local function, and secrets.
     """
     return isinstance(value, str) and _UNKNOWN_VALUE.fullmatch(value) is not None
 

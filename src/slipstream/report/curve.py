@@ -142,7 +142,7 @@ class Curve:
 
 _VALUES = ("mean", "low", "high")
 _MAX_COUNT = 2**53
-"""Maximum step number and count. A float represents all integers up to this value exactly."""
+"""Maximum step number or count. A float represents all integers up to this value exactly."""
 _LISTS = ("x", "mean", "low", "high", "count", "bad", "newest")
 _NON_FINITE = ("nan", "inf", "-inf")
 

@@ -56,7 +56,7 @@ def _has_own_log(folder: Path) -> bool:
 def find_runs(folder: Path) -> list[RunRow]:
     """Return a row for each run folder in `folder` and its subfolders, sorted by path.
 
-    Damaged and incomplete runs do not raise an error; their rows contain their status.
+    Damaged and incomplete runs do not cause an error; their rows contain their status.
 
     Raises:
         ConfigError: `folder` is not a folder.
@@ -94,7 +94,7 @@ def run_folder(path: Path) -> Path:
     For a work_dir, the newest training run is used, or the newest run if there is no training run.
 
     Raises:
-        ConfigError: `path` contains no run.
+        ConfigError: `path` does not exist or contains no run.
     """
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():

@@ -39,10 +39,10 @@ class LogFile:
     messages: list[LogMessage] = field(default_factory=list)
     """The warnings, the errors and the torch.compile summary."""
     dropped: int = 0
-    """Number of messages that are not in `messages`."""
+    """Number of messages omitted from `messages`."""
     environment: dict[str, str] = field(default_factory=dict)
     by_epoch: bool = False
-    """Whether a training line contains an epoch."""
+    """Whether a training line contains an epoch number."""
 
 
 def log_file(folder: Path) -> Path | None:
@@ -58,7 +58,10 @@ def log_file(folder: Path) -> Path | None:
 
 
 def read_log(path: Path) -> LogFile:
-    """Parse a log file. Lines in other formats are skipped; a missing file is treated as empty."""
+    """Parse a log file; a missing file is treated as empty.
+
+    A line without a time and a level continues the preceding record, which is limited to 100 lines.
+    """
     log = LogFile()
     first = last = None
     for time, level, text in _records(path):

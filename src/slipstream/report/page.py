@@ -39,7 +39,7 @@ DESCRIPTIONS = {
     "checkpoint": "checkpoints",
     "other": "start and end of the run",
 }
-"""The phases of `slipstream.logging.PhaseTimes` in the order in which the page lists them."""
+"""Maps the phases of `slipstream.logging.PhaseTimes` to descriptions, in the order in which the page lists them."""
 _MAX_IMAGE_BYTES = 4 * 2**20
 _STATUS = {
     "finished": "finished",

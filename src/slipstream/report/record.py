@@ -1,4 +1,4 @@
-"""`RunRecord`: the contents of `report.json`."""
+"""`RunRecord`, the contents of `report.json`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Compute:
     """The operations per sample and the device's peak throughput, which determine the model FLOPs utilization."""
 
     flops_per_sample: NonNegative = 0.0
-    """Number of floating-point operations in matrix products and convolutions in the forward and backward passes on one
-    sample; 0 if unknown."""
+    """Number of floating-point operations in matrix products and convolutions in the forward and backward passes for
+    one sample; 0 if unknown."""
     peak_flops: NonNegative = 0.0
     """Peak throughput of one device at `precision`, in operations per second; 0 if unknown."""
     devices: NonNegativeInt = 1
@@ -97,7 +97,7 @@ class Example:
 
 @dataclass
 class LoadingRate:
-    """The rate at which one process loads training data while no training is running."""
+    """The rate at which one process loads training data, measured without training."""
 
     num_workers: NonNegativeInt
     samples_per_second: NonNegative
@@ -119,7 +119,7 @@ class TunedOptions:
 
 @dataclass
 class LogMessage:
-    """A warning or an error from the log file."""
+    """A warning, an error or the torch.compile summary from the log file."""
 
     time: str
     level: str
@@ -157,7 +157,7 @@ class RunRecord:
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings that the recommendations depend on, such as the number of workers."""
     step: str = ""
-    """How the training step was executed at the end of the run, such as eagerly or as one graph."""
+    """How the training step was executed at the end of the run, for example eagerly or as one graph."""
     iteration: NonNegativeInt = 0
     max_iterations: NonNegativeInt = 0
     epoch: NonNegativeInt = 0
@@ -182,7 +182,7 @@ class RunRecord:
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     dropped_messages: NonNegativeInt = 0
-    """Number of warnings omitted from `messages` because there were too many."""
+    """Number of messages omitted from `messages` because there were too many."""
     config: dict[str, Any] = field(default_factory=dict)
     """The configuration, as built-in values keyed by dotted path."""
 
@@ -210,7 +210,7 @@ class RunRecord:
             file_name: name of the file, used in error messages.
 
         Raises:
-            DataError: a field is missing or has the wrong type, or a different version wrote the file.
+            DataError: a field is missing or has the wrong type, or the file has a different format version.
         """
         if not isinstance(data, Mapping) or not isinstance(data.get("format"), int):
             raise DataError(f"{file_name} is not a report, because it has no 'format'")

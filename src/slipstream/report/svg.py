@@ -34,8 +34,8 @@ class Line:
 def line_chart(title: str, lines: Sequence[Line], x_label: str, unit: str = "", bands: bool = True) -> str:
     """Return a chart as an SVG element, or an empty string if no line has any points.
 
-    A line connects the means of the points, and a band spans their minima and maxima. Values that are NaN or infinite
-    interrupt the line and are marked with a cross at the upper edge.
+    A line connects the means of the points, and a band spans their minima and maxima. Points without finite values
+    interrupt the line. Points with NaN or infinite values are marked with a cross at the upper edge.
 
     Args:
         title: description of the chart, used as the accessible name of the element.

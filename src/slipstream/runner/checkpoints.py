@@ -43,12 +43,12 @@ __all__ = ["Checkpoints"]
 
 
 class Checkpoints:
-    """Saves, loads and resumes the state of a run. The arguments are documented in the Runner's methods.
+    """Saves, loads and restores the state of a run. The Runner's methods document the arguments.
 
     Args:
         runner: the Runner whose state is saved and restored.
-        load_from: a checkpoint to load weights from.
-        resume_from: the checkpoint to resume from, or None.
+        load_from: the checkpoint from which to load weights, or None.
+        resume_from: the checkpoint from which to resume, or None.
         redactor: removes secrets from the saved state.
     """
 
@@ -64,7 +64,7 @@ class Checkpoints:
         self._writer = BackgroundWriter()
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
-        self._loaded_names: set[str] = set()  # tensors that were loaded before initialization
+        self._loaded_names: set[str] = set()  # names of the tensors that were loaded before initialization
         self._structure: dict[str, Any] = {}
         self._changed: set[str] = set()  # structural changes that have been reported
         self.resuming = False
@@ -87,8 +87,8 @@ class Checkpoints:
     def initialize(self) -> None:
         """Initialize the weights, except those that have been loaded. Later calls have no effect.
 
-        Random numbers are drawn for all weights, so it does not matter whether weights are loaded before or after this
-        call.
+        Random numbers are drawn for all weights, including those that have been loaded, so the random state after this
+        call does not depend on whether weights have been loaded.
         """
         if self._initialized:
             return
@@ -118,7 +118,7 @@ class Checkpoints:
         warn_of_generators(core, runner.train_dataloader, runner.logger.warning)
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
-        """Warn if the run cannot resume from its checkpoints, because the model has changed since `check_state`."""
+        """Warn if the model or the optimizer has changed since `check_state`, because this prevents resuming."""
         if not self._structure or self._runner.optim_wrapper is None:
             return
         current = structure(state, resume.group_sizes(self._runner.optim_wrapper))
@@ -156,7 +156,10 @@ class Checkpoints:
     def read_to_resume(
         self, source: str | Path, map_location: str | torch.device
     ) -> tuple[dict[str, Any], int | None]:
-        """Return a checkpoint for `restore`, and the seed for its training loop, or None to keep the Runner's seed."""
+        """Return a checkpoint for `restore`, and the seed of the run that saved it.
+
+        The seed is None if the Runner keeps its own seed.
+        """
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
         resume_check.check_content(checkpoint, source)
@@ -249,7 +252,7 @@ class Checkpoints:
         resume.restore_counts(runner.optim_wrapper, *self._counts)
 
     def restore_random_state(self) -> None:
-        """Restore the resumed checkpoint's random state just before the first step. Later calls have no effect."""
+        """Restore the random state from the checkpoint just before the first step. Later calls have no effect."""
         if self.random_state is not None:
             set_random_state(self.random_state)
             self.random_state = None
@@ -353,6 +356,6 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Wait for the last checkpoint. A failure is only logged, so as not to mask an error raised by the run."""
+        """Wait until the last checkpoint is written. A failure is only logged, so that it cannot mask an error."""
         self._wait_or_log()
         self._writer.close()

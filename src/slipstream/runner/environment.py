@@ -45,7 +45,7 @@ class Randomness:
     """Options for the Runner's `randomness` argument."""
 
     seed: Seed | None = None
-    """Seed for all random number generators. If None, a random seed is drawn for all ranks and logged."""
+    """Seed for all random number generators. If None, one random seed is drawn for all ranks and logged."""
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False

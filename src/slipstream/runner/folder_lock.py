@@ -18,12 +18,12 @@ from slipstream.files import remove_temporary_files
 __all__ = ["FolderLock"]
 
 _TIMEOUT = 20.0
-"""Seconds to wait if the process that acquired the lock has exited, because its data loader workers share the lock and
+"""Seconds to wait for the lock if the process that acquired it has exited. Its data loader workers share the lock, and
 may still be running."""
 
 
 class FolderLock:
-    """Hold an exclusive lock on output folders from `lock` to `release`.
+    """Hold an exclusive lock on each output folder from `lock` to `release`.
 
     The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
     that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, so that runs with a
@@ -101,7 +101,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock, including for child processes that share it."""
+    """Release the lock, also for the child processes that share it."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -94,7 +94,7 @@ class ModelInterface:
 
 
 class PlainModel(ModelInterface):
-    """Calls a module without the methods of `BaseModel`.
+    """Calls a module that does not have the methods of `BaseModel`.
 
     During evaluation, the predictions are pairs `(outputs, targets)`, or `(outputs, batch)` if the batch is a dict.
 

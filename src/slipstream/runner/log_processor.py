@@ -22,7 +22,7 @@ __all__ = ["LogProcessor"]
 
 Tag = dict[str, Any]
 _MAX_ETA = timedelta.max.total_seconds() // 2
-"""Upper bound on the displayed remaining time in seconds; `timedelta` cannot represent larger values."""
+"""Upper bound on the displayed remaining time in seconds; `timedelta` cannot represent much larger values."""
 
 
 @LOG_PROCESSORS.register_module()

@@ -51,7 +51,7 @@ __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", 
 
 
 class _TrainLoop(BaseLoop):
-    """Base class for both training loops: runs the training step and schedules validation."""
+    """Base class for both training loops, which runs the training step and schedules validation."""
 
     counts_epochs = True
     """Whether training is epoch-based."""
@@ -198,7 +198,7 @@ class _TrainLoop(BaseLoop):
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
 
-        If `validated` is False, the loop first runs validation if it is due.
+        If `validated` is False, and validation is due at this point, the loop validates first.
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated, self._validation_start = start, validated, None
@@ -281,7 +281,7 @@ class _TrainLoop(BaseLoop):
         self._validated = True
 
     def end_validation(self) -> None:
-        """Mark the validation as complete. Validation loops call this before hooks use the metrics."""
+        """Mark the validation as complete. Validation loops call this method before hooks use the metrics."""
         if self._validation_start is not None:  # otherwise, a hook has called `runner.val`
             self._validated, self._validation_start = True, None
 
@@ -492,7 +492,7 @@ class _EvalLoop(BaseLoop):
     Args:
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        evaluator: an `Evaluator`, its metrics, or `'loss'` for the mean losses.
+        evaluator: an `Evaluator`, the metrics for an `Evaluator`, or `'loss'` for the mean losses.
         fp16: run under autocast with the device's default lower-precision dtype.
     """
 
@@ -557,7 +557,7 @@ class _EvalLoop(BaseLoop):
         check_complete(self.dataloader, self._name, self.batches, length(self.dataloader))
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Iterate over pairs (batch, is_real); `is_real` is False for padding that keeps the ranks synchronized."""
+        """Iterate over pairs (batch, is_real); `is_real` is False for batches that only keep the ranks synchronized."""
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self._load(), self.dataloader)
         return ((batch, True) for batch in self._load())

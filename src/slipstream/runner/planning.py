@@ -65,7 +65,7 @@ def _check_params(params: Any) -> None:
 
 
 class PreparedModel(NamedTuple):
-    """A Runner's model with the speed options applied, and the plan."""
+    """A Runner's speed plan, and the model to which the plan has been applied."""
 
     capabilities: Capabilities
     plan: SpeedPlan

@@ -70,7 +70,7 @@ __all__ = [
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None, list[str]]:
-    """Return the checkpoint to resume from, the seed of that run, and warnings; (None, None, warnings) for a new run.
+    """Return the checkpoint to resume from, its seed, and warnings; (None, None, warnings) for a new run.
 
     With `resume=True` and without `load_from`, the newest undamaged checkpoint in the work_dir is used. Rank 0 searches
     for checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
@@ -102,7 +102,7 @@ def find_resume(
 
 
 def _newest(work_dir: str, lines: list[str]) -> Iterator[Path]:
-    """Yield the checkpoints that rank 0 finds in its work_dir.
+    """Yield the checkpoints that rank 0 finds in its work_dir, in the order of `newest_checkpoints`.
 
     Messages from `newest_checkpoints` are stored in `lines`.
     """
@@ -296,7 +296,7 @@ def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: A
     changed, all processes use the states of rank 0.
 
     Raises:
-        CheckpointError: a state does not match its generator; no generator has been changed.
+        CheckpointError: a state does not match its generator. In this case, no generator is changed.
     """
     states, batches = meta.get("sampler_generators"), loader.batch_sampler
     if not states or not isinstance(batches, EpochBatchSampler):

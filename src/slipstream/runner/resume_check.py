@@ -1,4 +1,4 @@
-"""Check that a run can resume from a checkpoint, before changing any state of the run."""
+"""Check that a run can resume from a checkpoint, before any state of the run is changed."""
 
 from __future__ import annotations
 

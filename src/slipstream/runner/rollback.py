@@ -57,7 +57,7 @@ class Passes:
             steps_done: number of steps before the pass.
             epoch: index of the epoch or pass.
             start: index of the first batch.
-            used_samples: number of samples in the first batch that this pass skips, because they have been used.
+            used_samples: number of samples to skip in the first batch, because they have already been used.
         """
         # Remove the passes that the run repeats after a rollback.
         while self._passes and self._passes[-1][0] >= steps_done:
@@ -151,7 +151,7 @@ class Rollback:
         self._saved = deque((*others, (iteration, path)), maxlen=_MAX_CHECKPOINTS)
 
     def agree(self, error: NonFiniteLossError | None) -> NonFiniteLossError | None:
-        """Return the earliest error of all ranks, or None if no rank has one. All ranks must call this method.
+        """Return the earliest error on any rank, or None if no rank has an error. All ranks must call this method.
 
         The result is the same on every rank.
         """

@@ -114,7 +114,9 @@ class RunContext:
 
     @contextmanager
     def running(self) -> Iterator[bool]:
-        """Activate the run's logger, hub and options; close log files and release hooks on exit, even after an error.
+        """Activate the run's logger, message hub and options.
+
+        On exit, even after an error, close the log files and release the hooks.
 
         Yields:
             False during another run of this Runner, in which case this context manager has no effect; otherwise True.

@@ -18,10 +18,8 @@ __all__ = ["own_attributes", "restored_attributes", "same"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-_NESTED = (
-    list,
-    tuple,
-)  # checkpoints store sets and deques as lists, so only top-level attributes can have these types
+# Checkpoints store sets and deques as lists, which `_convert` converts back only if they are attributes themselves.
+_NESTED = (list, tuple)
 
 
 def own_attributes(scheduler: Any, ignored: Collection[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Base class for all schedulers: active steps, chaining and resuming."""
+"""Base class for all schedulers, which implements active steps, chaining and resuming."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _RemembersAttributes(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        # Without this property, `inspect` shows the parameters of `__call__`.
+        # Without this property, `inspect` would show the parameters of `__call__`.
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -54,21 +54,23 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
         param_name: name of the option. Its value is a number or a 0-dim tensor. Tensors are updated in place.
         begin: first active step.
-        end: first inactive step after the active steps.
+        end: first step after the active steps.
         last_step: the last completed step, for resuming without a state; -1 starts from the beginning.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this value.
+        by_epoch: whether the caller calls `step` after each epoch; otherwise, `step` is called after each iteration.
         verbose: whether to log each value.
 
     Raises:
         ConfigError: an argument is invalid; the message names it.
     """
 
-    need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
-    ends_with_run = False  # whether the values depend on the length of the run, because `end` is its default
-    _length_arguments: ClassVar[
-        tuple[str, ...]
-    ] = ()  # arguments any of which determines the schedule's length
-    _step_arguments: ClassVar[tuple[str, ...]] = ()  # arguments that can be converted from epochs to steps
+    # Whether `step` must also be called with the results of each validation run.
+    need_val_args: ClassVar[bool] = False
+    # Whether the length of the schedule is the length of the run, because no argument sets it.
+    ends_with_run = False
+    # Arguments that each determine the length of the schedule.
+    _length_arguments: ClassVar[tuple[str, ...]] = ()
+    # Arguments that `build_iter_from_epoch` converts from epochs to iterations.
+    _step_arguments: ClassVar[tuple[str, ...]] = ()
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     _initial: dict[str, Any]  # the attributes after construction
@@ -115,7 +117,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         An epoch has `epoch_length` iterations.
 
         Raises:
-            ConfigError: `epoch_length` is None, or the arguments are already in iterations.
+            ConfigError: `epoch_length` is not a positive int, or the arguments are already in iterations.
         """
         require(by_epoch is True, "by_epoch", "True to convert epochs to iterations", by_epoch)
         check_int("epoch_length", epoch_length, 1)
@@ -149,7 +151,7 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
         self._last_value = self._values.read()
 
     def get_last_value(self) -> list[float]:
-        """Return the value of every parameter group as of the last step, without a device synchronization."""
+        """Return the value of every parameter group as of the last step, without synchronizing with the device."""
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Build schedulers, including those from torch, from configurations."""
+"""Build schedulers, including torch schedulers, from configurations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TorchSchedulerAdapter:
 
     Args:
         scheduler: the scheduler, built for the torch optimizer; it is active from step 0.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this value.
-        end: first inactive step after the active steps.
+        by_epoch: whether the caller calls `step` after each epoch; otherwise, `step` is called after each iteration.
+        end: first step after the active steps.
     """
 
     need_val_args = False
@@ -39,7 +39,7 @@ class TorchSchedulerAdapter:
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
-        # Suppress a torch warning, because compiled steps do not call optimizer.step().
+        # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:
@@ -88,13 +88,13 @@ def build_param_scheduler(
     Args:
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
             `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
-            iterations. `dict(scheduler=..., by_epoch=...)` contains a torch scheduler object. Without `by_epoch`,
+            iterations. `dict(scheduler=..., by_epoch=...)` wraps a torch scheduler object. Without `by_epoch`,
             torch schedulers step as the torch documentation recommends: `OneCycleLR` and `CyclicLR` after each
             iteration, and most others after each epoch.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
-        max_epochs: default of `end` for epoch-based schedulers.
-        max_iters: default of `end` for iteration-based schedulers.
+        max_epochs: default `end` of epoch-based schedulers.
+        max_iters: default `end` of iteration-based schedulers.
 
     Raises:
         ConfigError: a key is invalid (the message names it), a scheduler object belongs to a different

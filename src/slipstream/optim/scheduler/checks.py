@@ -37,6 +37,9 @@ def check_steps(name: str, steps: Any, minimum: int) -> None:
 
 
 def require_end(end: int, alternatives: str = "") -> None:
-    """Raise a `ConfigError` unless `end` is finite; `alternatives` names other arguments in the message."""
+    """Raise a `ConfigError` unless `end` has been specified.
+
+    `alternatives` starts the message with other arguments that can be specified instead, such as `"T_max or "`.
+    """
     if end == INF:
         raise ConfigError(f"{alternatives}end must be specified; otherwise, the value would never change")

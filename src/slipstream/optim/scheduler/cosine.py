@@ -43,8 +43,9 @@ class _CosineParamScheduler(_ParamScheduler):
 class CosineAnnealingParamScheduler(_CosineParamScheduler):
     """Decrease to `eta_min` along a half cosine of `T_max` steps (default: `end - begin`), then increase again.
 
-    The value is eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2 (SGDR, arXiv:1608.03983, without restarts).
-    Alternatively, `eta_min_ratio` specifies the lower bound relative to the initial value of each group.
+    The value at step t, counted from `begin`, is eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2, where v0 is the
+    value at `begin` (SGDR, arXiv:1608.03983, without restarts). Instead of `eta_min`, `eta_min_ratio` can specify the
+    lower bound relative to the initial value of each group.
     """
 
     _length_arguments: ClassVar[tuple[str, ...]] = ("end", "T_max")

@@ -16,7 +16,7 @@ __all__ = ["LRSchedulerMixin", "MomentumSchedulerMixin"]
 class LRSchedulerMixin:
     """Mixin for learning rate schedulers, which have no `param_name` argument.
 
-    In the list of base classes, this mixin must precede the `...ParamScheduler`.
+    In the list of base classes, this mixin must precede the `...ParamScheduler` class.
     """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +28,9 @@ class LRSchedulerMixin:
 
 
 class MomentumSchedulerMixin:
-    """Mixin for schedulers of `momentum` or Adam's first beta; it must precede the `...ParamScheduler`.
+    """Mixin for schedulers of `momentum` or Adam's first beta.
+
+    In the list of base classes, this mixin must precede the `...ParamScheduler` class.
 
     Raises:
         ConfigError: the optimizer has neither momentum nor betas.
@@ -36,7 +38,7 @@ class MomentumSchedulerMixin:
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = getattr(optimizer, "param_groups", [])
-        # Check betas first, because a scheduler adds a copy of the first beta as `momentum` to Adam's groups.
+        # Check betas first, because a momentum scheduler adds a copy of the first beta to Adam's groups as `momentum`.
         self.use_betas = all("betas" in group for group in groups)
         if not self.use_betas and not all("momentum" in group for group in groups):
             name = type(getattr(optimizer, "optimizer", optimizer)).__name__

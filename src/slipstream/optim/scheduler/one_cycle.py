@@ -19,7 +19,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     """Increase from `eta_max / div_factor` to `eta_max`, then decrease to `eta_max / div_factor / final_div_factor`.
 
     See "Super-Convergence" (arXiv:1708.07120). This scheduler sets absolute values instead of scaling the current
-    values, so it cannot be chained after a warm-up. The value does not change after `total_steps`.
+    values, so it cannot be chained after a warm-up. The value does not change after `total_steps` steps.
 
     Args:
         optimizer: for this and the other common arguments, see `_ParamScheduler`.
@@ -30,8 +30,8 @@ class OneCycleParamScheduler(_ParamScheduler):
         anneal_strategy: shape of each phase, cosine or linear.
         div_factor: ratio of the peak value to the start value.
         final_div_factor: ratio of the start value to the final value.
-        three_phase: whether to add a phase after the first phase. It has the same length, and decreases the value from
-            the peak value to the start value.
+        three_phase: whether to insert a phase after the first one. It has the same length as the first phase, and
+            decreases the value from the peak value to the start value.
     """
 
     _length_arguments: ClassVar[tuple[str, ...]] = ("end", "total_steps")

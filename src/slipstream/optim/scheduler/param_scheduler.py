@@ -42,7 +42,7 @@ __all__ = [
 
 @PARAM_SCHEDULERS.register_module()
 class ConstantParamScheduler(_ParamScheduler):
-    """Multiply by `factor` at `begin`, and divide by `factor` at the last step before `end`."""
+    """Multiply the value by `factor` at `begin`, and divide it by `factor` at the last step before `end`."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class ConstantParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class LinearParamScheduler(_ParamScheduler):
-    """Multiply by a factor that changes linearly from `start_factor` at `begin` to `end_factor` at `end - 1`.
+    """Multiply the value by a factor that changes linearly from `start_factor` at `begin` to `end_factor` at `end - 1`.
 
-    v <- v (1 + d / (T s + (t - 1) d)), with s = start_factor, d = end_factor - start_factor.
+    v <- v (1 + d / (T s + (t - 1) d)), where s = start_factor and d = end_factor - start_factor.
     """
 
     _length_arguments: ClassVar[tuple[str, ...]] = ("end",)
@@ -108,7 +108,7 @@ class LinearParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class ExponentialParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` at every step after the first."""
+    """Multiply the value by `gamma` at every step after the first."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class ExponentialParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class StepParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` every `step_size` steps."""
+    """Multiply the value by `gamma` every `step_size` steps."""
 
     _step_arguments: ClassVar[tuple[str, ...]] = ("step_size",)
 
@@ -159,7 +159,10 @@ class StepParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` at each milestone, counted from `begin`. A milestone listed twice is applied twice."""
+    """Multiply the value by `gamma` at each milestone, which is a step counted from `begin`.
+
+    A milestone that is listed twice is applied twice.
+    """
 
     _step_arguments: ClassVar[tuple[str, ...]] = ("milestones",)
 

@@ -39,7 +39,7 @@ def counts_epochs(scheduler: LRScheduler) -> bool:
     """Return whether the torch documentation recommends calling the scheduler's `step` after each epoch.
 
     Raises:
-        ConfigError: the documentation does not determine when to call `step`, so the user must set `by_epoch`.
+        ConfigError: the documentation does not specify when to call `step`, so the user must set `by_epoch`.
     """
     units = _units(scheduler)
     if units in ({True}, {False}):

@@ -18,8 +18,9 @@ class ParamValues:
     """One option (`lr`, `momentum`, `weight_decay`) of an optimizer's parameter groups, as floats.
 
     The option may be a 0-dim tensor, which avoids recompiling a compiled step. The tensor is filled in place, and its
-    value is cached on the host. Reading the option synchronizes with the device only if other code has changed the
-    tensor. The cache is an attribute of the optimizer, so all of the optimizer's schedulers share it.
+    value is cached on the host. Reading the option synchronizes with the device only the first time, and after other
+    code has changed the tensor. The cache is an attribute of the optimizer, so all of the optimizer's schedulers share
+    it.
 
     Args:
         optimizer: an object with `param_groups`; for an `OptimWrapper`, the cache is stored on its inner optimizer.
@@ -63,7 +64,7 @@ class ParamValues:
     def restore(self, values: Sequence[float]) -> None:
         """Cache each value for its tensor if the two are equal after rounding to the tensor's dtype.
 
-        Without this, a float32 learning rate would continue from its rounded value after a resume.
+        Otherwise, a resumed run would continue from the rounded value of a float32 learning rate.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
