@@ -155,7 +155,7 @@ def test_child_does_not_affect_the_files_sockets_and_signals_of_the_parent(tmp_p
 
 @needs_fork
 def test_work_ends_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(background, "_DEFAULT_LIMIT", 0.2)
+    monkeypatch.setattr(background, "DEFAULT_LIMIT", 0.2)
     compiler = BackgroundCompiler()
     compiler.start(lambda: time.sleep(60))
     assert not compiler.done()

@@ -79,7 +79,7 @@ def test_names_in_recipes_and_scripts_have_the_same_suggestions(timm):
 
 
 def test_weights_by_name_raise_an_error_with_the_remedies():
-    remedies = r"'cityscapes'.*to a file, .*hf://ORG/REPO/FILE.*checkpoint_sha256.*checkpoint_num_classes"
+    remedies = r"'cityscapes'.*to a file or .*hf://ORG/REPO/FILE.*checkpoint_sha256.*checkpoint_num_classes"
     with pytest.raises(ConfigError, match="^pretrained_weights: .*" + remedies):
         models.get("pp_lite_t_seg75", 1, pretrained_weights="cityscapes")
     recipe = {
