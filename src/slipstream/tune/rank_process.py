@@ -82,7 +82,7 @@ class RankProcess:
         return self._exchange(event, seconds, None)
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` untimed and then `steps` timed steps on all ranks; see `Process.time` and `wait_for`."""
+        """Run `untimed` untimed steps and then `steps` timed steps on all ranks; see `Process.time` and `wait_for`."""
         failure = None
         try:
             self._own.request(steps, untimed)

@@ -22,7 +22,7 @@ _EPS = 1e-5
 
 @MODELS.register_module()
 class BCEDiceLoss(nn.Module):
-    """The weighted sum of binary cross-entropy and 1 - Dice for masks of 0 and 1.
+    """The weighted sum of binary cross-entropy and 1 - Dice, for binary masks.
 
     For probabilities p and targets t, `Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1 + 1e-5)`, with sums over all
     pixels of the batch (arXiv 1606.04797). The cross-entropy is the mean over all pixels. Half-precision logits are
@@ -52,7 +52,7 @@ class BCEDiceLoss(nn.Module):
 
         Args:
             outputs: logits (N, 1, H, W).
-            targets: masks (N, H, W) of 0 and 1, of any dtype.
+            targets: binary masks (N, H, W) with the values 0 and 1, of any dtype.
 
         Raises:
             ModelError: if the network returns several outputs, or an output with several channels.

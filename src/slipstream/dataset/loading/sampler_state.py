@@ -17,7 +17,7 @@ __all__ = ["SamplerState"]
 
 
 class SamplerState:
-    """Makes the order of samplers that have their own random generators a function of the epoch.
+    """Makes the order of the samples depend only on the epoch, even if samplers have their own random generators.
 
     Epoch 0 uses the state that a generator has when this object is created. Each later epoch uses a state that is
     computed from this initial state, so an epoch has the same order when it is repeated or starts after a resume. A

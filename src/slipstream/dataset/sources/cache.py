@@ -74,7 +74,8 @@ class DecodeCache:
     def read(self, key: Key) -> Pair | None:
         """Return the sample as read-only views of the memory-mapped file.
 
-        The result is None if the file cannot be opened, has a different version or, with a warning, is damaged.
+        The result is None if the file cannot be opened, has a different version or is damaged. A damaged file causes a
+        warning.
         """
         path, digest = self.path(key[0]), _digest(key)
         data: mmap.mmap | bytes

@@ -39,7 +39,7 @@ def check_steps(name: str, steps: Any, minimum: int) -> None:
 def require_end(end: int, alternatives: str = "") -> None:
     """Raise a `ConfigError` unless `end` has been specified.
 
-    `alternatives` starts the message with other arguments that can be specified instead, such as `"T_max or "`.
+    The message begins with `alternatives`, the arguments that can be specified instead, such as `"T_max or "`.
     """
     if end == INF:
         raise ConfigError(f"{alternatives}end must be specified; otherwise, the value would never change")
