@@ -103,7 +103,7 @@ def test_signal_before_the_first_step_stops_the_run_without_a_checkpoint(tmp_pat
     with pytest.raises(Interrupted) as stopped:
         run(tmp_path, custom_hooks=[Early(stage)], log_level="INFO")
     assert stopped.value.code == EXIT_STATUS
-    assert "SIGINT received: no step has been run, so nothing had to be saved" in capfd.readouterr().out
+    assert "SIGINT received: no steps were run, so there is nothing to save" in capfd.readouterr().out
     assert not list(tmp_path.glob("*.pth"))
     assert_same(weights(run(tmp_path, resume=True)), weights(run(tmp_path / "whole")))
 

@@ -41,7 +41,7 @@ def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder
     wait_for("waiting", log)
     # Slurm sends this signal two minutes before the time limit.
     cluster.run(f"scancel --batch --signal=USR1 {job}", folder).succeeded()
-    wait_for("the state after iteration 5 is saved", log)
+    wait_for("the state after iteration 5 was saved", log)
     whole = "slipstream train line.yaml --trust --nproc 2 --work-dir whole"
     cluster.run(whole, folder, PYTHONPATH=FOLDER).succeeded()
     wait_for("Done: ", log, within=200)

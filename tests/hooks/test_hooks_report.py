@@ -127,7 +127,7 @@ def test_interrupted_run_has_a_report(tmp_path):
     saved = torch.load(tmp_path / "preempted.pth", weights_only=False)["meta"]["iter"]
     assert report(runner).iteration == saved >= 4
     log = next(Path(runner.log_dir).glob("*.log")).read_text(encoding="utf-8")
-    assert f"the state after iteration {saved} is saved" in log
+    assert f"the state after iteration {saved} was saved" in log
 
 
 def test_resumed_run_has_a_separate_report_of_its_own_steps(tmp_path):

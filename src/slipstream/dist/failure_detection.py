@@ -96,7 +96,7 @@ def start_failure_detection() -> None:
     else:
         warnings.warn(
             f"rank {rank} cannot connect to rank 0 on port {port} ({', '.join(hosts)}). If one of the two "
-            "fails, the other does not exit until its next collective fails. Allow connections between the machines on "
+            "fails, the other will not exit until its next collective fails. Allow connections between the machines on "
             "all ports",
             RuntimeWarning,
             stacklevel=3,

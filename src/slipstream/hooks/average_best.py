@@ -133,7 +133,7 @@ class AverageBestHook(Hook):
         self._replaced.remove_all()
         if not self._best:
             runner.logger.warning(
-                "AverageBestHook: no average is computed, because there are no saved weights: no validation run "
+                "AverageBestHook: no average was computed, because there are no saved weights: no validation run "
                 f"returned a finite '{self.metric}', or the files in {self._folder} were removed"
             )
             return

@@ -234,7 +234,7 @@ class CheckpointHook(Hook):
             _, iteration = read_origin(self._folder / name)
             is_older = iteration is not None and iteration < runner.iter
             if name not in self._kept and is_older and self._remove(self._folder, name):
-                runner.logger.info(f"Removed {name}, which the checkpoint {path.name} replaced")
+                runner.logger.info(f"Removed {name}, which was replaced by {path.name}")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
         """Return the names in the resumed checkpoint's list `key` that regular checkpoints of this hook can have."""
@@ -391,7 +391,7 @@ class CheckpointHook(Hook):
         if problem is not None and not self._warned:
             self._warned = True
             runner.logger.warning(
-                f"CheckpointHook: no best checkpoint is saved, because the metric '{key}' {problem}; set "
+                f"CheckpointHook: no best checkpoint will be saved, because the metric '{key}' {problem}; set "
                 "default_hooks.checkpoint.save_best and rule"
             )
         return key if problem is None else None

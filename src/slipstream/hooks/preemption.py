@@ -41,7 +41,7 @@ class PreemptionHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Stop if a rank has already received a signal."""
         if self._preemption.requested():
-            self._stop(runner, "no step has been run, so nothing had to be saved; run the same command again")
+            self._stop(runner, "no steps were run, so there is nothing to save; run the same command again")
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -51,7 +51,7 @@ class PreemptionHook(Hook):
             return
         name = f"{CHECKPOINT_NAME}.pth"
         runner.save_checkpoint(runner.work_dir, name, by_epoch=False, mark_last=True)
-        state = f"the state after iteration {runner.iter + 1} is saved in {runner.work_dir}"
+        state = f"the state after iteration {runner.iter + 1} was saved in {runner.work_dir}"
         self._stop(runner, f"{state}; to continue, run the same command with resume=True", runner.iter + 1)
 
     def _stop(self, runner: Runner, text: str, iteration: int | None = None) -> None:

@@ -143,7 +143,8 @@ class BaseAveragedModel(nn.Module):
             if own.get(name) != current.get(name):
                 raise ModelError(
                     f"the buffer '{name}' has changed from {_described(own, name)} to {_described(current, name)} "
-                    "since the weight average was created; create it with its final shape, or remove the average (ema)"
+                    "since the weight average was created; create the buffer with its final shape, or remove the "
+                    "average (ema)"
                 )
 
     @torch.no_grad()

@@ -210,7 +210,7 @@ def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
 
 
 def test_dataset_whose_samples_all_fail_raises_an_error():
-    with pytest.raises(DataError, match="every sample of Samples raises an error; see"):
+    with pytest.raises(DataError, match="every sample of Samples raised an error; see"):
         content(build(Samples(range(4), size=4), skip_errors=9))
 
 

@@ -89,8 +89,9 @@ def until_one_ends(
         yield batch
     if next_batch is not _END:
         warn(
-            f"The epoch ends after {_describe_count(count)} because another rank has no more data; rank {get_rank()} "
-            "has unused batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
+            f"The epoch ended after {_describe_count(count)} because another rank ran out of data; rank {get_rank()} "
+            "has unused batches. To use them all, give every rank the same number of batches (for example, with "
+            "DefaultSampler)"
         )
 
 

@@ -101,7 +101,7 @@ class SeededDataset(Dataset[Any]):
             self._replacements.add(other.epoch, int(index), int(other))
             return sample
         raise DataError(
-            f"every sample of {type(self.dataset).__name__} raises an error; see the warnings in the log"
+            f"every sample of {type(self.dataset).__name__} raised an error; see the warnings in the log"
         )
 
     def _read(self, index: Any) -> Any:
