@@ -258,7 +258,7 @@ def test_step_within_averaged_raises_an_error_and_changes_nothing(compile):
     with (
         step.averaged(),
         pytest.raises(
-            ModelError, match=r"cannot be called within `with step\.averaged\(\)`.* after this block"
+            ModelError, match=r"cannot be called inside `with step\.averaged\(\)`.* after the block"
         ),
     ):
         step(batches()[0])
@@ -368,7 +368,7 @@ def test_training_longer_than_total_steps_warns_once(caplog):
     assert "total_steps" not in caplog.text
     for batch in batches(3):
         step(batch)
-    assert caplog.text.count("Training continues after total_steps=12 batches") == 1
+    assert caplog.text.count("Training continues past total_steps=12 batches") == 1
     assert "not of weight updates; pass len(loader) * epochs" in step.summary()
 
 

@@ -108,7 +108,7 @@ def test_state_dict_within_averaged_is_rejected():
     state = step.state_dict()
     with step.averaged():
         with pytest.raises(
-            CheckpointError, match=r"^state_dict\(\) cannot be called within `with step.averaged"
+            CheckpointError, match=r"^state_dict\(\) cannot be called inside `with step.averaged"
         ):
             step.state_dict()
         with pytest.raises(CheckpointError, match=r"^load_state_dict\(\) cannot be called within"):
@@ -273,7 +273,9 @@ def test_file_without_or_with_other_tensors_outside_the_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"other_tensors\.0"):
         step.load_state_dict({**state, "other_tensors": [torch.zeros(9)] * 4})
     del state["other_tensors"]
-    with pytest.warns(UserWarning, match="does not contain the 4 tensors that the optimizer or loss_fn uses"):
+    with pytest.warns(
+        UserWarning, match="does not contain the 4 tensors outside the model that the optimizer"
+    ):
         step.load_state_dict(state)
 
 

@@ -250,7 +250,9 @@ def test_a_total_next_to_its_terms_raises_an_error_instead_of_being_added_to_the
         return {"loss": 2 * value, "loss_a": value, "loss_b": value}
 
     step = accelerate(model, torch.optim.SGD(model.parameters(), 0.1), speed=None, **{function: losses})
-    with pytest.raises(LossError, match=r"'loss' and \['loss_a', 'loss_b'\], and all of them would be added"):
+    with pytest.raises(
+        LossError, match=r"'loss' and \['loss_a', 'loss_b'\], and all of them would be summed"
+    ):
         step((torch.ones(1, 2), torch.ones(1, 1)))
 
 

@@ -129,7 +129,7 @@ def test_long_run_is_plotted_with_at_most_2000_points(tmp_path: Path, drawn: dic
     ("reason", "changes"),
     [
         ("depends on a metric", dict(param_scheduler=dict(type="ReduceOnPlateauLR", monitor="acc"))),
-        ("takes more than 0 s", dict(param_scheduler=MMENGINE)),
+        ("took more than 0 s", dict(param_scheduler=MMENGINE)),
     ],
 )
 def test_unknown_rates_are_logged_instead_of_plotted(

@@ -115,7 +115,7 @@ def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
     ("index", "value", "message"),
     [
         (0, "model", "model: must be a torch.nn.Module, not str"),
-        (1, 3, "loader: must be an iterable over batches, not int"),
+        (1, 3, "loader: must be an iterable of batches, not int"),
         (2, None, "optimizer: must be a torch.optim.Optimizer, not NoneType"),
     ],
 )

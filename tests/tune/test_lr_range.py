@@ -52,7 +52,7 @@ def test_the_slope_matches_a_fitted_line():
 def test_no_rate_is_suggested_if_the_loss_never_falls_or_the_sweep_is_too_short():
     assert LrRange(rates(), [1.0 + i for i in range(100)]).suggestion is None
     assert LrRange(rates()[:5], [5.0, 4.0, 3.0, 2.0, 1.0]).suggestion is None
-    assert "does not fall" in str(LrRange(rates(), [1.0] * 100))
+    assert "did not fall" in str(LrRange(rates(), [1.0] * 100))
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_smoothed_curve():

@@ -162,7 +162,7 @@ def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> tuple[
             raise ConfigError(remedy, plan.config_path(option))
     if plan.parallel is not None and plan.parallel.sharded:
         raise ConfigError(
-            "requires an optimizer that is built after the model is sharded; use a Runner",
+            "requires an optimizer built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
     return plan, dict(idle(plan, capabilities))
@@ -262,8 +262,8 @@ class TrainStep:
         """
         if self.average is not None and self.average.swapped:
             raise ModelError(
-                "the step cannot be called within `with step.averaged()`, because it would train the averaged weights; "
-                "call it after this block"
+                "the step cannot be called inside `with step.averaged()`, because it would train the averaged weights; "
+                "call it after the block"
             )
         if self._total_steps is not None and self.steps >= self._total_steps and not self._is_longer:
             self._is_longer = True
@@ -317,8 +317,8 @@ class TrainStep:
 
     def _warn_of_length(self) -> None:
         self._warn(
-            f"Training continues after total_steps={self._total_steps} batches, the length for which the schedule of "
-            "ema and the last accumulation window were computed. total_steps is the number of batches in the whole "
+            f"Training continues past total_steps={self._total_steps} batches, but the schedule of ema and the last "
+            "accumulation window were computed for that length. total_steps is the number of batches in the whole "
             "run, not of weight updates; pass len(loader) * epochs to accelerate()"
         )
 
@@ -438,9 +438,9 @@ class TrainStep:
         if saved is not None and now != saved and self.optim.unfinished:
             self._warn(
                 f"The loaded state contains the gradients of an unfinished accumulation window of {saved} batches. "
-                f"accumulate, total_steps or batches_per_epoch is now different, so the window ends after {now} "
-                "batches, and its update uses the mean gradient of these batches. To load a state without gradients, "
-                "save when step.updated is True"
+                f"accumulate, total_steps or batches_per_epoch has changed since then, so the window will end after "
+                f"{now} batches, and its update will use their mean gradient. To load a state without gradients, save "
+                "when step.updated is True"
             )
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
@@ -471,8 +471,8 @@ class TrainStep:
     def _check_not_averaged(self, method: str) -> None:
         if self.average is not None and self.average.swapped:
             raise CheckpointError(
-                f"{method}() cannot be called within `with step.averaged()`, because the model contains the averaged "
-                "weights there; call it after this block, or use save() and load(), which work everywhere"
+                f"{method}() cannot be called inside `with step.averaged()`, because the model contains the averaged "
+                "weights there; call it after the block, or use save() and load(), which work everywhere"
             )
 
     def _other_tensors(self) -> list[Tensor]:

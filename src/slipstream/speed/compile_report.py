@@ -55,7 +55,7 @@ def explain_failure(error: BaseException) -> str:
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
         cause = f"; cause of the last recompile: {recompile_cause}" if recompile_cause else ""
-        reason = f"{reason}: torch's recompile limit is reached{cause}"
+        reason = f"{reason}: torch's recompile limit was reached{cause}"
     line = failed_line(error)
     return f"{type(error).__name__}: {reason}{f', at {line}' if line else ''}"
 

@@ -160,7 +160,7 @@ def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
     others = [name for name in loss if name != "loss" and "loss" in name] if isinstance(loss, Mapping) else []
     if others and "loss" in loss:
         raise LossError(
-            f"the dict contains 'loss' and {others}, and all of them would be added. If 'loss' is the total, remove "
+            f"the dict contains 'loss' and {others}, and all of them would be summed. If 'loss' is the total, remove "
             f"it, or log {others} under names without 'loss'. Otherwise, rename 'loss'"
         )
     return loss

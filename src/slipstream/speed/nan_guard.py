@@ -187,7 +187,7 @@ class StepGuard:
         for name, buffer in self._model.named_buffers():
             if name in self._saved_buffers and (before := self._saved_buffers[name].shape) != buffer.shape:
                 return ModelError(
-                    f"nan_guard cannot restore the buffer '{name}' when a step is skipped, because forward has changed "
+                    f"nan_guard cannot restore the buffer '{name}' when a step is skipped, because forward changed "
                     f"its shape from {tuple(before)} to {tuple(buffer.shape)}; create it with its final shape, or use "
                     "nan_guard='stop'"
                 )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["check_step_state", "own_remedy"]
 
 _REMEDY = (
-    ". Load it into a step with the model, optimizer and options with which it was saved, or load only the weights: "
+    ". Load it into a step with the model, optimizer and options it was saved with, or load only the weights: "
     "model.load_state_dict(torch.load(path)['state_dict'])"
 )
 
@@ -71,15 +71,15 @@ def _check_other_tensors(own: list[Tensor], saved: list[Tensor] | None, source: 
         if own:
             tensors = "the tensor" if len(own) == 1 else f"the {len(own)} tensors"
             warnings.warn(
-                f"{source} does not contain {tensors} that the optimizer or loss_fn uses outside the model; the "
+                f"{source} does not contain {tensors} outside the model that the optimizer or loss_fn uses; the "
                 "current values are kept",
                 stacklevel=5,
             )
         return
     if len(saved) != len(own):
         raise CheckpointError(
-            f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors that the optimizer and "
-            f"loss_fn use outside the model is {len(own)}; load the state of the same model, optimizer and loss_fn"
+            f"{source}: 'other_tensors' has length {len(saved)}, but the number of tensors outside the model that "
+            f"the optimizer and loss_fn use is {len(own)}; load the state of the same model, optimizer and loss_fn"
         )
     own_by_index, saved_by_index = ({str(i): t for i, t in enumerate(each)} for each in (own, saved))
     check_tensors(own_by_index, saved_by_index, "other_tensors", source, warnings.warn)

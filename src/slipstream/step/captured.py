@@ -246,7 +246,7 @@ class CapturedStep:
                 )
         if modules._global_backward_hooks or modules._global_backward_pre_hooks:
             raise NotCapturedError(
-                "a global module backward hook is registered, which is called only by backward(); remove the hook"
+                "there is a global module backward hook, which is called only by backward(); remove the hook"
             )
         for name, module in self.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:

@@ -153,7 +153,7 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
     ]
     rates = _values(schedulers, optimizer, points, loop.epoch_length if runner.by_epoch else loop.max_iters)
     if rates is None:
-        return f"simulating the schedules takes more than {_SECONDS:g} s"
+        return f"simulating the schedules took more than {_SECONDS:g} s"
     return _distinct_curves(optimizer.param_groups, list(zip(*rates, strict=True)))
 
 

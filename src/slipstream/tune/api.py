@@ -229,7 +229,7 @@ def find_lr(
 
     Args:
         model, optimizer, loss_fn: as for `accelerate`.
-        loader: an iterable over batches.
+        loader: an iterable of batches.
         start, end: the first and last learning rates of the parameter group with the largest learning rate.
         steps: number of steps. The test ends earlier if a loss is not finite, or the smoothed loss exceeds four times
             its smallest value.
@@ -274,7 +274,7 @@ def _objects_job(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}", "optimizer")
     if not hasattr(loader, "__iter__"):
-        raise ConfigError(f"must be an iterable over batches, not {type(loader).__name__}", "loader")
+        raise ConfigError(f"must be an iterable of batches, not {type(loader).__name__}", "loader")
     state = get_random_state()
     return lambda setting: ObjectsJob(model, loader, optimizer, loss_fn, speed, state, setting)
 

@@ -68,7 +68,7 @@ class LrRange:
     def __str__(self) -> str:
         suggestion = self.suggestion
         text = (
-            "The loss does not fall at any of these rates; check the model and the data"
+            "The loss did not fall at any of these rates; check the model and the data"
             if suggestion is None
             else f"Suggested learning rate: {suggestion:.2g}"
         )
