@@ -123,7 +123,7 @@ def test_compressed_entries_are_rejected_before_they_are_read(tmp_path):
             new.writestr(entry.filename, old.read(entry))
     assert torch.load(bomb, weights_only=True)["state_dict"]["w"].shape == (1000,)  # torch expands it
     with pytest.raises(
-        CheckpointError, match=r"bomb\.pth is not loaded: its entry .*/data.pkl is compressed"
+        CheckpointError, match=r"bomb\.pth was not loaded: its entry .*/data.pkl is compressed"
     ):
         load_checkpoint(bomb)
 

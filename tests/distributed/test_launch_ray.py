@@ -147,7 +147,7 @@ def test_failure_of_one_process_ends_the_job_with_its_status(nodes, folder, how,
 
 def test_failure_on_one_node_ends_the_processes_of_the_other_node(nodes, folder):
     run = nodes["n1"].run(f"{SUBMIT} --nodes 2 {on_rank_1('kill')}", folder).failed()
-    assert "(one of 2) exited with status " in error(run)
+    assert "(one of 2 nodes) exited with status " in error(run)
     assert "Traceback" not in run.output
     ended(nodes, folder)
 
@@ -191,7 +191,10 @@ def test_job_waits_for_nodes_until_it_is_interrupted(nodes, folder):
 def test_node_that_cannot_start_ends_the_processes_that_wait_for_it(nodes, folder):
     only_on_n2 = "mount -t tmpfs tmpfs /mnt && mkdir /mnt/x && cp line.yaml /mnt/x && cd /mnt/x"
     run = nodes["n2"].run(f"{only_on_n2} && {SUBMIT} --nodes 2", folder).failed()
-    assert "the node 10.77.0.1 (one of 2) failed: the folder /mnt/x does not exist on this node" in error(run)
+    assert (
+        "the node 10.77.0.1 (one of 2 nodes) failed: the folder /mnt/x does not exist on this node"
+        in error(run)
+    )
     ended(nodes, folder)
 
 

@@ -162,7 +162,7 @@ def test_ctrl_c_keeps_the_completed_runs(tmp_path, monkeypatch, capsys):
     [
         (
             ["--warmup", "2"],
-            "--warmup: must be at least 3, because a compiled step is captured and verified in",
+            "--warmup: must be at least 3, because the compiled step is captured and verified during",
         ),
         (["--out", "tiny.py/out"], "--out: cannot write to the folder"),
         (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),

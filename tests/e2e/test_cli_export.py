@@ -164,7 +164,7 @@ def test_the_exported_file_returns_the_models_scores_without_slipstream(kind, pl
         assert export(kind, "--shape", "3x32x48") == 2
         assert "--fixed-size: is required" in capsys.readouterr().err
     assert export(kind, "--shape", *sizes) == 0
-    assert "the largest difference is" in capsys.readouterr().out
+    assert "Largest difference from the model's output" in capsys.readouterr().out
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 37, 51)).astype(np.float32)
     # The expected scores, computed by hand from the definitions of normalization and padding.
     mean, std = ([0.4, 0.5, 0.6], [0.2, 0.3, 0.4]) if normalized else ([100, 110, 120], [50, 60, 70])

@@ -134,7 +134,7 @@ def test_submit_writes_the_script_and_prints_the_job_id(slipstream, sbatch, tmp_
     sbatch('echo "$@" > arguments; echo "17;cluster"')
     done = slipstream("submit", RECIPE, "--nodes", "2")
     path = tmp_path / "work_dirs" / RECIPE / "submit.sbatch"
-    assert done.stdout.startswith("Submitted job 17, which starts from scratch.")
+    assert done.stdout.startswith("Submitted job 17, which will start from scratch.")
     assert f"{path.parent}/slurm-17.log" in done.stdout
     assert (tmp_path / "arguments").read_text().split() == ["--parsable", str(path)]
     assert options(path.read_text())["nodes"] == "2"
@@ -147,7 +147,7 @@ def test_submit_prints_the_checkpoint_to_resume_from(slipstream, sbatch, tmp_pat
     checkpoint.touch()
     (tmp_path / "out/last_checkpoint").write_text(str(checkpoint))
     done = slipstream("submit", RECIPE, "--work-dir", "out")
-    assert f"Submitted job 18, which resumes from {checkpoint}." in done.stdout
+    assert f"Submitted job 18, which will resume from {checkpoint}." in done.stdout
 
 
 def test_dry_run_prints_the_script_without_submitting(slipstream, sbatch, tmp_path):

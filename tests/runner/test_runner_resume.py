@@ -421,7 +421,7 @@ def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(t
     text = capsys.readouterr().out
     assert f"Resuming from {folder}/epoch_2.pth; all steps after iteration 10 will be repeated" in text
     names = "epoch_5.pth, epoch_4.pth" + ", pretrained.pth" * (problem != "origin deleted")
-    assert f"{names} in {folder} were not written by this run and are not used" in text
+    assert f"{names} in {folder} were not written by this run and are ignored" in text
     assert_same(weights(whole), weights(resumed))
 
 

@@ -161,7 +161,7 @@ class _Archive(io.RawIOBase):
         compressed = next((entry.filename for entry in entries if entry.compress_type != ZIP_STORED), None)
         if compressed is not None:
             raise CheckpointError(
-                f"{self._path} is not loaded: its entry {compressed} is compressed, so it could expand to any size. "
+                f"{self._path} was not loaded: its entry {compressed} is compressed, so it could expand to any size. "
                 "torch.save does not compress entries; if you trust the file, load it with torch.load and save it "
                 "again with torch.save"
             )

@@ -77,8 +77,8 @@ def restoring(key: str, source: Any) -> Iterator[None]:
         raise
     except Exception as error:  # the entry can have any structure
         raise CheckpointError(
-            f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
-            "create a new Runner before training"
+            f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be only partly "
+            "restored; create a new Runner before training"
         ) from error
 
 
@@ -110,7 +110,7 @@ def check_tensors(
         if isinstance(target := own.get(name), Tensor):
             _check_tensor(target, value, f"{where}.{name}", source, shapes, layouts)
             if torch.promote_types(value.dtype, target.dtype) != target.dtype:
-                warn(f"{source}: '{where}.{name}' is rounded from {value.dtype} to {target.dtype}")
+                warn(f"{source}: '{where}.{name}' will be rounded from {value.dtype} to {target.dtype}")
 
 
 def _check_tensor(

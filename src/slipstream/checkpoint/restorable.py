@@ -27,7 +27,7 @@ def check_restorable(state: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor):
             if value.layout is torch.strided and _is_expanded(value):
                 raise ModelError(
-                    f"the model's buffer '{key}' is an expanded tensor. Several of its elements use the same memory, "
+                    f"the model's buffer '{key}' is an expanded tensor. Several of its elements share memory, "
                     "so it cannot be loaded from a checkpoint; register a copy of it (tensor.clone())"
                 )
         elif kind := _unsupported(value):

@@ -47,7 +47,8 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
     """
     for problem in rule(value, where):
         raise CheckpointError(
-            f"{source}: {problem}. The file was changed or written by a different program; use another checkpoint"
+            f"{source}: {problem}. The file was modified after it was saved, or was written by a different program; "
+            "use another checkpoint"
         )
 
 

@@ -151,7 +151,7 @@ def _of_last_run(
     if foreign := [path.name for path in iterations if path not in own]:
         more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         warn(
-            f"{', '.join(foreign[:_MAX_LISTED])}{more} in {folder} were not written by this run and are not used"
+            f"{', '.join(foreign[:_MAX_LISTED])}{more} in {folder} were not written by this run and are ignored"
         )
     # If the run has rolled back, the iterations after its last checkpoint were discarded.
     ordered = sorted(own, key=lambda path: (own[path] <= last, own[path]), reverse=True)

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.warmup < _MIN_WARMUP:
         raise ConfigError(
-            f"must be at least {_MIN_WARMUP}, because a compiled step is captured and verified in the second step",
+            f"must be at least {_MIN_WARMUP}, because the compiled step is captured and verified during the "
+            "second step",
             "--warmup",
         )
     for recipe in args.recipes:

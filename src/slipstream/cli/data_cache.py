@@ -157,7 +157,7 @@ def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | st
             cache.write(key, *dataset.load(index))
             if cache.read(key) is None:
                 raise DataError(
-                    f"'{cache.path(key[0])}' differs from the data written; check the disk for errors"
+                    f"'{cache.path(key[0])}' does not contain the data that was written; check the disk for errors"
                 )
         return cache.path(key[0]).stat().st_size, new
     except DataError as error:

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
             written.replace(out.absolute().parent / written.name)
     sizes = " and ".join("x".join(map(str, images.shape)) for images in checks)
     print(
-        f"Compared with the model on {sizes}: the largest difference is {difference:.1e} times the largest score"
+        f"Largest difference from the model's output for inputs of shape {sizes}: {difference:.1e} times the "
+        "largest score"
     )
     print(f"Written: {out} and {out}.json ({_sizes(shape, dynamic)})")
     return 0
@@ -207,7 +208,7 @@ def _check_predictions(
         error = (scores.amax(1) - scores.gather(1, predicted[:, None])[:, 0]).abs().max()
     if not float(error) <= tolerance:
         raise ModelError(
-            "the exported file and validation predict different classes for the same images; use a different format"
+            "the exported model and validation predict different classes for the same images; use a different format"
         )
 
 

@@ -342,7 +342,7 @@ def _add_bench(commands: _Commands) -> None:
         type=int,
         choices=(1, 2),
         metavar="N",
-        help="measure with only this number of devices: 1 or 2",
+        help="measure only with this number of devices: 1 or 2",
     )
     parser.add_argument(
         "--precision", choices=("float32", "amp"), metavar="P", help="measure only float32 or only amp"
@@ -441,7 +441,8 @@ def _add_runs(commands: _Commands) -> None:
     parser = commands.add_parser("runs", help="list the runs in a folder (docs/report.md)")
     parser.add_argument("folder", nargs="?", default="work_dirs", metavar="DIR", help="default: work_dirs")
     parser.add_argument("--sort", default="started", metavar="KEY",
-                        help="column, scalar or setting; KEY- reverses the order (default: started)")  # fmt: skip
+                        help="column, scalar or setting to sort by; KEY- reverses the order "
+                             "(default: started)")  # fmt: skip
     parser.add_argument("--filter", type=_equation, action="append", default=[], metavar="KEY=VALUE",
                         help="show only runs with this value, such as status=failed; repeatable")  # fmt: skip
     parser.add_argument("--columns", type=_words, action="extend", default=[], metavar="KEY,KEY,...",

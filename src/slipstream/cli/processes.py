@@ -132,7 +132,7 @@ def _machines(environ: Mapping[str, str]) -> _Machines | None:
     count, rank = (read_int(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
     if rank >= count:
         raise DistributedError(
-            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; machine ranks start at 0"
+            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; node ranks start at 0"
         )
     port = read_int(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
     return _Machines(count, rank, f"{read_str(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")

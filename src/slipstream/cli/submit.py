@@ -137,7 +137,7 @@ def _start_description(work_dir: Path) -> str:
     from slipstream.checkpoint import find_latest_checkpoint
 
     latest = find_latest_checkpoint(work_dir)
-    return f"resumes from {latest}" if latest else "starts from scratch"
+    return f"will resume from {latest}" if latest else "will start from scratch"
 
 
 def _sbatch(path: Path) -> str:

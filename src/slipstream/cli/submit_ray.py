@@ -224,7 +224,7 @@ def _report(node: _NodeActor, total: int, result: int | Exception) -> None:
         if isinstance(result, int)
         else f"failed: {_reason(result)}"
     )
-    place = f"on node {node.address}" + (f" (one of {total})" if total > 1 else "")
+    place = f"on node {node.address}" + (f" (one of {total} nodes)" if total > 1 else "")
     print(f"slipstream: error: the training processes {place} {message}", file=sys.stderr)
 
 

@@ -188,8 +188,8 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
             continue
         if keys := _changed_keys(row.get("overrides"), run.overrides):
             raise ConfigError(
-                f"the earlier call of the sweep in {base} used different values for {', '.join(keys)}, so its results "
-                "do not belong to these settings; use the same overrides, or a different work_dir",
+                f"the sweep in {base} was previously run with different values for {', '.join(keys)}, so its results "
+                "do not apply to these settings; use the same overrides, or a different work_dir",
                 "--resume",
             )
         if row.get("status") == 0 and row.get("overrides") == run.overrides:

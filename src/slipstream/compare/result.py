@@ -91,7 +91,7 @@ def _note(comparison: Comparison) -> str:
     return (
         f"n = {count} round{'s' * (count != 1)} of {comparison.steps} step{'s' * (comparison.steps != 1)}. "
         "In each round, every contender trains once, in rotating order, while the others' processes wait. The ratio is "
-        "the median of the per-round ratios. Each interval is between two order statistics and contains the median "
+        "the median of the per-round ratios. Each interval lies between two order statistics and contains the median "
         "with a probability of at least 90% for five or more independent rounds; with fewer rounds, it is the range of "
         "the values. All contenders start from the same weights and train on the same prepared batches, which are "
         "repeated, so the times do not include data loading. The losses are considered equal if the first one differs "
