@@ -127,7 +127,7 @@ class Preemption:
             if another_rank_failed():
                 return  # the launcher stops the other ranks with SIGTERM
             _print(
-                f"\n{self.signal} received: training will stop after one of the next steps; "
+                f"\n{self.signal} received: training will stop within the next few steps; "
                 "send the signal again to exit immediately\n"
             )
         elif now - self._received > _REPEAT_INTERVAL:

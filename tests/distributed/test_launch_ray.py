@@ -126,7 +126,7 @@ def test_second_signal_ends_the_job_immediately(nodes, folder):
     ) as run:
         wait_for("waiting", run)
         send(signal.SIGINT, run)
-        wait_for("training will stop after one of the next steps", run)
+        wait_for("training will stop within the next few steps", run)
         send(signal.SIGINT, run)
         assert run.wait().process.returncode == 130, run.output
     ended(nodes, folder)

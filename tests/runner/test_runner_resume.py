@@ -437,9 +437,7 @@ def test_resuming_a_finished_run_trains_nothing_and_warns(tmp_path):
     one = run(tmp_path)
     losses = Losses()
     again = run(tmp_path, resume=True, custom_hooks=[losses])
-    assert (
-        logs(tmp_path).count("Nothing is trained, because the run is already complete (2 of 2 epochs)") == 1
-    )
+    assert logs(tmp_path).count("Nothing to train: the run is already complete (2 of 2 epochs)") == 1
     assert (again.epoch, again.iter, losses.by_iter) == (2, 10, {})
     assert_same(weights(one), weights(again))
 

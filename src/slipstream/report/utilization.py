@@ -28,7 +28,7 @@ def utilization_note(record: RunRecord) -> str:
     devices = f"{compute.devices} x " if compute.devices > 1 else ""
     return (
         f"Model FLOPs utilization: {value:.1%}. A sample requires {number(compute.flops_per_sample / 1e9)} GFLOP "
-        "(matrix products and convolutions in forward and backward, counted on the first batch); the run processed "
-        f"{number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} TFLOP/s "
-        f"({compute.precision}, {compute.source})."
+        "(matrix products and convolutions in the forward and backward passes, counted on the first batch); the run "
+        f"processed {number(speed)} samples per second; the peak is {devices}{number(compute.peak_flops / 1e12)} "
+        f"TFLOP/s ({compute.precision}, {compute.source})."
     )

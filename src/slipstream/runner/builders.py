@@ -214,6 +214,6 @@ def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
             if name in group:
                 group[name] = group[name] * factor
     return (
-        f"Learning rates are scaled by {samples}/{base} = {factor:g} "
+        f"Scaled the learning rates by {samples}/{base} = {factor:g} "
         "(samples per step / base_batch_size; accumulation steps are not counted)"
     )

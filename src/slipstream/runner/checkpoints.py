@@ -127,8 +127,8 @@ class Checkpoints:
             self._changed.update(found)
             self._runner.logger.warning(
                 "The model or the optimizer has changed since training started, so the run cannot be resumed from this "
-                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create buffers with their final "
-                "shape and all parameter groups before training"
+                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create all parameter groups, "
+                "and buffers with their final shapes, before training"
             )
 
     def load_or_resume(self) -> None:

@@ -38,8 +38,8 @@ _NOTES = {
         "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
     ),
     "is out of bounds.": (  # torch's message about an invalid target ends with these words
-        "(a target is not one of the network's classes; give the network more outputs, map the dataset's labels to its "
-        "classes, or set the loss's ignore_index to the value of targets without a class)"
+        "(a target is not one of the network's classes; give the network more outputs, map the dataset's labels to the "
+        "network's classes, or set the loss's ignore_index to the value of targets without a class)"
     ),
     "device-side assert triggered": (
         "(an index on the device is out of range, often a target that is not one of the network's classes; to "
@@ -98,7 +98,8 @@ def warn_of_unknown_length(runner: Runner) -> None:
         )
     if any(isinstance(hook, CheckpointHook) and hook.by_epoch is False for hook in runner.hooks):
         runner.logger.warning(
-            "The training loader has no length, so CheckpointHook does not save the last step; set by_epoch=True"
+            "The training loader has no length, so CheckpointHook does not save a checkpoint after the last step; set "
+            "by_epoch=True"
         )
 
 
@@ -112,16 +113,16 @@ def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[s
     if not isinstance(batches, EpochBatchSampler):
         if epoch and loader.persistent_workers:
             warn(
-                "The training loader's persistent workers keep their random state between epochs, which cannot be "
-                "restored, so their random numbers differ from those of an uninterrupted run; set "
+                "The training loader's persistent workers keep their random state from one epoch to the next. This "
+                "state cannot be restored, so their random numbers will differ from those of an uninterrupted run; set "
                 "train_dataloader.persistent_workers=False"
             )
         return
     if state := batches.changed_state() or batches.differing_state(epoch):
         warn(
             f"The training loader's sampler keeps state that cannot be restored ({', '.join(state)}), so the order of "
-            "the following batches may differ from that in an uninterrupted run; compute the order from "
-            "set_epoch(epoch)"
+            "the remaining batches may differ from that in an uninterrupted run; make the sampler compute the order "
+            "from the epoch passed to set_epoch()"
         )
 
 

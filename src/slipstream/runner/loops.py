@@ -210,7 +210,7 @@ class _TrainLoop(BaseLoop):
             unit, key = ("epochs", "max_epochs") if self.counts_epochs else ("iterations", "max_iters")
             shortcut = " (epochs=...)" if self.counts_epochs else ""
             runner.logger.warning(
-                f"Nothing is trained, because the run is already complete ({self._progress} of {self._goal} {unit}); "
+                f"Nothing to train: the run is already complete ({self._progress} of {self._goal} {unit}); "
                 f"to continue training, increase train_cfg.{key}{shortcut}"
             )
         rollback.begin()

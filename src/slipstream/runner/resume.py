@@ -305,7 +305,7 @@ def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: A
         batches.restore_generators(states[get_rank() if len(states) == get_world_size() else 0])
     except ValueError as error:
         raise CheckpointError(
-            f"{source}: 'meta.sampler_generators': {error}. If the sampler was changed, use load_from to start a new "
+            f"{source}: 'meta.sampler_generators': {error}. If the sampler has changed, use load_from to start a new "
             "run from the weights"
         ) from error
 
@@ -374,8 +374,8 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     if not all(finite):
         name = tensors[finite.index(False)][0]
         raise NonFiniteLossError(
-            f"the {name} is NaN or infinite at iteration {iteration}. No checkpoint is written; earlier checkpoints "
-            "are kept. Lower the learning rate, add a warm-up, or clip the gradients "
+            f"the {name} is NaN or infinite at iteration {iteration}. No checkpoint was written; earlier checkpoints "
+            "were kept. Lower the learning rate, add a warm-up, or clip the gradients "
             "(clip_grad=dict(max_norm=1.0))",
             iteration,
             located=not name.startswith("running"),

@@ -71,8 +71,8 @@ class RunContext:
             stack.enter_context(self.running())
             if self._stop_reason:
                 raise ConfigError(
-                    f"training {self._stop_reason}, so this Runner cannot continue from a consistent state; create a "
-                    "new Runner with resume=True",
+                    f"training {self._stop_reason}, so this Runner's state is inconsistent; create a new Runner "
+                    "with resume=True",
                     "Runner",
                 )
             try:

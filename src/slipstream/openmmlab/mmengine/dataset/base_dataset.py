@@ -62,7 +62,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
             raise AttributeError(f"{type(obj).__name__} does not define full_init; add this method")
         if not getattr(obj, "_fully_initialized", False):
             print_log(
-                f"{type(obj).__name__} is initialized by the first call to {old_func.__name__}",
+                f"{type(obj).__name__} is not initialized; initializing it before the call to {old_func.__name__}",
                 "current",
                 logging.WARNING,
             )

@@ -147,7 +147,7 @@ def _import(name: Any, allow_failure: bool) -> Any:
     except ImportError:
         if not allow_failure:
             raise
-        warnings.warn(f"the module '{name}' could not be imported and is ignored", stacklevel=3)
+        warnings.warn(f"the module '{name}' could not be imported and was ignored", stacklevel=3)
         return None
 
 
