@@ -214,14 +214,14 @@ class CheckpointHook(Hook):
             )
 
     def _warn_about_earlier_run(self, runner: Runner) -> None:
-        """Warn if this run does not continue the run whose checkpoints are in the folder, and may overwrite them."""
+        """Warn if the folder contains checkpoints of a run that this run does not continue, but may overwrite."""
         existing = min(self._folder.glob("*.pth"), default=None)
         if runner.checkpoints.resumed_from is not None or existing is None or not is_main_process():
             return
         if read_origin(existing)[0] != self._run_id:
             runner.logger.warning(
                 f"CheckpointHook: {self._folder} contains checkpoints of an earlier run, such as {existing.name}. This "
-                "run overwrites those whose names it uses. To keep them, set a different work_dir; to continue the "
+                "run overwrites checkpoints with the same names. To keep them, set a different work_dir; to continue the "
                 "earlier run, set resume=True"
             )
 
@@ -237,7 +237,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which was replaced by {path.name}")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in the resumed checkpoint's list `key` that regular checkpoints of this hook can have."""
+        """Return the names in the resumed checkpoint's list `key` that this hook can have given to regular checkpoints."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []
@@ -460,7 +460,7 @@ def _can_monitor(name: Any, value: Any) -> bool:
 
 
 def warn_without_checkpoints(runner: Runner, option: str) -> None:
-    """Warn if no CheckpointHook saves checkpoints from which a run can resume (`is_complete`) during the run."""
+    """Warn if no CheckpointHook saves resumable checkpoints (see `is_complete`) during training."""
     hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     if not any(hook.interval > 0 and hook.is_complete for hook in hooks):
         runner.logger.warning(

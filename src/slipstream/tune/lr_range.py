@@ -51,7 +51,7 @@ class LrRange:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the smoothed loss falls fastest over the log of the rate; None if the loss never falls."""
+        """The learning rate at which the smoothed loss falls fastest per log learning rate; None if it never falls."""
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _MIN_STEPS or losses[first] - min(losses) <= _MIN_DECREASE * abs(losses[first]):

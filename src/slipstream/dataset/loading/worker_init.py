@@ -36,7 +36,7 @@ class WorkerInit:
       has saved a checkpoint after the current step.
     - Processes that a worker starts inherit these signal settings. Terminate such processes with SIGKILL.
     - The worker exits when the training process dies. torch's workers check only between batches whether the training
-      process is alive, so they do not exit while a sample hangs.
+      process is alive, so they do not exit if loading a sample hangs.
     - The worker exits if it cannot send a batch, for example because shared memory is full or the batch cannot be
       pickled. torch's workers would lose the batch, and the run would wait for the batch forever.
 

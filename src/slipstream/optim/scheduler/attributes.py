@@ -18,7 +18,8 @@ __all__ = ["own_attributes", "restored_attributes", "same"]
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-# Checkpoints store sets and deques as lists, which `_convert` converts back only if they are attributes themselves.
+# Checkpoints store sets and deques as lists. `_convert` converts a list back only if it is an attribute's value, not if
+# it is nested in another container.
 _NESTED = (list, tuple)
 
 
