@@ -220,9 +220,9 @@ class CheckpointHook(Hook):
             return
         if read_origin(existing)[0] != self._run_id:
             runner.logger.warning(
-                f"CheckpointHook: {self._folder} contains checkpoints of an earlier run, such as {existing.name}. This "
-                "run overwrites checkpoints with the same names. To keep them, set a different work_dir; to continue the "
-                "earlier run, set resume=True"
+                f"CheckpointHook: {self._folder} contains checkpoints of an earlier run, such as {existing.name}. "
+                "This run overwrites checkpoints with the same names. To keep them, set a different work_dir; to "
+                "continue the earlier run, set resume=True"
             )
 
     def _remove_surplus(self, runner: Runner) -> None:
@@ -237,7 +237,7 @@ class CheckpointHook(Hook):
                 runner.logger.info(f"Removed {name}, which was replaced by {path.name}")
 
     def _names_in(self, runner: Runner, key: str) -> list[str]:
-        """Return the names in the resumed checkpoint's list `key` that this hook can have given to regular checkpoints."""
+        """Return the names in the resumed checkpoint's list `key` that this hook could give to regular checkpoints."""
         names = runner.message_hub.get_info(key, []) if self._owns_files else []
         if not matches(names, list[str]):
             return []

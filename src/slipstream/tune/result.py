@@ -74,7 +74,7 @@ class TuneResult:
         return make_table(header, [("baseline", "", "1.00", "", *baseline, "", ""), *map(_cells, self.rows)])
 
     def summary(self) -> str:
-        """Return the speedup, the epoch time before and after, and the number of steps needed to offset the compilation time."""
+        """Return the speedup, the epoch times, and the number of steps needed to offset the compilation time."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
