@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,9 +181,8 @@ def test_two_processes_find_a_batch_size_together(tmp_path):
     command = [sys.executable, "-m", "slipstream", *command]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=400)
     assert done.stdout.count("Largest that fits: 2") == 1
-    assert (
-        "rank 0: ValueError: Expected more than 1 value per channel" in done.stdout
-    )  # BatchNorm, batch size 1
+    # BatchNorm fails with batch size 1 on both ranks, in either order.
+    assert re.search(r"rank [01]: ValueError: Expected more than 1 value per channel", done.stdout)
 
 
 @pytest.mark.parametrize("words", [[], ["--find", "lr"]])

@@ -78,10 +78,10 @@ def check_matches(
     compare_weights(core, weights_in(checkpoint, source), strict=True, source=str(source))
     check_tensors(core.state_dict(), checkpoint["state_dict"], "state_dict", source, warn, shapes=False)
     if optim is not None:
+        check(checkpoint, PENDING, source)
         # Before the first optimizer step, the optimizer has no state.
         has_stepped = "batches" not in checkpoint or checkpoint["batches"] != checkpoint.get("unfinished")
         _check_optim(optim, _required(checkpoint, "optimizer"), source, warn, has_stepped)
-        check(checkpoint, PENDING, source)
         rank_gradients = checkpoint.get("rank_gradients", ())
         for path, gradients in [
             ("gradients", checkpoint.get("gradients", {})),
