@@ -3,10 +3,10 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on a small generated dataset. MMEngine, Slipstream without options, and Slipstream with `fused` then train
-the configuration, each in its own process. The processes take turns, a few steps at a time. Afterwards, MMEngine and
-Slipstream with `fused` and `compile` take turns, so that compilation does not slow down the other engines. The step
-time includes data loading and hooks.
+Slipstream on a small generated dataset. Four engines then train the configuration, each in its own process: MMEngine,
+Slipstream without options, and Slipstream with `fused`, and with `fused` and `channels_last`. The processes take turns,
+a few steps at a time. Afterwards, MMEngine and Slipstream with `fused`, `channels_last` and `compile` take turns, so
+that compilation does not slow down the other engines. The step time includes data loading and hooks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ sys.path.append(str(TESTS))
 
 from library_cases import CASES, Case, folder, missing  # noqa: E402
 
-COMPILED = "Slipstream, fused and compile"
-_FUSED = "speed.fused=True"
+COMPILED = "Slipstream, fused, channels_last and compile"
+_FUSED = ("speed.fused=True", "speed.channels_last=True")
 ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "MMEngine": ("mmengine", ()),
     "Slipstream": ("slipstream", ()),
-    "Slipstream, fused": ("slipstream", (_FUSED,)),
-    COMPILED: ("slipstream", (_FUSED, "speed.compile.wait=True")),
+    "Slipstream, fused": ("slipstream", _FUSED[:1]),
+    "Slipstream, fused and channels_last": ("slipstream", _FUSED),
+    COMPILED: ("slipstream", (*_FUSED, "speed.compile.wait=True")),
 }
 """Worker engine and options of each contender."""
 WARMUP = 12
