@@ -145,7 +145,7 @@ def test_window_resumed_with_a_different_size_uses_the_mean_gradient_and_warns(c
     resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=accumulate, **compiled))
     resumed.load_state_dict(step.state_dict())
     assert "unfinished accumulation window of 4 batches" in resumed.summary()
-    assert "the window ends after" in caplog.text
+    assert "the window will end after" in caplog.text
     size = {1: 3, 3: 3, 8: 8}[accumulate]  # the window ends at the next multiple of `accumulate`
     for batch in data[2:size]:
         resumed(batch)

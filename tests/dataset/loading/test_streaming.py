@@ -148,7 +148,7 @@ def test_stream_that_repeats_samples_is_iterated_with_a_warning(stream, capfd):
     dataset = stream(epoch_size=2 * COUNT, batch_size=4)
     loader = build_dataloader(dict(dataset=dataset, batch_size=4), 0, "loader", True)
     assert isinstance(loader.dataset, IterableDataset)
-    assert "`epoch_size`, or `proportion`, `repeat` or `choose` of a stream" in capfd.readouterr().err
+    assert "`epoch_size`, or a stream's `proportion`, `repeat` or `choose`" in capfd.readouterr().err
 
 
 @stand_in
