@@ -1,6 +1,7 @@
 """Compilation of a model is stopped at its time limit. The model then runs eagerly or with compiled blocks."""
 
 import copy
+import logging
 import os
 import time
 
@@ -12,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.model import BaseModel
 from slipstream.speed import compile_budget, graph_step
+from slipstream.speed.apply import compiling
 from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import compiled_scope
 from slipstream.step.background import can_fork
 
@@ -238,6 +241,23 @@ def test_no_further_graph_is_compiled_in_this_process_after_the_limit():
     used = backend.calls
     run(model, data[1:2])
     assert backend.calls == used + 1  # the existing graph is still used
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_no_process_compiles_the_model_after_the_run(evaluation):
+    model, plan = Net(), SpeedPlan(compile=CompileOptions(Slow(), budget=None if evaluation else 60))
+    with compiling(plan, model, logging.getLogger("test")):
+        if evaluation:
+            graph_step._compile_evaluation(model, plan.compile, pytest.fail, in_background=True)
+            call = model._compiled_call_impl.compiled
+        else:
+            compile_model(model, plan.compile, pytest.fail)
+            call = model._compiled_call_impl
+        x, y = batches(1)[0]
+        with torch.set_grad_enabled(not evaluation):
+            model.train(not evaluation)(x, y)
+        assert call._background.started
+    assert not call._background.started
 
 
 def test_evaluation_next_to_a_compiled_step_does_not_wait_and_compiles_one_graph(monkeypatch):

@@ -302,7 +302,10 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 
 @contextmanager
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Cache the code that is compiled within the context. When the context ends, log graph breaks and recompiles."""
+    """Cache the code that is compiled within the context.
+
+    When the context ends, log graph breaks and recompiles, and stop a compilation of the model in the background.
+    """
     if plan.compile is None:
         yield
         return
@@ -322,4 +325,9 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
             yield
     finally:  # count torch's compilations until the context ends
         summary = report.finish()
+        stop = getattr(
+            core._compiled_call_impl, "stop", None
+        )  # it exists if the model compiles in the background
+        if stop is not None:
+            stop()
     (logger.warning if summary.has_problems else logger.info)(summary.text())

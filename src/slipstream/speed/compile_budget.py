@@ -115,6 +115,12 @@ class BudgetedCall:
         finally:
             self._switch.on = outer
 
+    def stop(self) -> None:
+        """Stop the forked process; the next call that requires its code starts it again."""
+        if self._background is not None:
+            self._background.stop()
+        self._compiling = None
+
     def _is_ready(self, args: Any, kwargs: Any) -> bool:
         """Return whether the code for this kind of call is compiled; start the compilation if it has not started."""
         training = torch.is_grad_enabled()

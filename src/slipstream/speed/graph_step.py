@@ -233,6 +233,11 @@ class _EvaluationOnly:
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled
 
+    def stop(self) -> None:
+        """Stop a background compilation."""
+        if isinstance(self.compiled, BudgetedCall):
+            self.compiled.stop()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In an eager step, a loss may also call the model in training mode without gradients.
         if torch.is_grad_enabled() or self.model.training:
