@@ -93,23 +93,12 @@ class Redactor(logging.Filter):
             text = text.replace(value, replacement)
         return _TOKEN.sub(REDACTED, text)
 
-    def tree(self, value: Any, secret: bool = False) -> Any:
-        """Return nested dicts and lists of built-in values, with the secrets in all strings replaced.
+    def tree(self, value: Any) -> Any:
+        """Return nested dicts, lists, tuples and sets without secrets, as `redact` does, but with all numbers kept.
 
-        A string is also replaced if the name of its key indicates a secret, or if `secret` is true. Numbers are kept,
-        because a resumed run may need them.
+        A resumed run may need the numbers.
         """
-        if isinstance(value, dict):
-            return {
-                self.tree(key): self.tree(item, secret or is_secret_name(key)) for key, item in value.items()
-            }
-        if type(value) in (list, tuple, set, frozenset):
-            return type(value)(self.tree(item, secret) for item in value)
-        if isinstance(value, Reference):
-            return self(value.reference)
-        if secret and isinstance(value, str | bytes) and value:
-            return REDACTED
-        return self(value) if isinstance(value, str) else value
+        return _redact_value(value, self, secret=False, numbers=False)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Replace the secrets in a log record; return True, because no record is dropped."""
@@ -135,20 +124,22 @@ def redact(tree: Any) -> Any:
     return _redact_value(tree, Redactor(), secret=False)
 
 
-def _redact_value(value: Any, redactor: Redactor, secret: bool) -> Any:
+def _redact_value(value: Any, redactor: Redactor, secret: bool, numbers: bool = True) -> Any:
+    """Return `value` without secrets. `secret` is True if a key indicates a secret; `numbers` includes numbers."""
+    convert = partial(_redact_value, redactor=redactor, numbers=numbers)
     if isinstance(value, dict):
         return {
-            _redact_value(key, redactor, False): _redact_value(item, redactor, secret or is_secret_name(key))
+            convert(key, secret=False): convert(item, secret=secret or is_secret_name(key))
             for key, item in value.items()
         }
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_redact_value(item, redactor, secret) for item in value)
+        return type(value)(convert(item, secret=secret) for item in value)
     if isinstance(value, partial):
-        args, keywords = (_redact_value(part, redactor, secret) for part in (value.args, value.keywords))
+        args, keywords = (convert(part, secret=secret) for part in (value.args, value.keywords))
         return partial(value.func, *args, **keywords)
     if isinstance(value, Reference):
         return redactor(value.reference)
-    if secret and _may_be_secret(value):
+    if secret and _may_be_secret(value) and (numbers or not isinstance(value, int)):
         return REDACTED
     return redactor(value) if isinstance(value, str) else value
 
