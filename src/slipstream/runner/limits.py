@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.limits import limit_batches
 from slipstream.errors import ConfigError
+from slipstream.runner.user_config import hook_name
 from slipstream.typecheck import PositiveInt, check, is_number
 
 __all__ = ["Limits", "read_limits"]
 
+_SAVING_HOOKS = ("CheckpointHook", "PreemptionHook")
 _LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 
@@ -93,12 +95,14 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
         changed["param_scheduler"] = None
     hooks = arguments["default_hooks"] or {}
     changed["default_hooks"] = {
-        **{key: None if _saves(hook) else hook for key, hook in hooks.items()},
+        **{key: None if hook_name(hook) in _SAVING_HOOKS else hook for key, hook in hooks.items()},
         "checkpoint": None,
         "preemption": None,
     }
     if arguments["custom_hooks"]:
-        changed["custom_hooks"] = [hook for hook in arguments["custom_hooks"] if not _saves(hook)]
+        changed["custom_hooks"] = [
+            hook for hook in arguments["custom_hooks"] if hook_name(hook) not in _SAVING_HOOKS
+        ]
     return changed
 
 
@@ -106,10 +110,3 @@ def _begins_within(scheduler: Any, count: int) -> bool:
     """Return whether a scheduler begins within a run of one epoch and `count` steps."""
     begin: Any = scheduler.get("begin") if isinstance(scheduler, Mapping) else None
     return not is_number(begin) or begin < (1 if scheduler.get("by_epoch", True) else count)
-
-
-def _saves(hook: Any) -> bool:
-    """Return whether a hook, or the dict that describes it, saves checkpoints."""
-    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
-    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    return name.rpartition(".")[2] in ("CheckpointHook", "PreemptionHook")

@@ -43,6 +43,7 @@ __all__ = [
     "check_arguments",
     "constructor_arguments",
     "display_hooks",
+    "hook_name",
     "loop_options",
     "unknown_key_warnings",
     "with_defaults",
@@ -159,7 +160,7 @@ def with_defaults(
     """
     defaults: dict[str, Any] = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
     defaults["checkpoint"]["interval"] = 1 if by_epoch else 1000
-    if any(_is_checkpoint_hook(hook) for hook in custom_hooks or ()):
+    if any(hook_name(hook) == "CheckpointHook" for hook in custom_hooks or ()):
         del defaults["checkpoint"]["save_best"]
     for name, hook in (hooks or {}).items():
         changes_default = isinstance(hook, Mapping) and "type" not in hook and name in defaults
@@ -167,10 +168,11 @@ def with_defaults(
     return {name: hook for name, hook in defaults.items() if hook is not None}
 
 
-def _is_checkpoint_hook(hook: Any) -> bool:
+def hook_name(hook: Any) -> str:
+    """Return the class name of a hook, or of the hook that a dict describes, without packages and scopes."""
     kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
     name = kind.__name__ if isinstance(kind, type) else str(kind)
-    return name.rpartition(".")[2] == "CheckpointHook"
+    return name.rpartition(".")[2]
 
 
 def display_hooks(logger: MMLogger) -> list[Hook]:
