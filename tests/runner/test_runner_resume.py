@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -76,19 +75,6 @@ def test_resume_in_an_epoch_whose_length_has_changed_logs_a_warning(tmp_path):
     run(tmp_path, train_dataloader=loader(TensorDataset(*samples(24))), resume=True)
     log = max(tmp_path.glob("*/*.log"), key=os.path.getmtime).read_text()
     assert "in the middle of an epoch of 5 batches, but an epoch of this run has 3" in log
-
-
-def test_resume_does_not_use_a_checkpoint_of_another_run_with_the_name_of_the_last_one(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
-    for folder, seed in (("own", 0), ("other", 1)):
-        run(tmp_path / folder, default_hooks=hooks, randomness=dict(seed=seed))
-    finished = torch.load(tmp_path / "own/epoch_2.pth", weights_only=True)["state_dict"]
-    shutil.copy(tmp_path / "other/epoch_2.pth", tmp_path / "own/epoch_2.pth")
-    resumed = run(tmp_path / "own", default_hooks=hooks, resume=True)
-    log = max(tmp_path.glob("own/*/*.log"), key=os.path.getmtime).read_text()
-    assert "epoch_2.pth, which was written by another run" in log
-    assert f"Resuming from {tmp_path / 'own/epoch_1.pth'}" in log
-    assert_same(weights(resumed), finished)
 
 
 def test_step_is_compiled_after_a_resume_before_the_first_update(tmp_path):
@@ -341,98 +327,6 @@ def test_resume_with_a_different_batch_size_keeps_the_number_of_samples(tmp_path
     assert resumed.iter == steps == resumed.max_iters
 
 
-def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path):
-    assert_same(weights(run(tmp_path / "a", resume=True)), weights(run(tmp_path / "b")))
-
-
-def damage(path):
-    """Flip one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("problem", ["damaged", "truncated", "deleted", "pointer deleted"])
-def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))  # keeps all checkpoints
-    three = dict(train_cfg=dict(by_epoch=True, max_epochs=3), default_hooks=hooks)
-    whole = run(tmp_path / "whole", **three)
-    folder = tmp_path / "parts"
-    run(folder, default_hooks=hooks)  # two epochs
-    newest = folder / "epoch_2.pth"
-    if problem == "damaged":
-        damage(newest)
-    elif problem == "truncated":
-        newest.write_bytes(newest.read_bytes()[:2000])
-    elif problem == "deleted":
-        newest.unlink()
-    else:
-        (folder / "last_checkpoint").unlink()
-    before = {path.name for path in folder.glob("*.pth")}
-    resumed = run(folder, **three, resume=True)
-    log = next(path for path in sorted(folder.rglob("*.log"), reverse=True)).read_text()
-    epoch, iteration = (2, 10) if problem == "pointer deleted" else (1, 5)
-    named = "last_checkpoint" if "deleted" in problem else str(newest)
-    assert named in log
-    assert (
-        f"Resuming from {folder}/epoch_{epoch}.pth; all steps after iteration {iteration} will be repeated"
-        in log
-    )
-    assert_same(weights(whole), weights(resumed))
-    assert before <= {path.name for path in folder.glob("*.pth")}
-
-
-def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
-    """After the move, another run writes files of the same names to the original folder."""
-    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
-    whole = run(tmp_path / "whole", **four)
-    run(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    run(tmp_path / "run", optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)))
-    assert_same(weights(whole), weights(run(tmp_path / "moved", **four, resume=True)))
-
-
-@pytest.mark.parametrize("problem", ["damaged", "deleted", "origin deleted"])
-def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(tmp_path, problem, capsys):
-    """The folder also contains later iterations of an earlier run and of another model."""
-    options = dict(
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), log_level="WARNING"
-    )
-    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
-    whole = run(tmp_path / "whole", **options, **four)
-    run(tmp_path / "other", **options, **four, model=dict(type=Net, norm=True))
-    folder = tmp_path / "run"
-    run(folder, **options, train_cfg=dict(by_epoch=True, max_epochs=5), randomness=dict(seed=4))
-    run(folder, **options, train_cfg=dict(by_epoch=True, max_epochs=3))
-    shutil.copy(tmp_path / "other" / "epoch_4.pth", folder / "pretrained.pth")
-    for time, name in enumerate(f"{stem}.pth" for stem in ("epoch_3", "epoch_2", "epoch_1", "pretrained")):
-        os.utime(folder / name, (1.7e9 + time, 1.7e9 + time))
-    if problem == "origin deleted":  # then only the file times distinguish the runs
-        (folder / ".last_run").unlink()
-        (folder / "pretrained.pth").unlink()
-        for number in (4, 5):
-            os.utime(folder / f"epoch_{number}.pth", (1.6e9 + number, 1.6e9 + number))
-    if problem == "damaged":
-        damage(folder / "epoch_3.pth")
-    else:
-        (folder / "epoch_3.pth").unlink()
-    capsys.readouterr()
-    resumed = run(folder, **options, **four, resume=True)
-    text = capsys.readouterr().out
-    assert f"Resuming from {folder}/epoch_2.pth; all steps after iteration 10 will be repeated" in text
-    names = "epoch_5.pth, epoch_4.pth" + ", pretrained.pth" * (problem != "origin deleted")
-    assert f"{names} in {folder} were not written by this run and are ignored" in text
-    assert_same(weights(whole), weights(resumed))
-
-
-def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
-    run(tmp_path)
-    for path in tmp_path.glob("*.pth"):
-        damage(path)
-    with pytest.raises(CheckpointError, match=r"epoch_2\.pth is damaged"):
-        run(tmp_path, resume=True)
-
-
 def test_resuming_a_finished_run_trains_nothing_and_warns(tmp_path):
     one = run(tmp_path)
     losses = Losses()
@@ -524,26 +418,6 @@ def test_resuming_averaged_weights_without_ema_hook_warns(tmp_path, capsys):
     run(tmp_path, custom_hooks=[dict(type="EMAHook")])
     run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3), log_level="WARNING")
     assert "contains averaged weights" in capsys.readouterr().out
-
-
-def test_search_for_a_checkpoint_ignores_dangling_links_and_finds_the_out_dir(tmp_path):
-    work_dir, out_dir = tmp_path / "run", tmp_path / "out"
-    hooks = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, out_dir=str(out_dir))))
-    run(work_dir, **hooks)
-    (work_dir / "best.pth").symlink_to(work_dir / "gone.pth")
-    latest = out_dir / "run" / "epoch_2.pth"
-    latest.write_bytes(latest.read_bytes()[:-500])
-    assert (
-        Runner(**training(work_dir, resume=True, **hooks)).checkpoints.resume_from
-        == out_dir / "run" / "epoch_1.pth"
-    )
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["binary", "long"])
-def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
-    run(tmp_path)
-    (tmp_path / "last_checkpoint").write_bytes(content)
-    assert Runner(**training(tmp_path, resume=True)).checkpoints.resume_from == tmp_path / "epoch_2.pth"
 
 
 class FromClosure(Sampler):
