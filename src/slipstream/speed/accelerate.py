@@ -93,6 +93,8 @@ def accelerate(
             function must call the model that it receives. Its return value has the same form as that of `loss_fn`.
 
     Raises:
+        LossError: raised by the step if a dict that `loss_fn` or `compute_loss` returns has the entry `loss` and other
+            losses, because `loss` could be their total.
         ConfigError: an option is invalid or not supported by this function, or there are several processes and the
             optimizer has a parameter that is not in the model.
         ModelError: the optimizer has a parameter on a different device than the model.
@@ -109,15 +111,9 @@ def accelerate(
     _check_devices(optimizer, model, device)
     _move_state(optimizer)
     loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-    step = TrainStep(
+    return TrainStep(
         prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module, no_effect
     )
-    if not is_distributed() and (launcher := unused_launcher()):
-        step._warn(
-            f"{launcher} started several processes, but there is no process group, so each process trains its own "
-            f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
-        )
-    return step
 
 
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -237,6 +233,11 @@ class TrainStep:
             logger.warning(message)
 
         self._warn: Callable[[str], None] = warn
+        if not is_distributed() and (launcher := unused_launcher()):
+            warn(
+                f"{launcher} started several processes, but there is no process group, so each process trains its own "
+                f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
+            )
         for option, reason in self.no_effect.items():
             logger.info(f"{plan.sources[option]} has no effect here: {reason}")
         self._exit = ExitStack()
