@@ -29,8 +29,8 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("newest checkpoint or `last_checkpoint` is damaged or missing",
      "the run resumes from the newest intact checkpoint"): (
-        "runner/test_runner_resume.py::test_resume_uses_the_newest_intact_checkpoint",
-        "runner/test_runner_resume.py::test_damaged_last_checkpoint_is_skipped",
+        "runner/test_runner_resume_choice.py::test_resume_uses_the_newest_intact_checkpoint",
+        "runner/test_runner_resume_choice.py::test_damaged_last_checkpoint_is_skipped",
     ),
     ("SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2",
      "a checkpoint is saved; the results after resuming are bitwise identical"): (
