@@ -46,8 +46,8 @@ def verified(model, batch, change=None, eager=None):
     return verification.compare({}, {id(p) for p in model.parameters()}, set())
 
 
-def deep(width=16, blocks=16):
-    torch.manual_seed(0)
+def deep(blocks=16, seed=0, width=16):
+    torch.manual_seed(seed)
     layers = [
         layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
     ]
@@ -84,15 +84,47 @@ def test_capture_and_verification_have_no_side_effects():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_rounding_errors_of_an_ill_conditioned_network_pass_verification():
+@pytest.mark.parametrize(("blocks", "seed"), [(16, 0), (16, 11), (20, 0), (25, 1), (30, 0)])
+def test_rounding_errors_of_an_ill_conditioned_network_pass_verification(blocks, seed):
     """This network's float32 gradients have large rounding errors, both with eager kernels and with any compiler."""
     x, y = batches(1, size=4)[0]
-    model = deep()
+    model = deep(blocks, seed)
     exact = copy.deepcopy(model).double()
     (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y), [model[1].weight])
     (wanted,) = torch.autograd.grad(F.cross_entropy(exact(x.double()), y), [exact[1].weight])
     assert (grad - wanted).norm() > 100 * torch.finfo(torch.float32).eps * wanted.norm()
-    assert verified(deep(), (x, y), perturbed)
+    assert verified(deep(blocks, seed), (x, y), perturbed)
+
+
+def test_activation_on_the_other_side_of_zero_passes_verification():
+    """A rounding error can set the derivative of a ReLU to 0, which changes the gradients by far more than epsilon."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = batches(1)[0]
+    bias = model[1].bias
+    with torch.no_grad():
+        bias[0] -= model[1].double()(x.flatten(1).double())[0, 0] - 1e-6
+        model.float()
+
+    def flips(run):
+        def other(*inputs):
+            (copied,) = (value for value in inputs if value.shape == bias.shape)
+            for shift in (-2e-6, 2e-6):
+                with torch.no_grad():
+                    copied[0] += shift
+                if shift < 0:
+                    run(*inputs)
+
+        return other
+
+    results = []
+    for change in (None, flips):
+        trained = copy.deepcopy(model)
+        captured, _ = capture(trained, (x, y), change)
+        captured.compiled.run(*captured.inputs)
+        results.append(trained[1].weight - model[1].weight)
+    assert (results[0] - results[1]).norm() > 1e-3 * results[0].norm()
+    assert verified(model, (x, y), flips)
 
 
 def test_wrong_compiled_code_is_reported_as_a_compiler_bug():

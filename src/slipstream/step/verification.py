@@ -1,12 +1,11 @@
 """Verify a compiled step against the eager step and a float64 reference, without side effects.
 
-The verification computes the step for one batch four times on copies of the graph's inputs. The first computation uses
-the compiled code. The other three interpret the captured graph: in float64, in the precision of the step, and in the
-precision of the step with weights that are perturbed by the machine epsilon. The eager step then trains on the original
-inputs. The last two interpretations differ from the float64 result; the larger difference is the estimated rounding
-error. The compiled code and the eager step may differ from the float64 result by a small multiple of this error. A
-larger error in the eager step indicates that the captured graph does not contain the whole step. A larger error in the
-compiled code indicates a compiler bug.
+The verification computes the step for one batch on copies of the graph's inputs: with the compiled code, and by
+interpreting the captured graph in float64, in the precision of the step, and with weights that are perturbed in two
+opposite directions. The eager step then trains on the original inputs. The interpretations give an estimate of the
+rounding error (`_rounding_error`). The compiled code and the eager step may differ from the float64 result by a small
+multiple of this error. A larger error in the eager step indicates that the captured graph does not contain the whole
+step. A larger error in the compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ _TOLERANCE_MULTIPLE = 4.0
 """Tolerated distance from the float64 result, as a multiple of the captured graph's rounding error."""
 _MIN_TOLERANCE = 3e-5
 """Relative errors below this value are always tolerated."""
+_PERTURBATION = 16
+"""Relative perturbation of the weights, as a multiple of the machine epsilon."""
 _TOLERANCE_WITHOUT_REFERENCE = 0.2
 """Tolerated relative error if the float64 reference is not available."""
 
@@ -161,17 +162,21 @@ class Verification:
             captured.compiled.run(*inputs)
         self._compiled = _values(inputs)
         self._captured = self._interpret(graph)
-        self._perturbed = self._interpret(graph, perturb=True)
+        # A multiple of the epsilon of bfloat16 or float16 would not be a small perturbation.
+        small = all(torch.finfo(value.dtype).eps < 1e-6 for value in self.inputs if _is_trained(value))
+        self._perturbation = _PERTURBATION if small else 1
+        self._raised = self._interpret(graph, perturbation=self._perturbation)
+        self._lowered = self._interpret(graph, perturbation=-self._perturbation)
         self._exact = self._interpret(graph, double=True)
 
     def _interpret(
-        self, graph: fx.GraphModule, double: bool = False, perturb: bool = False
+        self, graph: fx.GraphModule, double: bool = False, perturbation: int = 0
     ) -> list[Tensor | None] | None:
         """Return the results of the captured graph with eager kernels, or None if the graph cannot be interpreted."""
         inputs = copies(self.inputs, torch.float64 if double else None)
         try:
-            if perturb:
-                inputs = [_perturbed(value) for value in inputs]
+            for value in inputs:
+                _perturb(value, perturbation)
             with self._fork_rng():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
@@ -238,13 +243,14 @@ class Verification:
             eager,
             self._compiled,
             self._captured or unknown,
-            self._perturbed or unknown,
+            self._raised or unknown,
+            self._lowered or unknown,
             self._exact or unknown,
             strict=True,
         ):
             if before is not None and id(value) not in seen:
                 seen.add(id(value))
-                yield (id(value), self.names.get(id(value), "an input"), before, *columns)
+                yield (id(value), self.names.get(id(value), "an input"), before, *columns, self._perturbation)
 
 
 @dataclass(frozen=True)
@@ -259,7 +265,7 @@ class _Row:
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
-    """Rounding error: the larger error of the two interpretations in the precision of the step."""
+    """Estimated rounding error."""
     eager: float
     """Error of the eager step."""
     compiled: float
@@ -276,14 +282,16 @@ class _Row:
         eager: Tensor,
         compiled: Tensor,
         captured: Tensor | None,
-        perturbed: Tensor | None,
+        raised: Tensor | None,
+        lowered: Tensor | None,
         exact: Tensor | None,
+        perturbation: int,
     ) -> _Row:
         """Compare the results with the exact result or, if there is none, with the eager result."""
-        if captured is None or perturbed is None or exact is None:
+        if captured is None or raised is None or lowered is None or exact is None:
             captured, exact, noise = eager, eager, None
         else:
-            noise = max(_distance(captured, exact), _distance(perturbed, exact))
+            noise = _rounding_error(captured, raised, lowered, exact, perturbation)
         size = _distance(before, exact)
         return cls(
             key,
@@ -366,14 +374,31 @@ def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
     return [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else None for value in tensors]
 
 
-@torch.no_grad()
-def _perturbed(value: Any) -> Any:
-    """Multiply each element of a trained tensor by one plus or minus the machine epsilon, in place.
+def _rounding_error(
+    captured: Tensor, raised: Tensor, lowered: Tensor, exact: Tensor, perturbation: int
+) -> float:
+    """Estimate the rounding error of a result, as a norm.
 
-    Other inputs may contain class ids, which must not change.
+    `raised` and `lowered` are the results for weights that are perturbed by plus and minus `perturbation` times the
+    machine epsilon. A smooth function changes by opposite amounts, which are scaled to a perturbation of one epsilon.
+    If a value next to zero changes its sign in a ReLU, or the maximum of a pooling window moves, the gradient changes
+    by an amount that does not depend on the size of the perturbation, usually in only one of the two results. This
+    changes their mean.
     """
-    if isinstance(value, Tensor) and value.requires_grad:
+    smooth = _distance(raised, lowered) / (2 * perturbation)
+    mean = (_wide(raised) + _wide(lowered)) / 2
+    return max(_distance(captured, exact), smooth, 2 * _distance(mean, exact))
+
+
+def _is_trained(value: Any) -> bool:
+    """Return whether a graph input is a trained tensor. Other inputs may contain class ids, which must not change."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@torch.no_grad()
+def _perturb(value: Any, epsilons: int) -> None:
+    """Multiply each element of a trained tensor by 1 plus or minus a multiple of the machine epsilon, in place."""
+    if epsilons and _is_trained(value):
         generator = torch.Generator().manual_seed(0)  # does not change the global generator
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-        value.mul_(1 + torch.finfo(value.dtype).eps * signs.to(value.device))
-    return value
+        value.mul_(1 + epsilons * torch.finfo(value.dtype).eps * signs.to(value.device))
