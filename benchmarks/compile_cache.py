@@ -133,9 +133,9 @@ def main() -> None:
     ]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nTimes are measured from the creation of the model to the end of its first training step and validation."
-        " They include tracing, compilation and the steps, but not importing torch. The second start traces the model"
-        " again and loads the compiled code from the cache."
+        "\n\nThe measurement starts when the model has been created, and ends after its first training step and"
+        " validation. It includes tracing, compilation and the steps, but not importing torch. The second start traces"
+        " the model again and loads the compiled code from the cache."
     )
     print(text)
     if args.out:

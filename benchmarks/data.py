@@ -15,9 +15,9 @@ of a data loader worker (`worker`), and once with the device transforms on the s
 without an accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
 
 Speeds are per second of CPU time, so other programs on the machine affect the result only through shared caches and
-hyper-threads. `time waiting` is the fraction of wall time during which other programs used the core. All files are in
-the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the process's
-private memory during the batches.
+hyper-threads. `time waiting` is the fraction of wall time during which the process did not run, mainly because other
+programs used the core. All files are in the page cache, and the decode cache's checksums have already been verified.
+`added MB` is the increase in the process's private memory during the batches.
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ CONTENDERS: dict[str, Callable[[Path], Pipeline]] = {
     "slipstream, cached": slipstream_cached,
 }
 WITHOUT_DEVICE_TRANSFORMS = ("PIL", "albumentations")
-"""Contenders without device transforms."""
 
 
 def image_count(root: Path) -> int:

@@ -341,12 +341,12 @@ def nan_guard() -> str:
 
 
 def sync_bn() -> str:
-    two, one = (result("sync_bn")[f"{count} per direction"] for count in ("two", "one"))
+    two, one = (result("sync_bn")[f"{count} per pass"] for count in ("two", "one"))
     rows = [
-        ["two per direction", f"{median(two):.1f}", ""],
-        ["one per direction", f"{median(one):.1f}", ratio(one, two)],
+        ["two per pass", f"{median(two):.1f}", ""],
+        ["one per pass", f"{median(one):.1f}", ratio(one, two)],
     ]
-    header = ["collectives", "ms per step", "relative to two per direction"]
+    header = ["collectives", "ms per step", "relative to two per pass"]
     return f"{table(header, rows)}\n\n{machine('sync_bn')}; {rounds_note(one)} (minimum to maximum)."
 
 

@@ -5,9 +5,10 @@
 All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
 are created one after the other and then measured in turn. The results are written after every contender, so they are
 kept if the benchmark is interrupted. A later run on the same GPU, for example with different `--networks`, adds its
-results to the same files. On a GPU, parallel processes first compile all contenders, so that the measured processes
-load the code from inductor's cache. The rest of `--minutes` is divided evenly among the networks; when a network's time
-has elapsed, its remaining contenders are skipped. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+results to the same files. On a GPU, parallel processes first compile the contenders in `COMPILED`, so that the process
+that measures them loads their code from inductor's cache. The rest of `--minutes` is divided evenly among the networks;
+when a network's time has elapsed, its remaining contenders are skipped. (Smoke test:
+`--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def setting_of(name: str, args: argparse.Namespace, device: Device) -> Setting:
 
 
 def compile_in_parallel(args: argparse.Namespace, seconds: float) -> None:
-    """Fill inductor's cache with the code of all networks and contenders, each compiled in its own process."""
+    """Fill inductor's cache with the code of all compiled contenders of all networks, each in its own process."""
     chosen = [name for name in args.contenders or COMPILED if name in COMPILED]
     common = [sys.executable, __file__, "--compile-only", f"--device={args.device}"]
     common += [f"--size={args.size}"] if args.size else []
@@ -326,7 +327,7 @@ def main() -> int:
         "--compile-only", action="store_true", help="compile the contenders into inductor's cache, and exit"
     )
     parser.add_argument("--device", default=usable_devices()[0], help="device to train on")
-    parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
+    parser.add_argument("--backend", default="inductor", help="torch.compile backend (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="number of steps per measurement")
     parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
     parser.add_argument("--size", type=int, help="crop size (default: the recipe's crop size)")

@@ -217,7 +217,7 @@ COMPILED = (
     "Slipstream, one graph",
     "Slipstream, one graph, EMA, channels_last",
 )
-"""Contenders whose compiled code differs. A CUDA graph replays the same code."""
+"""Contenders to compile in advance. The contender with a CUDA graph uses the code of "Slipstream, one graph"."""
 
 
 def contenders(device: torch.device) -> dict[str, Callable[[Setting], Train]]:

@@ -1,4 +1,4 @@
-"""Compare the host time of the compiled step with `jax.jit`, for networks so small that host time dominates.
+"""Compare the host time of the compiled step with that of `jax.jit`, for networks so small that host time dominates.
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
@@ -37,7 +37,7 @@ SLIPSTREAM, JAX_JIT = "Slipstream, one graph", "jax.jit"
 
 
 def many_tensors() -> nn.Sequential:
-    """Return 25 blocks of Linear and BatchNorm, and a head (102 parameters in total)."""
+    """Return 25 blocks of Linear and BatchNorm, and a head (102 parameter tensors in total)."""
     blocks = [(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(25)]
     return nn.Sequential(*[layer for block in blocks for layer in block], nn.Linear(16, CLASSES))
 

@@ -7,7 +7,7 @@ take turns within each round, in one process with one thread. The files contain 
 `--folder` adds the first 64 JPEG files of a folder, such as photos. Times are CPU time, so other programs on the
 machine affect the result only through shared caches and hyper-threads.
 
-- Pillow, and Pillow with `Image.draft` at full size, which has no effect on RGB files.
+- Pillow without and with `Image.draft`. At full size, `draft` has no effect on RGB files.
 - simplejpeg, imagecodecs, PyTurboJPEG, OpenCV and pyvips, called directly, with the settings that preserve all detail.
 - Slipstream: `read_image`, which also applies the EXIF orientation and reports damaged files with Pillow's errors; with
   and without `slipstream[jpeg]`.

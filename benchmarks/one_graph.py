@@ -2,8 +2,8 @@
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
-The benchmark has three parts: (1) tiny networks in one process and (2) in two gloo processes, both compared with an
-eager loop and with `torch.compile(model)`; (3) the recipes' networks with their losses and small crops, compared with
+The benchmark has three parts. For tiny networks, (1) in one process and (2) in two gloo processes, the loops are an
+eager loop and a `torch.compile(model)` loop. For the recipes' networks, with their losses and small crops (3), they are
 an eager loop and a channels_last loop. The contenders are interleaved in rotating order, and ratios are computed within
 a round. Before timing, the losses of the first steps must match the loop's losses, except for channels_last, where
 dropout draws its random numbers in a different order. On a shared machine, use `--clock cpu --threads 1` to measure the

@@ -162,9 +162,11 @@ def check_same_training(contenders: Contenders, network: str, kind: str) -> dict
     differences = {}
     for name, (contender_losses, weights) in outcomes.items():
         torch.testing.assert_close(
-            contender_losses, loop_losses, rtol=1e-4, atol=1e-5, msg=f"losses of {name}"
+            contender_losses, loop_losses, rtol=1e-4, atol=1e-5, msg=f"{name}: losses differ from the loop's"
         )
-        torch.testing.assert_close(weights, loop_weights, rtol=1e-4, atol=1e-5, msg=f"weights of {name}")
+        torch.testing.assert_close(
+            weights, loop_weights, rtol=1e-4, atol=1e-5, msg=f"{name}: weights differ from the loop's"
+        )
         differences[name] = float((weights - loop_weights).abs().max())
     return differences
 
@@ -184,7 +186,9 @@ def check_same_weights(contenders: Contenders, network: str, kind: str) -> dict[
         )
         weights[name] = torch.cat([value.detach().flatten().double() for value in net.state_dict().values()])
     for name, values in weights.items():
-        torch.testing.assert_close(values, weights["loop"], rtol=1e-4, atol=1e-5, msg=f"weights of {name}")
+        torch.testing.assert_close(
+            values, weights["loop"], rtol=1e-4, atol=1e-5, msg=f"{name}: weights differ from the loop's"
+        )
     return {name: float((values - weights["loop"]).abs().max()) for name, values in weights.items()}
 
 

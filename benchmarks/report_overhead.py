@@ -111,7 +111,7 @@ def reading_us(runner: Runner, hook: ReportHook, interval: int, repeats: int) ->
         for history in histories:
             for value in range(interval):
                 history.update(float(value))
-        # Force a memory reading, because training takes longer than the interval between readings.
+        # Force a memory reading. In training, enough time passes between two calls for a new reading.
         hook._last_memory_time = float("-inf")
         runner.phases.samples += interval * runner.samples_per_step
         start = process_time()

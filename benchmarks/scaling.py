@@ -63,7 +63,7 @@ class Case:
     batch: int
     steps: int
     fsdp_units: Callable[[nn.Module], list[nn.Module]]
-    """Modules that FSDP2 shards and gathers, each as one unit."""
+    """Function that returns the modules that FSDP2 shards and gathers, each as one unit."""
 
 
 def mlp() -> nn.Module:
@@ -148,8 +148,8 @@ def synchronized_seconds(function: Callable[[], Any]) -> float:
 def collective_times(rank: int, pair: Any) -> dict[str, Any]:
     """Return the duration in seconds of two-process collectives for each size, and of a minimal all-reduce.
 
-    The all-reduce runs over all processes. It is measured between computations, as in training, where processes
-    sleep, wake up and arrive at different times.
+    The minimal all-reduce runs over all processes. It is measured between computations, as in training, where
+    processes sleep, wake up and arrive at different times.
     """
     matrix, number = torch.ones(256, 256), torch.zeros(1)
 

@@ -24,7 +24,7 @@ from torch import nn
 from report import environment_info, table, write_result
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-VARIANTS = {"two per direction": 0, "one per direction": sync_batchnorm._MAX_GATHERED_VALUES}
+VARIANTS = {"two per pass": 0, "one per pass": sync_batchnorm._MAX_GATHERED_VALUES}
 STEPS = 4
 
 

@@ -116,7 +116,7 @@ def measure(cfg: Mapping[str, Any], entries: Sequence[Contender], end: float) ->
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-tune-"))
         for index, contender in enumerate(entries):
-            # For each contender, reserve the time that it needs for five rounds.
+            # Reserve the time that the contenders started so far, including this one, need for five rounds.
             reserve = 5 * 1.5 * ROUND_SECONDS * (index + 1)
             contender.setting = replace(contender.setting, compile_cache=cache)
             contender.start(cfg, stack, end - reserve)
@@ -194,17 +194,17 @@ def describe(case: dict[str, Any]) -> str:
             [other["name"], *cells, other["plan is"] + (f" ({other['problem']})" if other["problem"] else "")]
         )
     plan = " + ".join(case["adopted"]) or "no option"
-    stopped = f" The search did not finish: {case['stopped']}." if case["stopped"] else ""
+    stopped = f" Some options were not fully measured: {case['stopped']}." if case["stopped"] else ""
     comparison = "within" if case["search seconds"] <= case["budget"] else "longer than"
     return (
         f"## {case['recipe']}\n\nPlan: {plan}. The search took {case['search seconds']:.0f} s, {comparison} its "
-        f"budget of {case['budget']:.0f} s.{stopped}\n\n"
+        f"budget of {case['budget']:.0f} s, part of which is reserved for terminating processes.{stopped}\n\n"
         + table(
             [
                 "compared with",
                 "speed of the plan relative to this setting (interval)",
                 "rounds",
-                "the plan is",
+                "result",
             ],
             rows,
         )

@@ -19,21 +19,24 @@ os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-te
 
 @pytest.fixture(autouse=True, scope="session")
 def _handle_interrupts() -> None:
-    """Handle SIGINT even if the tests were started in the background, where shells ignore it."""
+    """Handle SIGINT even if the tests were started in the background.
+
+    Shells start background processes with SIGINT ignored.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _freeze_objects() -> None:
-    """Exclude the objects of imported modules from garbage collection, which would otherwise slow down the tests."""
+    """Exclude the objects of imported modules from garbage collection, because traversing them slows down the tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _restore_torch_settings() -> Iterator[None]:
-    """Restore the global settings that a Runner may change, except seeds."""
+    """Restore the global torch settings that a Runner may change, except seeds."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     yield

@@ -49,7 +49,10 @@ class Line(BaseModel):
 
 @HOOKS.register_module()
 class FailOnRank1(Hook):
-    """A hook that fails or waits on rank 1 at the start of an epoch or (-1) of training, except in a restarted job."""
+    """A hook that calls its method `how` on rank 1 at the start of `epoch`, except in a restarted job.
+
+    If `epoch` is -1, the hook calls the method at the start of training, also in a restarted job.
+    """
 
     def __init__(self, how, epoch=1):
         self.how, self.epoch = how, epoch
@@ -65,7 +68,7 @@ class FailOnRank1(Hook):
             getattr(self, self.how)()
 
     def _wait_for_last_checkpoint(self, runner):
-        """Wait until rank 0 has written the checkpoint of the last epoch in the background."""
+        """Wait until rank 0 has written the previous epoch's checkpoint in the background."""
         last = Path(runner.work_dir) / "last_checkpoint"
         while runner.epoch and not (last.exists() and last.read_text().endswith(f"epoch_{runner.epoch}.pth")):
             time.sleep(0.01)

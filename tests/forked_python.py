@@ -1,6 +1,6 @@
 """Run Python commands in forks of a server that has imported torch, because the import takes seconds.
 
-The server imports nothing else, so that a command fails as usual if Slipstream does not import a module that it needs.
+The server imports no other package, so that a command still fails if Slipstream does not import a module that it uses.
 """
 
 import json
@@ -21,7 +21,7 @@ _READ_BY_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", 
 
 def _read_by_import(environ: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environ.items() if name.startswith(_READ_BY_IMPORT)}
-    found.pop("PYTHONPATH", None)  # the forked process changes its `sys.path`
+    found.pop("PYTHONPATH", None)  # the forked process adds these folders to `sys.path`
     return found
 
 
@@ -86,7 +86,10 @@ class ForkedPython:
 
 
 def _serve(number: int) -> "tuple[dict[str, object], list[int]] | None":
-    """Fork for each request. Return the request in the child, and None in the server when the client has closed."""
+    """Fork for each request. Return the request and its output files in the child process.
+
+    In the server, return None when the client has closed the connection.
+    """
     connection = socket.socket(fileno=number)
     while True:
         size, files, _, _ = socket.recv_fds(connection, 8, 2)

@@ -1,4 +1,7 @@
-"""Validation of Kubernetes objects: the rules of `kubectl create --validate=strict` that the schema uses."""
+"""Validate Kubernetes objects like `kubectl create --validate=strict`.
+
+Only the rules that the schemas use are implemented.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _KNOWN = {
 
 
 def faults(job: Any) -> list[str]:
-    """Return the fields of a PyTorchJob or TrainJob that the API server rejects, with reasons."""
+    """Return the fields of a PyTorchJob or TrainJob that the API server would reject, with the reasons."""
     schema = yaml.safe_load((_FOLDER / _SCHEMAS[job["kind"]]).read_text())
     return list(_faults(job, schema, ""))
 

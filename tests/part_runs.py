@@ -1,4 +1,4 @@
-"""Small float64 runs with options implemented as step parts, and the equivalent plain loop."""
+"""Train small float64 models with options that are step parts, and with an equivalent plain loop."""
 
 import copy
 
@@ -71,13 +71,13 @@ def by_hand(
     model=None,
     data=None,
 ):
-    """Train with a plain loop. Return losses, weights and the average.
+    """Train with a plain loop. Return the losses, the final weights and the average of the weights (or None).
 
     Args:
         gradients: `gradients(model, params, loss_of)` returns the gradients of a batch.
         change: `change(params, grads)` returns the modified gradients of an accumulation window.
-        groups: `groups(model, optimizer)` modifies the optimizer's groups, one per parameter.
-        together: accumulate, clip and average with the options of `TOGETHER`.
+        groups: `groups(model, optimizer)` modifies the optimizer's parameter groups, one for each parameter.
+        together: accumulate and clip gradients and average the weights, like the options in `TOGETHER`.
     """
     model = Net() if model is None else model
     params = list(model.parameters())
@@ -130,7 +130,7 @@ def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **op
 
 
 def run(folder, how, together=False, model=None, optimizer=None, hooks=(), **options):
-    """Train with a Runner. Return the same values as `by_hand`, and the Runner."""
+    """Train with a Runner. Return the same tuple as `by_hand`, with None in place of the losses, and the Runner."""
     torch._dynamo.reset()
     x, y = map(torch.cat, zip(*batches(), strict=True))
     runner = Runner(

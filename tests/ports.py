@@ -1,7 +1,8 @@
-"""Select ports for distributed tests that are not used by any other test or connection.
+"""Select ports for distributed tests that no other test or connection uses.
 
-The operating system may assign a free port to a connection before the test's job listens on it, but it only assigns
-ports from 32768 upwards. Under Slurm and MPI, Slipstream uses ports from 20000 to 29999.
+The ports are between 10000 and 19999. The operating system may assign a free port to a connection before the test's job
+listens on it, but it assigns only ports from 32768 upwards. Under Slurm and MPI, Slipstream uses ports from 20000 to
+29999.
 """
 
 import itertools
@@ -19,7 +20,7 @@ def free_port():
 
 def _is_free(port):
     with socket.socket() as sock:
-        # torch also sets this option, to reuse ports in the state TIME_WAIT
+        # torch also sets this option, to reuse ports in the TIME_WAIT state
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("", port))

@@ -38,7 +38,7 @@ class StandIn(IterableDataset):
 
 
 def use_package(kind):
-    """Return the class of one of the `KINDS`; skip the test if it requires a package that is not installed."""
+    """Return the `StreamingDataset` class of a kind in `KINDS`. Skip the test if the package is not installed."""
     if kind == "package":
         return pytest.importorskip("streaming", reason="mosaicml-streaming is not installed").StreamingDataset
     sys.modules["streaming"] = module = ModuleType("streaming")
@@ -47,7 +47,7 @@ def use_package(kind):
 
 
 def write_stream(folder, kind, count=COUNT):
-    """Write samples with the ids 0, 1, ... to several shards."""
+    """Write a dataset of samples with the ids 0, 1, and so on. The package writes it as several shards."""
     if kind == "stand-in":
         folder.mkdir()
         (folder / "ids.json").write_text(json.dumps(list(range(count))))
@@ -62,7 +62,7 @@ def write_stream(folder, kind, count=COUNT):
 
 
 def augmented(kind):
-    """Return a subclass whose samples, like those of many users, contain random numbers of the global generators."""
+    """Return a subclass whose samples, like those of many users, contain random numbers from the global generators."""
 
     class Augmented(kind):
         def __getitem__(self, index):

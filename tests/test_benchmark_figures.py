@@ -1,4 +1,4 @@
-"""The measured figures in README.md and docs/ come from the JSON files in benchmarks/results/."""
+"""Test that the measured figures in README.md and docs/ match the JSON files in benchmarks/results/."""
 
 import math
 import re
@@ -33,10 +33,10 @@ def test_every_region_occurs_on_a_page():
 
 def test_changed_result_changes_the_page(monkeypatch):
     page = figures.ROOT / "docs/options/sync_bn.md"
-    times = {**figures.result("sync_bn"), "one per direction": [400.0] * 15}
+    times = {**figures.result("sync_bn"), "one per pass": [400.0] * 15}
     monkeypatch.setattr(figures, "result", lambda name: times)
     new = figures.render(page.read_text(encoding="utf-8"), page.name)
-    assert "| one per direction | 400.0 |" in new
+    assert "| one per pass | 400.0 |" in new
     assert new != page.read_text(encoding="utf-8")
 
 

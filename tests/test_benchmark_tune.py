@@ -1,4 +1,4 @@
-"""The benchmark that remeasures the plans found by `slipstream tune`."""
+"""Tests of the benchmark that measures the plans found by `slipstream tune` again."""
 
 import json
 import sys

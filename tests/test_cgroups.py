@@ -1,4 +1,4 @@
-"""Control group limits, read from simulated files."""
+"""Tests of control group limits, read from files in a temporary folder."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from slipstream.cgroups import available_memory, memory_limit, quotas
 
 
 def write(root, lines, files):
-    """Write the cgroups of a process, given as /proc/self/cgroup and the files under /sys/fs/cgroup."""
+    """Write `lines` to /proc/self/cgroup and `files` to /sys/fs/cgroup, both in the folder `root`."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(lines)
     for name, text in files.items():

@@ -1,4 +1,4 @@
-"""Argument types: mypy flags mistakes in a script, and the typed keys match the keys that the readers accept."""
+"""Tests of the argument types: mypy flags mistakes in a script, and the types have the keys that Slipstream accepts."""
 
 import dataclasses
 import inspect
@@ -35,7 +35,7 @@ HOOK = {"type", "priority"}
 
 @pytest.mark.slow
 def test_mypy_flags_the_marked_lines_of_user_scripts_and_no_others():
-    # With the settings of `make types`, mypy uses its cache.
+    # `make types` runs mypy with the same settings, so this command can use the same cache.
     command = [sys.executable, "-m", "mypy", "src/slipstream", SCRIPTS / "good.py", SCRIPTS / "bad.py"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     flagged = {tuple(line.split(":")[:2]) for line in result.stdout.splitlines() if ": error: " in line}

@@ -1,4 +1,4 @@
-"""Base classes and messages of the exceptions."""
+"""Tests of the base classes and messages of the exceptions."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Optional packages: training without them, and error messages that name the missing package."""
+"""Tests of optional packages: training without them, and error messages that name the extra to install."""
 
 from __future__ import annotations
 

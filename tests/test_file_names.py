@@ -1,4 +1,4 @@
-"""The engine writes only inside the work_dir. Names in configurations that refer to paths outside it are rejected."""
+"""Test that unsafe file names and templates in configurations are rejected, such as paths outside the output folder."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`make gpu` works on a machine without the optional libraries."""
+"""Test that the GPU tests can be collected without the optional libraries, as `make gpu` requires."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def test_gpu_tests_are_collected_without_optional_libraries(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     root = Path(__file__).parents[1]
-    # The files that .ci/gpu selects. This file also contains the words, but no such test.
+    # Select the same files as .ci/gpu. They include this file, which contains "mark.gpu" but no GPU tests.
     files = [
         path for path in root.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
     ]

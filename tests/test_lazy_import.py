@@ -1,6 +1,6 @@
 """Public names are imported on first use, and modules that only some runs need are imported when they are needed.
 
-Imports change neither the garbage collector's nor the random state.
+Imports change neither the state of the garbage collector nor the random state.
 """
 
 import gc

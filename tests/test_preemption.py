@@ -21,7 +21,7 @@ from tiny_runs import Net, Noisy, assert_same, loader, run, training, validation
 
 
 class Signal(Hook):
-    """Send a signal to this process after a step."""
+    """A hook that sends a signal to this process after a step."""
 
     def __init__(self, step, number=signal.SIGTERM):
         self.step, self.number = step, number
@@ -86,7 +86,7 @@ def test_sparse_tensors_are_saved_within_an_accumulation_window(tmp_path, to_spa
 
 
 class InterruptAt(Hook):
-    """Send SIGINT to this process at a stage of the run."""
+    """A hook that sends SIGINT to this process at a stage of the run."""
 
     priority = "LOWEST"
     runs_last = True
@@ -223,7 +223,7 @@ def test_preemption_can_be_created_before_a_fork_and_entered_after_it():
 
 
 def _wait(pid, seconds):
-    """Return the wait status of a child, or None if it has not ended in time; the child is then killed."""
+    """Return the wait status of a child. If it does not end in time, kill it and return None."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         ended, status = os.waitpid(pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Secrets: which names and texts are recognized, and where secret values must not appear."""
+"""Tests of redaction: which names and texts count as secrets, and where their values must not appear."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""The script that `make versions` runs: requirements for two versions, counts from a test report, and the table."""
+"""Tests of the script that `make versions` runs: requirements of a pair, counts from a test report, and the table."""
 
 import importlib.util
 import sys

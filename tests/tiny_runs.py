@@ -1,4 +1,4 @@
-"""Small runs with shuffling, dropout, BatchNorm, momentum and validation."""
+"""Small training runs, optionally with validation, and the datasets, metrics and hooks that they use."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def samples(count=40, seed=0):
 
 
 class Noisy(Dataset):
-    """A dataset that augments with the global generators of torch, NumPy and Python, as users' datasets often do."""
+    """A dataset that, like those of many users, adds random numbers from the global generators to its samples."""
 
     metainfo: ClassVar = dict(classes=("a", "b", "c"))
 
@@ -94,7 +94,7 @@ class StoppedError(Exception):
 
 
 class Stop(Hook):
-    """A hook that raises an exception at a stage of a step, or after the checkpoint of a step."""
+    """A hook that raises `StoppedError` after a step, in the validation after it, or at the end of its epoch."""
 
     priority = "LOWEST"
 

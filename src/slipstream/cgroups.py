@@ -35,7 +35,7 @@ def available_memory(root: Path = _ROOT) -> int | None:
 
     The result is None if no cgroup has a limit, or if the usage cannot be read.
 
-    The page cache counts as available memory, because the kernel evicts it first.
+    The page cache counts as available memory, because the kernel reclaims it when a cgroup reaches its limit.
     """
     available = []
     for version, folder in _folders(root, "memory"):

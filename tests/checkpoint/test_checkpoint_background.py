@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background contains the state at the time of the call."""
+"""Test that a checkpoint written in the background contains the state at the time of the call to `write`."""
 
 import threading
 
@@ -63,7 +63,7 @@ def mesh():
 
 def test_changes_to_shards_after_the_call_are_not_saved(tmp_path, writer, held, mesh):
     weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
-    for number in range(3):  # the second and the third checkpoint reuse the copies
+    for number in range(3):  # the second and third checkpoints reuse the first one's copies
         held.clear()
         weight.fill_(number)
         writer.write({"weight": weight, "tied": weight}, tmp_path / f"{number}.pth", pytest.fail, str)
@@ -180,7 +180,9 @@ def test_tensors_that_are_copied_in_chunks_are_equal(tmp_path, writer, monkeypat
             tensor.detach().zero_() if tensor.stride() != (0,) else None
         saved = load_checkpoint(tmp_path / "a.pth")
         for name, tensor in expected.items():
-            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0, msg=f"{name}, {number}")
+            torch.testing.assert_close(
+                saved[name], tensor, rtol=0, atol=0, msg=f"{name} differs in write {number}"
+            )
         for name, tensor in content.items():
             if tensor.stride() != (0,):
                 tensor.copy_(expected[name])

@@ -1,4 +1,4 @@
-"""The checksums of chunks are combine_checksums into the checksum of all the data."""
+"""Test that `combine_checksums` computes the checksum of the whole data from the checksums of its chunks."""
 
 import random
 import zlib

@@ -296,7 +296,7 @@ def test_remove_checkpoint_removes_files_and_sharded_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["..", ".", "", "data", "../other.sharded", "../a.pth", "{}/other.sharded"])
 def test_remove_checkpoint_only_removes_checkpoints_in_its_folder(tmp_path, name):
-    """A resumed run removes the old checkpoints listed in the loaded checkpoint."""
+    """A resumed run removes the old checkpoints that the loaded checkpoint lists, so the names are untrusted."""
     work_dir = tmp_path / "run"
     for folder in (work_dir / "data", tmp_path / "other.sharded"):
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Damage to any byte of a checkpoint file is detected."""
+"""Test that damage to a checkpoint file is detected."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def saved(tmp_path_factory):
 
 
 def assert_detected(damaged, content, path):
-    """Check that loading raises an error, unless the damage is in bytes that are never read."""
+    """Check that loading raises an error, or returns the original content if the damaged bytes are never read."""
     path.write_bytes(damaged)
     with suppress(CheckpointError):
         found = load_checkpoint(path)
@@ -34,7 +34,7 @@ def assert_detected(damaged, content, path):
 
 
 def spots(size, count=150):
-    """Return positions throughout a file, most of them in its first and last bytes."""
+    """Return positions throughout a file, most of them near its start or end."""
     draw = random.Random(0)
     ranges = [(0, size), (0, 2000), (size - 3000, size)]
     return [draw.randrange(*limits) for limits in ranges for _ in range(count)]
@@ -102,7 +102,7 @@ def test_error_names_the_file_and_the_entry(saved, tmp_path):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Read each weight in several chunks, as for a file with large weights."""
+    """Read each weight in several chunks, as is otherwise done only for large weights."""
     monkeypatch.setattr(integrity, "_CHUNK", 1000)
 
 

@@ -1,4 +1,4 @@
-"""Saved optimizer states are compared with the optimizers that load them."""
+"""Tests of `check_optimizer`, which compares a saved optimizer state with the optimizer that loads it."""
 
 import copy
 import io

@@ -15,7 +15,7 @@ def _restore_random_state():
 
 
 def draws():
-    # Normal numbers are drawn in pairs. Each generator stores the second number of the pair.
+    # Normally distributed numbers are generated in pairs, and each generator stores the second number of a pair.
     return [
         random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(100),
         torch.rand(3).tolist(), torch.randn(1).item(),
@@ -29,7 +29,8 @@ def test_random_state_restored_from_a_file_draws_the_same_numbers(tmp_path, befo
     torch.manual_seed(3)
     for _ in range(before):
         draws()
-    random.gauss(0, 1)  # makes each generator store the second number
+    # If `before` is even, Python's and NumPy's generators store the second number of a pair after these calls.
+    random.gauss(0, 1)
     np.random.normal()
     save_checkpoint({"state": get_random_state()}, tmp_path / "a.pth", pytest.fail)
     wanted = [draws() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Weights from URLs and folders: downloads, checksums and errors. Servers listen only on the loopback interface."""
+"""Tests of weights from URLs and run folders: downloads, checksums and errors. HTTP servers listen on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def memory():
 
 @pytest.fixture
 def server():
-    """Start a server. Return its URL and a dict of its files. Requests for other paths return status 404."""
+    """Start a server. Return its URL and a dict that maps paths to contents. Other paths return status 404."""
     files = {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,7 +78,7 @@ def test_weights_are_loaded_from_an_fsspec_file_system(weights, memory, tmp_path
     with local_checkpoint("memory://bucket/w.pth") as file:
         assert file.read_bytes() == data
     assert not file.exists()
-    assert not (tmp_path / "cache").exists()  # without a checksum, the file may change
+    assert not (tmp_path / "cache").exists()  # a file without a checksum is not cached
 
 
 def test_a_download_that_ends_early_raises_an_error(server):
@@ -247,7 +247,7 @@ def test_local_paths_are_returned_unchanged(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Return the local folder in which a file system for `hf://` looks for `ORG/REPO/FILE`."""
+    """Register a mock file system for `hf://`. Return the local folder in which it looks for `ORG/REPO/FILE`."""
 
     class Hub(fsspec.AbstractFileSystem):
         protocol = "hf"
@@ -277,7 +277,7 @@ def test_hugging_face_paths_in_recipes_are_read_with_a_checksum_and_then_offline
         model = MODELS.build(config)
         model.init_weights()
         same(model.network, network)
-        (hub / path).unlink(missing_ok=True)  # the second download would fail
+        (hub / path).unlink(missing_ok=True)  # a second download would fail
 
 
 def test_an_error_names_a_missing_hugging_face_file(hub):

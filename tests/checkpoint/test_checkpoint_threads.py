@@ -1,4 +1,5 @@
-"""Threads share tasks. Each task runs once, and no task runs after an error is raised."""
+"""`run_in_threads` distributes tasks among threads. Without errors, each task runs once; when the function raises, no
+task is still running."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Hostile checkpoints cannot execute code, allocate more memory than their size, or remove other files."""
+"""Test that hostile checkpoints cannot execute code, expand beyond their file size, or read or remove other files."""
 
 import os
 import pickle
@@ -70,7 +70,10 @@ def test_pickles_are_not_executed(tmp_path, marker):
 
 @pytest.fixture
 def sharded(tmp_path, marker):
-    """A folder as written by torch for a sharded checkpoint, with a hostile `.metadata`."""
+    """Save a sharded checkpoint with a hostile `.metadata`. Return a function that writes its index.
+
+    The index states that the shard is in the given range of the file with the given name.
+    """
     folder = tmp_path / "x.sharded"
     save({"w": torch.arange(4.0)}, storage_writer=FileSystemWriter(folder), no_dist=True)
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
@@ -179,7 +182,7 @@ class Method:
 
 @pytest.fixture
 def mmengine_history(monkeypatch):
-    """A class with the name and the state of MMEngine's HistoryBuffer."""
+    """Return a class with the import path of MMEngine's HistoryBuffer."""
     module = types.ModuleType("mmengine.logging.history_buffer")
     for name in ("mmengine", "mmengine.logging"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -215,7 +218,7 @@ def test_an_mmengine_checkpoint_is_read(tmp_path, mmengine_history):
 
 
 class ReadsAttribute:
-    """A pickle that calls `getattr(dict, "fromkeys")`."""
+    """An object whose pickle calls `getattr(OrderedDict, "fromkeys")`."""
 
     def __reduce__(self):
         return getattr, (OrderedDict, "fromkeys")

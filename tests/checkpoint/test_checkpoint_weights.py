@@ -83,7 +83,7 @@ def test_long_list_of_names_is_truncated():
 
 
 class Renamed(nn.Module):
-    """A module whose weight was renamed."""
+    """A module whose weight was formerly named `kernel`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`slipstream compare`: equal training, interleaving, and rows for contenders without a result."""
+"""Tests of `slipstream compare`: all contenders train identically and take turns, and failed contenders get a row."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def by_name(found):
 
 
 class Recorder:
-    """An observer that stores the losses and does not end the training."""
+    """An observer that stores the losses and does not stop the training."""
 
     def __init__(self):
         self.losses = []

@@ -32,14 +32,14 @@ agree to within a relative error of {tolerance:g} ({float32:g} for NAdam and RAd
 
 - *{one}*: forward, loss and backward run as a single graph, without warnings. The optimizer update is part of the graph
   if the optimizer can be traced; otherwise it runs after the graph.
-- *{back}*: the results are the same. A warning names the cause and, if there is one, the line in the user's code. If
+- *{back}*: the results are the same. A warning names the cause and, where possible, the line in the user's code. If
   the model cannot be compiled either, a second warning says so.
-- *{refused}*: an error is raised before training starts. The message names the remedy.
+- *{refused}*: an error is raised before training starts. The message states a remedy.
 
 A compiled step differs from an eager step in these cases:
 
 - A hook on a parameter's AccumulateGrad node (`get_gradient_edge(param).node`) that is added after the second step is
-  not detected, because torch does not report it.
+  not detected, because torch does not report such hooks.
 - A change to an environment variable that the model or the loss reads is not detected.
 - A function with `functools.lru_cache` is traced without its cache, so the function may be called more often.
 
@@ -47,8 +47,8 @@ The last two limitations apply to `torch.compile` in general. In a graph, an `as
 `RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and saved-tensor hooks
 have no effect on a step that runs as a graph, because all ranks must take the same path.
 
-The tests also compare two steps that share modules or parameters (a GAN, or two optimizers), with and without
-`compile`.
+The tests also compare two steps that share modules or parameters (a GAN, or a model with two optimizers) with plain
+loops, with and without `compile`.
 
 | case | compiled | remark |
 |---|---|---|

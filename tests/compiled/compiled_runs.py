@@ -1,4 +1,4 @@
-"""Train a case with `accelerate` and with a plain loop through the public interface, and compare the results."""
+"""Train each case with a plain loop and with the public function `accelerate`, and compare the results."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ from slipstream.errors import SlipstreamError
 
 STEPS = 12
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)
-"""Tolerance in float64. A rounding error is 1e-16, and 12 steps of a small network amplify it."""
+"""Tolerance in float64. Rounding errors of about 1e-16 grow during the 12 steps."""
 IN_FLOAT32 = dict(rtol=1e-6, atol=1e-8)
 """Tolerance for torch optimizers that compute step sizes in float32 when compiled."""
 COMPILE = dict(backend="aot_eager", cache=False)
@@ -43,7 +43,7 @@ class Training:
     after: Callable[[], Any] = lambda: None
     """Function to call after each step, for example to step a scheduler."""
     observe: Callable[[], Any] = lambda: None
-    """Function that returns other values that must be equal at the end."""
+    """Function that returns further values to compare at the end."""
     end: Callable[[], Any] = lambda: None
     """Function that restores global state."""
 
@@ -56,12 +56,13 @@ class Case:
         what: name of the case in the test id and in docs/matrix.md.
         make: builds the training.
         expect: ONE_GRAPH, FALLS_BACK or REFUSED.
-        cause: a regular expression that the only warning, or the error, must match.
+        cause: a regular expression that the first warning, or the error, must match.
         line: the file that the warning must name, if any.
-        speed: further options.
-        fast: whether `make test` runs it; `make matrix` runs the others, except the exhaustive ones.
-        exhaustive: whether only `make exhaustive` runs it, because other cases test the same code.
-        tolerance: tolerance for cases that do not use float64.
+        speed: further speed options.
+        remark: further text for the remark column in docs/matrix.md.
+        fast: whether `make test` runs the case; `make matrix` runs the others, except the exhaustive ones.
+        exhaustive: whether only `make exhaustive` runs the case, because other cases test the same code.
+        tolerance: tolerance for the comparison with the plain loop.
     """
 
     what: str
@@ -221,14 +222,14 @@ def warnings_of_slipstream():
 
 
 def check_plain(case):
-    """Check that the eager step matches the plain loop, which validates the case itself."""
+    """Check that the eager step matches the plain loop. This validates the case itself."""
     speed = dict(case.speed)
     found, _, _ = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
 
 
 def check_refused(case, **speed):
-    """Check that an error names the cause before training starts."""
+    """Check that training raises an error that names the cause."""
     with pytest.raises(SlipstreamError, match=case.cause):
         _ended(by_step, case, **speed)
 
@@ -251,7 +252,7 @@ def check(case):
         )
         return
     assert scope != "step", "the step did not fall back"
-    assert len(warnings) == case.warnings, f"the number of warnings must be {case.warnings}: {warnings}"
+    assert len(warnings) == case.warnings, f"{len(warnings)} warnings, not {case.warnings}: {warnings}"
     assert re.search(case.cause, warnings[0], re.IGNORECASE), f"the cause {case.cause} is not in {warnings}"
     assert case.line in warnings[0], f"the line in {case.line} is not in {warnings}"
 
@@ -275,7 +276,7 @@ def assert_equal(found, expected, tolerance):
 def _close(found, expected, tolerance, what):
     """Compare numbers in nested dicts and lists. None equals only None."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
+        assert found.keys() == expected.keys(), f"{what}: keys {list(found)}, not {list(expected)}"
         for name in expected:
             _close(found[name], expected[name], tolerance, f"{what}: {name}")
     elif isinstance(expected, list | tuple):
@@ -283,7 +284,7 @@ def _close(found, expected, tolerance, what):
         for number, (one, other) in enumerate(zip(found, expected, strict=True)):
             _close(one, other, tolerance, f"{what}[{number}]")
     elif isinstance(expected, torch.Tensor | float):
-        assert found is not None, f"{what}: None"
+        assert found is not None, f"{what} is None"
         torch.testing.assert_close(found, expected, **tolerance, msg=_numbers(what))
     else:
         assert found == expected, f"{what}: {found}, not {expected}"

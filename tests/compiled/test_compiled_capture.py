@@ -1,4 +1,4 @@
-"""Code that torch cannot capture in a graph: results do not change, and the warning names the user's line."""
+"""Test code that torch may not capture in a graph: results do not change, and warnings name the user's line."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Branches(Base):
 
 
 class Queue(Base):
-    """A ring buffer of past activations, whose position is a buffer read as an int."""
+    """A network with a ring buffer of past activations. The write position is a second buffer, read as an int."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Queue(Base):
 
 
 class Expanded(Base):
-    """A read-only buffer whose elements share memory."""
+    """A network that only reads a buffer whose elements share memory."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Expanded(Base):
 
 
 class ExpandedAssigned(Expanded):
-    """A buffer whose elements share memory, replaced in forward."""
+    """A network that replaces a buffer whose elements share memory."""
 
     def change(self, x):
         self.scale = (0.9 * self.scale.mean() + 0.1).expand(8)
@@ -106,7 +106,7 @@ class ExpandedAssigned(Expanded):
 
 
 class Overlapping(Base):
-    """Two buffers that are views of the same tensor."""
+    """A network with two buffers that are views of the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ class Overlapping(Base):
 
 
 class Lazy(nn.Module):
-    """Lazy layers, which infer their sizes from the first batch."""
+    """A network with a lazy layer, which infers its input size from the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def _bad(kind, x, y):
 
 
 def _train_on(step, data):
-    """Train with a loop that skips invalid batches. Return the losses and the error types."""
+    """Train with a loop that skips invalid batches. Return the losses and the error messages."""
     losses, errors = [], []
     for batch in data:
         try:

@@ -1,4 +1,5 @@
-"""Changes during training: loss scale, anomaly mode, inputs that require gradients, and averaged layers."""
+"""Tests of changes during training: loss scale settings, anomaly mode, inputs that require gradients, and replaced
+layers of an averaged model."""
 
 import logging
 

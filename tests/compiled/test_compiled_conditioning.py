@@ -1,4 +1,4 @@
-"""Ill-conditioned networks must pass verification, and compiler bugs must be detected."""
+"""Tests of ill-conditioned networks, computed weights and compiler bugs."""
 
 import copy
 import warnings
@@ -37,10 +37,10 @@ HERE = Path(__file__).name
 
 
 def assert_as_close_as_eager(make, **speed):
-    """Train with a plain loop in float64 and float32, and compiled in float32.
+    """Check that compiled float32 losses are about as close to float64 losses as those of a plain float32 loop.
 
     Rounding errors grow from step to step, so float32 has no fixed tolerance. The error of the compiled losses
-    relative to float64 can be up to ten times that of the eager float32 losses.
+    relative to float64 may be up to ten times that of the eager float32 losses.
     """
 
     def trained(dtype):
@@ -51,7 +51,9 @@ def assert_as_close_as_eager(make, **speed):
     seed()
     found, scope, said = by_step(make(torch.float32), **speed)
     off, allowed = (found["losses"].double() - exact).abs(), (rounded - exact).abs().cummax(0).values
-    assert (off <= 10 * allowed + 1e-5 * exact.abs()).all(), f"error {off} exceeds {allowed} in float32"
+    assert (off <= 10 * allowed + 1e-5 * exact.abs()).all(), (
+        f"error {off} exceeds ten times the eager error {allowed}"
+    )
     assert "compiler bug" not in " ".join(said), said
     assert (scope, said) == ("step", [])
 
@@ -73,7 +75,7 @@ def deep_with_adam(dtype):
 
 
 def nearly_constant(dtype):
-    """BatchNorm on almost equal features, whose gradients are large and have large rounding errors."""
+    """Return a run with BatchNorm on almost constant features. Gradients are large, with large rounding errors."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     data = [((x * 1e-3 + 1).to(dtype), y.to(dtype)) for x, y in batches(8)]
     model = model.to(torch.float64).to(dtype)
@@ -132,7 +134,7 @@ def normed(norm, **options):
 
 
 def tied():
-    """Two layers that share a weight."""
+    """Return a run with two layers that share a weight."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)).double()
     model[2].weight = model[0].weight
     return Training(model, sgd(model))
@@ -259,7 +261,7 @@ DEFECTS = {
 
 
 class Upsampled(nn.Module):
-    """Two heads of different sizes, resized to the size of the input."""
+    """A network with two heads whose outputs differ in size and are resized to the size of the input."""
 
     def __init__(self, classes=5):
         super().__init__()

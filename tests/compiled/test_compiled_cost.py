@@ -1,4 +1,4 @@
-"""The cost of a compiled step: graphs for settings that change at each step, and released memory."""
+"""Tests of the cost of a compiled step: graphs for settings that change at each step, and memory that is released."""
 
 import gc
 import weakref
@@ -205,7 +205,7 @@ def test_setting_that_changes_at_each_step_needs_few_graphs(case):
 
 
 def test_forward_runs_in_python_only_during_capture():
-    """The forward method runs in Python only in the first steps, and its counter continues afterwards."""
+    """`forward` runs as Python code only in the first steps, but its counter is updated in every step."""
     seen = []
 
     class Seen(Base):
@@ -231,7 +231,7 @@ def test_forward_runs_in_python_only_during_capture():
 
 
 def _train(model=None, close=True, steps=3, **speed):
-    """Train, close the step and return weak references to its objects."""
+    """Train, close the step unless `close=False`, and return weak references to its objects and compiled code."""
     model = net() if model is None else model
     optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
     step = accelerate(

@@ -1,4 +1,4 @@
-"""Hooks, and changes between two steps, that a graph could miss."""
+"""Tests of hooks that a graph could miss, including hooks that are added or removed between steps."""
 
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ def clips_after(training, seen):
 
 
 def prehook_of_accumulation(training, seen):
-    """Halve the gradient at its node in the autograd graph."""
+    """Halve the gradient in a pre-hook of the parameter's AccumulateGrad node."""
     weight = training.model[3].weight
     node = weight.view_as(weight).grad_fn.next_functions[0][0]
     training.node = node  # keep the hook alive
@@ -100,7 +100,7 @@ _GRADIENT_HOOKS = {
 
 
 def _needed(hook, at, undo):
-    """Return whether no other case covers this kind of hook, or the steps at which the hook is added and removed."""
+    """Return whether no other case covers this kind of hook or the steps at which the hook is added and removed."""
     if hook is halves:
         return True
     if hook in (clips_after, module_backward):
@@ -237,7 +237,7 @@ def global_after(training, seen):
 
 
 def patched_step(training, seen):
-    """Replace the optimizer's step with a version that also counts and shrinks."""
+    """Replace the optimizer's step with a version that also counts its calls and halves the gradients."""
     optimizer, original = training.optimizer, training.optimizer.step
 
     def step(closure=None):

@@ -1,4 +1,4 @@
-"""Python state between steps: attributes, lists, counters, hidden states and random number generators."""
+"""Tests of Python state between steps: attributes, lists, counters, hidden states and random number generators."""
 
 import random
 from pathlib import Path
@@ -55,7 +55,7 @@ class PlainInPlace(PlainTensor):
 
 
 class FromNone(PlainTensor):
-    """The attribute is None until the first step."""
+    """A network whose attribute is None until the first step."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ TBPTT = [
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
 def test_hidden_state_that_is_not_detached_raises_an_error(speed):
-    """In step 2, torch raises an error because step 1's graph has been freed. The step must raise the same error."""
+    """In step 2, torch raises an error because step 1's graph was freed. `accelerate` must raise the same error."""
 
     def make():
         seed()
@@ -296,7 +296,7 @@ class GlobalPython(Base):
 
 
 class PythonChoice(Base):
-    """A network that skips a layer at random."""
+    """A network that halves its activations in randomly selected steps."""
 
     def change(self, x):
         return x if random.random() < 0.5 else x * 0.5
@@ -335,7 +335,7 @@ def generator_in_loss():
 
 
 def next_numbers():
-    """Return the next numbers of the generators after training, which must match a plain loop."""
+    """Return the next number of each global generator. The numbers after training must match a plain loop."""
     return [float(np.random.rand()), random.random(), float(torch.rand((), dtype=torch.float64))]
 
 

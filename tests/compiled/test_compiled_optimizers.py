@@ -1,4 +1,4 @@
-"""Every optimizer in torch.optim, tensor learning rates, and changes during a run."""
+"""Tests of every optimizer in torch.optim, tensor learning rates, and changes during training."""
 
 import copy
 from functools import partial
@@ -81,7 +81,7 @@ def by_name(name):
 
 
 def muon():
-    """Muon for matrices. The other parameters are not trained."""
+    """Return a run with Muon. The layers have no biases, because Muon supports only 2D parameters."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
     return Training(model, optim.Muon(model.parameters(), lr=0.05))
 
@@ -154,7 +154,7 @@ def tensor_lr(scheduler, kind, **options):
 
 
 def changed_lr(how, kind=optim.SGD):
-    """Change the tensor in place, or replace it with a new tensor or a float."""
+    """Change a tensor learning rate in place, or replace it with a new tensor or a float."""
     model = net()
     optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
     group = optimizer.param_groups[0]
@@ -175,7 +175,7 @@ def float_then_tensor():
 
 
 def tensor_for_one_batch(kind, key, value, other):
-    """In batch 5, a setting is a tensor (or contains tensors). In all other batches, it is the original float."""
+    """In batch 5, a setting is a tensor (or contains tensors). In all other batches, it has its original value."""
     model = net()
     optimizer = kind(model.parameters(), **{"lr": 0.02, key: value})
     group = optimizer.param_groups[0]
@@ -341,7 +341,7 @@ def change_settings(training):
 
 
 def replace_layer(training):
-    """Use a different activation, without parameters."""
+    """Replace an activation layer, which has no parameters."""
     training.model[2] = nn.ReLU()
 
 

@@ -1,4 +1,4 @@
-"""Tensors that the loop replaces between steps, and objects in batches. A compiled step must not use old tensors."""
+"""Test that a compiled step uses the new object when the loop replaces one, and that batches may contain objects."""
 
 import copy
 from functools import partial

@@ -1,4 +1,4 @@
-"""Two steps in one process that share modules or parameters, with and without compile."""
+"""Tests of two steps in one process that share modules or parameters, with and without `compile`."""
 
 from functools import partial
 
@@ -22,9 +22,9 @@ class Part:
         self.model, self.optimizer, self.loss, self.window = model, optimizer, loss, window
 
     def by_hand(self):
-        """Return a plain step, which clears its optimizer's gradients before its own backward pass.
+        """Return a plain step that ignores gradients from other steps.
 
-        Within an accumulation window, it keeps only its own batches' gradients.
+        Within an accumulation window, the step accumulates only the gradients of its own batches.
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept, done = [None] * len(params), 0
@@ -73,7 +73,7 @@ def compare(make, train, speed):
 
 
 def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
-    """Return the generator, whose loss contains the discriminator, and the discriminator."""
+    """Return two parts: the generator, whose loss calls the discriminator, and the discriminator."""
     options = {"lr": 0.05, **options}
     generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     middle = [nn.BatchNorm1d(8)] if normed else []
@@ -99,7 +99,7 @@ def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
 
 
 def train_both(parts, steps, first=0):
-    """Train generator and discriminator on each batch. The fake images have no gradient."""
+    """Train both networks on each batch. The discriminator's step computes no gradients of the generator."""
     losses = []
     for x, y in batches(STEPS):
         for number in (first, 1 - first):
@@ -170,7 +170,7 @@ def test_gan_with_two_steps_matches_a_plain_loop(make, train, speed):
 
 
 def two_optimizers(first, second, windows=(1, 1)):
-    """Return two parts of one model, with two optimizers for all its parameters."""
+    """Return two parts with the same model, each with an optimizer for all its parameters."""
     model = net()
     return [
         Part(model, first(model.parameters()), F.mse_loss, windows[0]),
@@ -179,7 +179,7 @@ def two_optimizers(first, second, windows=(1, 1)):
 
 
 def halves():
-    """Return two parts of one model, each with an optimizer for one half of the model."""
+    """Return two parts with the same model, each with an optimizer for one half of the model."""
     model = net()
     return [
         Part(model, SGD(model[:2].parameters(), lr=0.05, momentum=0.9)),
@@ -188,7 +188,7 @@ def halves():
 
 
 def shared_trunk():
-    """Return two models that share their first layers, each with an optimizer for all its parameters."""
+    """Return two parts whose models share their first layers, each with an optimizer for all its parameters."""
     trunk = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()).double()
     models = [nn.Sequential(trunk, nn.Linear(8, 3).double()) for _ in range(2)]
     return [Part(model, SGD(model.parameters(), lr=0.05, momentum=0.9)) for model in models]

@@ -1,4 +1,4 @@
-"""State that a step changes in addition to parameters: optimizer states, buffers, batches and losses."""
+"""Tests of state that a step changes in addition to parameters: optimizer states, buffers, batches and losses."""
 
 from functools import partial
 
@@ -110,7 +110,7 @@ class AssignedLate(Buffered):
 
 
 class AssignedInChild(Base):
-    """A parent module assigns a child's buffer."""
+    """A network that assigns a buffer of its child module."""
 
     def __init__(self):
         super().__init__()
@@ -269,7 +269,7 @@ _rolling = torch.zeros((), dtype=torch.float64)
 
 
 def with_closed_over_tensor(shape=(1,)):
-    """The loss function changes a tensor of the enclosing function."""
+    """Return a run whose loss function changes a tensor of the enclosing function."""
     running = torch.ones(shape, dtype=torch.float64)
 
     def loss(scores, targets):
@@ -307,7 +307,7 @@ def with_loss(make):
 
 
 def teacher_in_mid_run():
-    """The network in the loss is set to eval mode before step 6."""
+    """Return a run in which the network in the loss is set to eval mode before step 6."""
     training = with_loss(Teacher)
     training.before = {6: lambda t: t.loss.model.eval()}
     return training

@@ -1,4 +1,4 @@
-"""Changes that Dynamo's guards do not report: batch structure, branches and optimizer steps."""
+"""Tests of changes that Dynamo's guards do not detect: batch structure, branches and optimizer steps."""
 
 import copy
 import functools
@@ -156,7 +156,7 @@ def class_step_replaced():
 
 
 class Recompute(torch.autograd.Function):
-    """A custom reentrant checkpoint. Its backward recomputes the layer and calls backward itself."""
+    """A custom reentrant checkpoint, whose backward method recomputes the layer and runs a nested backward pass."""
 
     @staticmethod
     def forward(ctx, layer, x):

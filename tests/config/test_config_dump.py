@@ -1,4 +1,4 @@
-"""Dumped configurations: loading the text returns an equal configuration."""
+"""Test that loading a dumped configuration returns an equal configuration."""
 
 import enum
 import sys

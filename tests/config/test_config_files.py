@@ -1,4 +1,4 @@
-"""Loading files: formats, bases, placeholders and errors."""
+"""Tests of loading configuration files: formats, bases, placeholders and errors."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""`Config` and `ConfigDict` as mappings."""
+"""Tests of `Config` and `ConfigDict` as mappings."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Properties of merging."""
+"""Tests of the properties of `merge`, `nest` and `dotted_keys`."""
 
 import copy
 
@@ -14,7 +14,7 @@ leaves = st.integers(0, 5) | st.lists(st.integers(0, 5), max_size=2)
 
 
 def layers(depth=2):
-    """Return layers that can be merged: `a` is always a dict, and `b` and `c` are always leaves."""
+    """Return a strategy for layers that can be merged: `a` is always a dict, and `b` and `c` are always leaves."""
     optional = {"b": leaves, "c": leaves}
     if depth:
         optional["a"] = layers(depth - 1)

@@ -1,4 +1,4 @@
-"""Typed options from dicts."""
+"""Tests of `options`, which builds a dataclass instance from a dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overrides: parsing, merging and validation."""
+"""Tests of overrides: parsing, merging and validation."""
 
 import argparse
 import contextlib
@@ -102,7 +102,7 @@ trees = st.recursive(
 
 
 def flow(value):
-    """Return `value` in YAML flow syntax (reference implementation)."""
+    """Return `value` in the syntax of overrides: YAML flow style with tuples."""
     if isinstance(value, str):
         return "'" + value.replace("'", "''") + "'"
     if isinstance(value, list):

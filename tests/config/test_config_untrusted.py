@@ -1,4 +1,4 @@
-"""Hostile configuration files neither execute code nor exhaust time or memory."""
+"""Test that hostile configuration files neither execute code nor take excessive time or memory."""
 
 import contextlib
 import sys
@@ -127,7 +127,7 @@ def test_a_trusted_data_file_imports_modules(write, evil):
     path = write("a.yaml", "custom_imports: {imports: [evil_module]}\n")
     Config.fromfile(path, trust=True)
     assert evil()
-    Config.fromfile(path)  # the program has already imported the module
+    Config.fromfile(path)  # needs no trust, because the module is already imported
 
 
 def test_a_python_file_and_its_bases_are_trusted(write, evil):

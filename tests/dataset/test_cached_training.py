@@ -1,4 +1,4 @@
-"""Training with the disk cache is bit-identical to training without it."""
+"""Tests of the disk cache. Training with the cache must be bit-identical to training without it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(root, cache=None, **kwargs):
 
 
 def must_not_load(index):
-    raise AssertionError(f"sample {index} is decoded again")
+    raise AssertionError(f"sample {index} was decoded again")
 
 
 def batches(dataset, workers, epoch):

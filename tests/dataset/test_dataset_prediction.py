@@ -1,4 +1,4 @@
-"""Preparation of images for prediction."""
+"""Tests of the preparation of images for prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without a process group, every function behaves as in a run with one process."""
+"""Test that functions of `slipstream.dist` behave as in a single-process run if there is no process group."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slipstream.errors import DistributedError
 
 
 def test_single_process_is_the_main_process(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # set as by a launcher, but there is no process group
+    monkeypatch.setenv("LOCAL_RANK", "3")  # as set by a launcher, but there is no process group
     assert dist.get_dist_info() == (0, 1)
     assert dist.get_local_rank() == 0
     assert dist.is_main_process()

@@ -7,11 +7,11 @@ from slipstream.dist.failure_detection import FailureDetector, _listen, is_conse
 
 @pytest.fixture
 def address(monkeypatch):
-    """Return the address on which rank 0's failure detector listens."""
+    """Start the failure detector of rank 0 and return the address on which it listens."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("slipstream.dist.failure_detection.dist.get_world_size", lambda: 2)
     listener, hosts = _listen()
-    assert hosts == ["127.0.0.1"], "a job on one machine must listen only on the loopback address"
+    assert hosts == ["127.0.0.1"], "a single-machine job does not listen only on the loopback address"
     address = listener.getsockname()
     detector = FailureDetector(0, "secret", listener)
     yield address

@@ -20,7 +20,7 @@ MPI = {
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Record the arguments of the process group without creating it."""
+    """Set MPI's variables, and record the arguments to `init_process_group` instead of creating the process group."""
     record = {}
     for name in list(os.environ):
         if name.startswith(("PMI", "OMPI_")) or name in launch._MASKS:
@@ -69,9 +69,7 @@ def test_init_dist_exports_the_variables_that_torch_reads(joined):
     assert joined["detection_started"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["2", "0", "4", "10.0.0.1", "29500"]
-    assert "LOCAL_WORLD_SIZE" not in os.environ, (
-        "the local world size is unknown if the launcher did not set it"
-    )
+    assert "LOCAL_WORLD_SIZE" not in os.environ, "init_dist did not remove the stale LOCAL_WORLD_SIZE"
 
 
 def test_custom_init_method_is_passed_to_torch(joined):

@@ -88,7 +88,7 @@ HETEROGENEOUS = {  # sbatch -N1 -n1 : -N2 -n2, srun --het-group=0,1
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }
-OLD_SLURM = {  # without the step's variables
+OLD_SLURM = {  # without the node list and task counts of the step
     "SLURM_JOB_ID": "1251",
     "SLURM_STEP_ID": "1",
     "SLURM_PROCID": "3",

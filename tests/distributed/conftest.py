@@ -19,7 +19,7 @@ def require_programs(packages, *programs):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that contains only a symlink to the examples. Its checkpoints are removed after the test."""
+    """A folder that contains only a symlink to the examples. After the test, the checkpoints in it are removed."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
     for work_dir in ("work_dirs", "work_dir", "faulty"):
@@ -57,6 +57,6 @@ def cluster(machines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mpi_machine(machines):
-    """A machine whose environment allows Open MPI and MPICH to run as root, and with fewer cores than processes."""
+    """The machine n1. Skip the test if Open MPI or MPICH is not installed."""
     require_programs("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
     return machines["n1"]

@@ -27,7 +27,10 @@ class Ended:
 
 
 def job(script, world=2, **environ):
-    """Return the description of a job with `world` ranks. A variable may be a list with one value per rank."""
+    """Return the script of a job and the environment variables of each rank.
+
+    The value of a variable in `environ` is the same on all ranks, or a list with one value per rank.
+    """
     from ports import free_port  # not importable when this file runs as a program
 
     port = environ.pop("MASTER_PORT", None) or free_port()
@@ -42,7 +45,7 @@ def job(script, world=2, **environ):
 
 
 def run_jobs(jobs, folder, timeout=60):
-    """Run all jobs {name: job} concurrently. Return {name: [Ended of rank 0, ...]}. Kill them after the timeout."""
+    """Run all jobs {name: job} concurrently. Return {name: [Ended of rank 0, ...]}. Kill ranks that time out."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     command = [sys.executable, __file__, str(folder), str(timeout)]
     subprocess.run(command, env=clean, input=json.dumps(jobs), text=True, check=True, timeout=timeout + 60)
@@ -57,7 +60,7 @@ def run_jobs(jobs, folder, timeout=60):
 
 
 def _run_rank(name, rank, environ, folder):
-    """Run one rank in this forked process."""
+    """Set the environment variables of a rank in this forked process, and redirect its output to files."""
     os.environ.update(environ)
     for kind, number in (("out", 1), ("err", 2)):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

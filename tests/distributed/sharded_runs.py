@@ -1,4 +1,4 @@
-"""Small runs on any number of processes, with a model whose blocks cannot be split evenly among the processes."""
+"""Small runs in any number of processes, with a model whose parameters cannot be sharded evenly."""
 
 import torch
 from torch import nn

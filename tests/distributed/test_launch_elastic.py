@@ -1,4 +1,7 @@
-"""torchrun --nnodes=1:2: when a machine dies, the other machine continues alone and uses each sample once."""
+"""torchrun --nnodes=1:2: when a machine dies, the other machine continues alone.
+
+Each sample is used exactly once per epoch.
+"""
 
 import json
 import time
@@ -33,7 +36,7 @@ def wait_for_step(folder, step, *runs):
 
 
 def interleaved(ranks):
-    """Interleave {rank: indices} of one step in the sampler's order."""
+    """Return the indices of one step in the order of the sampler, given {rank: indices}."""
     return [
         index for column in zip(*(ranks[rank] for rank in sorted(ranks)), strict=True) for index in column
     ]
@@ -56,7 +59,7 @@ def test_run_continues_and_loses_no_sample_when_a_machine_dies(machines, folder)
     one, two = (COMMAND.format(folder=folder, first=first) for first in ("true", "false"))
     with machines["n1"].running(one, folder) as first, machines["n2"].running(two, folder) as second:
         wait_for_step(folder, 3, first, second)
-        machines["n2"].run("kill -9 -1 || true", folder)  # all processes of the machine except its first one
+        machines["n2"].run("kill -9 -1 || true", folder)  # kill every process on the machine except PID 1
         first.wait(150).succeeded()
     recorded = lines(folder)
     starts = [line for line in recorded if "start" in line and line["world"] == 1]
@@ -64,9 +67,7 @@ def test_run_continues_and_loses_no_sample_when_a_machine_dies(machines, folder)
     # A single process runs two steps for each step of two processes.
     done, rest = divmod(starts[0]["start"], 2)
     assert rest == 0
-    assert done >= 2, (
-        "the steps before the fault are not repeated, except for those since the last checkpoint"
-    )
+    assert done >= 2, "the run repeated steps from before the last checkpoint"
     orders = used(recorded, done)
     assert sorted(orders) == list(range(EPOCHS))
     for epoch, order in orders.items():

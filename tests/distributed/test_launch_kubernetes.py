@@ -1,4 +1,4 @@
-"""The Kubernetes command in docs/distributed.md, and the commands of two pods, which run on this machine."""
+"""Tests of the Kubernetes commands in docs/distributed.md. The commands of two pods run on this machine."""
 
 import os
 import shlex
@@ -89,7 +89,8 @@ def test_evicted_pod_stops_all_pods_which_then_resume(start, tmp_path):
     pods = start(job)
     wait_for("waiting", tmp_path / "Worker.log")
     pods[1].send_signal(signal.SIGTERM)  # as when a node is drained
-    assert [pod.wait(100) for pod in pods] == [143, 143], "the operator restarts pods with a status above 127"
+    # The operator restarts a pod only if its status is above 127.
+    assert [pod.wait(100) for pod in pods] == [143, 143], "a pod did not exit with status 143"
     assert (tmp_path / "out/preempted.pth").is_file()
     again = start(job, SLURM_RESTART_COUNT="1")  # the hook does not wait again
     assert [pod.wait(200) for pod in again] == [0, 0], (tmp_path / "Master.log").read_text()

@@ -1,4 +1,4 @@
-"""Commands in docs/distributed.md for Open MPI's mpirun and MPICH's mpiexec."""
+"""Tests of the commands in docs/distributed.md for Open MPI's mpirun and MPICH's mpiexec."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained
@@ -7,7 +7,7 @@ from cluster.page import commands
 pytestmark = pytest.mark.slow
 
 OPEN_MPI, MPICH = "mpirun -np 2", "mpiexec.hydra -n 2"
-# Open MPI 4 and 5 require options to run as root, and to run two processes on one core.
+# Open MPI 4 and 5 require these variables to run as root, and to run two processes on one core.
 AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -1,4 +1,4 @@
-"""Commands in docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
+"""Tests of commands in docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained, words
@@ -6,13 +6,16 @@ from cluster.page import blocks, commands
 
 pytestmark = pytest.mark.slow
 
-# Two processes train on 1280 images in batches of 32, or on 32 scenes in batches of 4.
+# The dataset has 1280 images or 32 scenes, and each of the two processes uses batches of 32 images or 4 scenes.
 STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
 def _command(text):
-    """Return a command as a test parameter. The choice of GPUs does not change how the processes start, and
-    `python -m torch.distributed.launch` starts them like torchrun."""
+    """Return a command as a test parameter.
+
+    Commands that select GPUs or use `torch.distributed.launch`, which is equivalent to torchrun, run only in exhaustive
+    tests.
+    """
     marks = pytest.mark.exhaustive if text.startswith(("CUDA_VISIBLE_DEVICES", "python -m")) else ()
     return pytest.param(text, id=" ".join(text.split()[:2]), marks=marks)
 

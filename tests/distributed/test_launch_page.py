@@ -1,4 +1,4 @@
-"""The commands and code in docs/distributed.md run as printed."""
+"""Tests of the code blocks in docs/distributed.md. Other test files run the shell blocks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`slipstream submit --to ray` on a Ray cluster of two machines."""
+"""Tests of `slipstream submit --to ray` on a Ray cluster of two machines."""
 
 import os
 import shlex
@@ -76,14 +76,14 @@ def wait_for(text, run, within=100):
 
 
 def send(number, run):
-    """Send a signal to the command, the only child of nsenter, which enters the machine."""
+    """Send a signal to the command, which is the only child of the run's process, nsenter."""
     pid = run.process.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(child), number)
 
 
 def ended(nodes, folder, within=60):
-    """Check that no training process is left on the nodes soon after the job has ended."""
+    """Check that all training processes on the nodes exit within `within` seconds."""
     for node in nodes.values():
         # The pattern does not match the shell that runs this command.
         command = "while pgrep -fa '[s]lipstream train line.yaml'; do sleep 0.5; done"
@@ -130,7 +130,7 @@ def test_second_signal_ends_the_job_immediately(nodes, folder):
         send(signal.SIGINT, run)
         assert run.wait().process.returncode == 130, run.output
     ended(nodes, folder)
-    assert not (folder / "out/preempted.pth").exists(), "rank 1 was still waiting"
+    assert not (folder / "out/preempted.pth").exists(), "the state was saved although rank 1 was waiting"
 
 
 @pytest.mark.parametrize(

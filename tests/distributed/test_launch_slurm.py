@@ -1,4 +1,4 @@
-"""srun, sbatch and `slipstream submit` on a Slurm cluster of two machines."""
+"""Tests of srun, sbatch and `slipstream submit` on a Slurm cluster of two machines."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained, words

@@ -1,4 +1,4 @@
-"""`slipstream submit` with a job that is requeued during training, and with a job that fails."""
+"""Tests of `slipstream submit` with a job that is requeued during training, and with a job that fails."""
 
 import shlex
 import time

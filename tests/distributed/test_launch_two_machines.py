@@ -1,4 +1,4 @@
-"""The commands for two machines in docs/distributed.md."""
+"""Tests of the commands for two machines in docs/distributed.md."""
 
 import pytest
 from cluster.evidence import FAILING, ended_by_rank_1, trained

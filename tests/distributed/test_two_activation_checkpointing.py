@@ -34,7 +34,10 @@ class SyncNet(nn.Module):
 
 
 def sync_steps(model, backend=None):
-    """Return the losses and state after steps on the summed gradient, and the number of eager all-reduces."""
+    """Run six steps on the gradients summed over the ranks.
+
+    Return the losses and the final state, and the number of eager calls to `traceable_sum`.
+    """
     params, sent = list(model.parameters()), []
     generator = torch.Generator().manual_seed(get_rank())
 

@@ -79,7 +79,11 @@ def of_a_configuration(folder):
 
 
 class Scripted:
-    """A mock of `Process`. `script` contains the messages of this rank's trial, its error, or nothing if it hangs."""
+    """A mock of `Process`.
+
+    `script` is the error that starting this rank's trial raises, or a sequence of messages and errors, after which the
+    trial hangs.
+    """
 
     script = ({}, {})
     living = 0

@@ -31,7 +31,7 @@ DTYPES = [torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, tor
 
 
 def dtypes(folder):
-    """Run every op on every dtype and on strided views of tensors."""
+    """Reduce strided views of tensors with every op and dtype."""
     answers = {}
     for dtype in DTYPES:
         for op in ("sum", "mean", "max", "min", "product"):
@@ -216,7 +216,7 @@ def test_bools_large_integers_scalars_empty_tensors_and_parameters_are_reduced(a
         "min": [True, False, False],
         "product": [True, False, False],
     }
-    assert large == [2**60 + 1, -(2**60) - 1], "integer means must be exact and rounded toward zero"
+    assert large == [2**60 + 1, -(2**60) - 1], "the mean is inexact or not rounded toward zero"
     assert (full, scalar, weight) == ([201], 4.0, [1.0, 1.0])
     assert answers["special_cases"][0] == answers["special_cases"][1]
 
@@ -229,7 +229,7 @@ def test_dicts_and_parameters_keep_their_dtypes(answers):
             "b": ("torch.int64", 7),
             "c": ("torch.float32", [2.5] * 3),
         }
-        assert first == [[[1.0, 2.0]], [[2.0, 4.0]]][rank], "the dict must contain new tensors"
+        assert first == [[[1.0, 2.0]], [[2.0, 4.0]]][rank], "the original tensor was changed in place"
         assert params == [[[5.0] * 2, [7.0] * 3, [3.0], [[21, 21]]]] * 3
 
 
@@ -265,7 +265,7 @@ def test_each_machine_has_a_separate_local_group(answers):
         assert "LOCAL_WORLD_SIZE is not set" in size
         assert alone == (1, 1, (0, 1), 1.0)
         assert same == 2
-    assert answers["groups"][0][-1] != answers["groups"][1][-1], "each group must draw a different seed"
+    assert answers["groups"][0][-1] != answers["groups"][1][-1], "both groups drew the same seed"
 
 
 def test_broadcast_overwrites_in_place_with_the_value_of_src(answers):

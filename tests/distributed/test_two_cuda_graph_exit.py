@@ -1,4 +1,4 @@
-"""CUDA graphs are released before the process group that their collectives use is destroyed at exit."""
+"""Test that at exit, CUDA graphs are released before the process group of their collectives is destroyed."""
 
 import pytest
 from ranks import job, run_jobs
@@ -29,7 +29,7 @@ def add_one(arguments):
     return arguments[0] + 1
 
 def train():
-    global calls  # without an explicit release, its graphs are released after all exit functions have run
+    global calls  # global variables are deleted only after all exit functions have run
     calls = CapturedCalls(Capture())
     for _ in range(5):
         calls(add_one, [torch.ones(1)])

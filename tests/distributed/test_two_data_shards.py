@@ -1,4 +1,4 @@
-"""Two processes train on different shards, including with an overridden `train_step` and a `DataLoader` object."""
+"""Tests of training in two processes with an overridden `train_step`, and of sharding a `DataLoader` object."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""DDP options in two processes: number and contents of messages, and correct results."""
+"""Tests of DDP options in two processes: the number, dtype and size of messages, and the results."""
 
 import contextlib
 
@@ -67,7 +67,7 @@ def state(runner):
 
 
 def counted(folder):
-    """Train on ten batches in windows of 4, 4 and 2."""
+    """Train on ten batches, in accumulation windows of 4, 4 and 2 batches unless the case changes the count."""
     cases = {
         "plain": (SteppedNet, ACCUMULATED, {}),
         "amp": (SteppedNet, BF16, {}),
@@ -258,7 +258,7 @@ def test_gradients_are_synced_in_every_step_without_accumulation(answers):
 
 def test_static_graph_syncs_in_the_first_backward(answers):
     for answer in both(answers, "counted"):
-        # In the first window, torch must sync the first backward. Other windows sync once.
+        # In the first window, torch also syncs the first backward pass. Other windows sync once.
         assert set(answer["static"][0].values()) == {4}
         assert_close(answer["static"][1], answer["plain"][1])
 
@@ -304,7 +304,7 @@ def test_powersgd_sends_factors_and_is_exact_for_gradients_of_its_rank(answers):
     assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
     for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
         torch.testing.assert_close(low, exact, rtol=1e-3, atol=1e-5)
-    # Each of four steps sends 32 and 20 biases, and two factors with two columns per weight, (32, 24) and (20, 32).
+    # Each of the four steps sends 32 and 20 biases, and for the weights, (32, 24) and (20, 32), two factors of rank 2.
     assert first["powersgd wire"] == 4 * (2 * (32 + 24) + 2 * (20 + 32) + 32 + 20)
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 

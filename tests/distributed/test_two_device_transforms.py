@@ -1,4 +1,4 @@
-"""Two processes with device transforms on half of each batch match one process."""
+"""Test that training with device transforms in two processes, each with half of the batch, matches one process."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A run that continues with a different number of processes uses each sample of an epoch once, in the same order."""
+"""Test which samples a run uses, and in which order, if it continues with a different number of processes."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from tiny_runs import run
 pytestmark = pytest.mark.slow
 
 SAMPLES, EPOCHS = 46, 2
-# For each part of the run, processes x samples per process, and the number of steps until the part stops.
+# For each part of a run: the number of processes, the samples per process, and the steps until the part stops.
 EQUAL = [(2, 4, 3), (1, 8, 5), (2, 4, None)]
 LARGER = [(2, 4, 3), (1, 10, 4), (2, 6, None)]  # 24 samples, then batches of 10 from sample 24, then of 12
 UNEVEN = [(2, 4, 1), (1, 3, 3), (2, 4, None)]  # one process stops after 15 samples
@@ -142,5 +142,5 @@ def test_each_sample_is_used_once_in_the_same_order(orders, name):
 def test_sample_is_repeated_if_the_processes_cannot_divide_the_rest_of_a_batch(orders):
     used = orders["smaller"][0]
     assert used[:15] == expected(0)[:15]
-    assert used[15:] == expected(0)[14:]  # two processes continue after an even number of samples
+    assert used[15:] == expected(0)[14:]  # two processes can only continue after an even number of samples
     assert orders["smaller"][1] == expected(1)

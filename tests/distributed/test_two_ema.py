@@ -1,4 +1,4 @@
-"""The average in two processes matches the average in one process with the whole batch."""
+"""Test that the averaged weights of two processes match those of one process with the whole batch."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def fsdp_after_step(folder):
 
 
 def resumed(folder):
-    """Train once without interruption and once with a resume. BatchNorm statistics differ between ranks."""
+    """Train, and train again from a checkpoint of the first run. BatchNorm statistics differ between ranks."""
     found = []
     for parallel, iteration in (("ddp", 8), (FSDP, 8), ("ddp", 7)):
         own = folder / f"{'ddp' if parallel == 'ddp' else 'fsdp'}{iteration}"
@@ -92,7 +92,7 @@ def resumed(folder):
 
 
 def own_loop(folder):
-    """Train with `accelerate`, and average BatchNorm's statistics over the ranks as in the docs. Return them."""
+    """Train with `accelerate`. Return BatchNorm statistics before and after averaging over the ranks as in the docs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def test_average_of_two_processes_matches_one_process(answers, tmp_path, functio
         own, average = two["weights"]["own"], two["weights"]["average"]
         for name in own:
             assert not torch.allclose(own[name], average[f"module.{name}"], atol=1e-5), (
-                f"{name} equals the model's weight"
+                f"the average of {name} equals the weight"
             )
 
 

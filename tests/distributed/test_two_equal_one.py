@@ -30,7 +30,10 @@ CLASSES = 4
 
 
 class Pictures(Dataset):
-    """Random images with a label per image or per pixel. The labels of the first `ignored` rows are ignored."""
+    """Random images with a label per image or per pixel.
+
+    With labels per pixel, the first `ignored` rows are ignored or, with `uneven`, a different number of rows per image.
+    """
 
     metainfo = dict(classes=tuple("abcd"))  # noqa: RUF012
 

@@ -40,7 +40,7 @@ def sync_bn(folder, world=2):
 
 
 def overflow(folder):
-    """Make one gradient infinite on rank 0 only. Return the change in the weights, and the loss scale."""
+    """Make the gradients on rank 0 infinite. Return the largest change in the weights, and the loss scale."""
     runner = make(folder, FSDP, world=2)
     runner._build_training()
     before = [p.detach().full_tensor() for p in runner.model.parameters()]

@@ -1,4 +1,4 @@
-"""Two ranks skip the same steps if one of them has a NaN, with DDP and FSDP2."""
+"""Test that both ranks skip a step if the loss or a gradient of one rank is not finite, with DDP and FSDP2."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The compiled step in two processes matches one process, and both ranks take the same path."""
+"""Tests of the step compiled as one graph in two processes, including compilation failures on one rank."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def averaged(losses):
 
 
 def train(compile=EAGER, data=None, model=None, **options):
-    """Train in float64. Return the whole batch's losses, the weights, the averages and the kind of step."""
+    """Train in float64. Return the losses of the whole batches, the weights, the averages and the kind of step."""
     model = (model or Net()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = accelerate(model, optimizer, F.cross_entropy, dict(options, compile=compile))
@@ -83,7 +83,7 @@ def tiny_buckets(folder):
 
 
 def in_bfloat16(folder):
-    """Return the gradients of the graph and of DDP's hook in half precision."""
+    """Train as one graph and with DDP. Both all-reduce the gradients in bfloat16."""
     found = []
     for how in (EAGER, None):
         model = dict(type="ddp", comm_hook="bf16")
@@ -100,7 +100,7 @@ def ragged(folder):
 
 
 class FailsOnRank1:
-    """A backend that fails on rank 1 from graph number `count` onwards."""
+    """A backend that fails on rank 1 after `count` graphs."""
 
     def __init__(self, count):
         self.left = count
@@ -140,7 +140,7 @@ def one_computes_wrongly(folder):
 
 
 def zero(folder):
-    """Train with a partitioned optimizer state, for which the optimizer steps after the graph."""
+    """Train with a partitioned optimizer state. In this case, the optimizer step runs after the graph."""
     found = []
     for how in (EAGER, None):
         model = Net().double()

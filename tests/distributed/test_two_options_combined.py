@@ -1,4 +1,4 @@
-"""Combinations of options in two processes."""
+"""Tests of combinations of options in two processes."""
 
 import math
 from pathlib import Path
@@ -47,7 +47,7 @@ def in_bfloat16(folder):
 
 
 def resumed(folder):
-    """Stop a run with all options within an epoch and an accumulation window, and resume it."""
+    """Train with all options, and resume from a checkpoint within an epoch and an accumulation window."""
 
     def run(name, **changes):
         checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=7, by_epoch=False))
@@ -74,7 +74,7 @@ def group_options(folder, world=2):
 
 
 def infinity_norm(folder, world=2):
-    """Train with an empty shard of the head on rank 1."""
+    """Clip by the infinity norm. In two processes, the shard of the head on rank 1 is empty."""
     optim = dict(SGD, clip_grad=dict(max_norm=0.05, norm_type=math.inf))
     return train(folder, FSDP if world > 1 else None, world=world, optim=optim)
 

@@ -45,7 +45,7 @@ def compiled(folder):
 
 
 def sharded(folder, name="all"):
-    """Train with a Runner and, in several processes, with FSDP2. Each block is a unit."""
+    """Train with a Runner and, in several processes, with FSDP2, which shards each block separately."""
     x, y = map(torch.cat, zip(*batches(), strict=True))
     options = {key: value for key, value in OPTIONS[name].items() if key not in ("sync_bn", "ema")}
     several = get_world_size() > 1

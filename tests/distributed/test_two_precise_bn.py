@@ -1,4 +1,4 @@
-"""Precise BatchNorm statistics and the mean of the best epochs in two processes match one process."""
+"""Test that precise BatchNorm statistics and the mean of the best epochs match between two processes and one."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ STILL = dict(optimizer=dict(type="SGD", lr=0.0))
 
 
 class OwnStatistics(Hook):
-    """Store this rank's statistics after each epoch, before they are averaged over the ranks."""
+    """Store this rank's statistics and the stem after each epoch, before the statistics are averaged over the ranks."""
 
     priority = "LOW"
 
@@ -27,7 +27,7 @@ class OwnStatistics(Hook):
 
 
 def precise(folder, world, samples=20, optim=STILL, **cfg):
-    """Train for two epochs. Return the statistics after each epoch, and the samples that they include."""
+    """Train for two epochs. Return the BatchNorm statistics and the parameters of the stem after each epoch."""
     record, hook = OwnStatistics(), dict(type="PreciseBNHook", num_samples=samples)
     model = Net(norm=True)
     make(
@@ -53,7 +53,7 @@ def sharded(folder, world=2):
 
 
 def averaged(folder, world, parallel=None):
-    """Train for three epochs. Return the mean of the best two, its metric, and the final weights."""
+    """Train for three epochs. Return the best two epochs, their mean and its metric, and the final weights."""
     hook = dict(type="AverageBestHook", metric="error", count=2)
     cfg = dict(parallel=parallel, sync_bn=world > 1)
     runner = make(folder, world=world, model=Net(norm=True), cfg=cfg, custom_hooks=[hook], epochs=3)

@@ -1,4 +1,4 @@
-"""Learning rates by prefix with a recipe's LR schedule: two processes match one process, eager and compiled."""
+"""Test that a recipe's per-prefix learning rates and schedule give the same results in two processes as in one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two ranks roll back together if one of them has a NaN, with DDP and FSDP2."""
+"""Test that both ranks roll back if the loss of one rank is NaN (with DDP and FSDP2) or has a spike."""
 
 import math
 
@@ -128,4 +128,4 @@ def test_both_ranks_roll_back_to_before_a_spike_on_one_rank(answers):
         skipped, highest = answer
         assert skipped == [17, 18]
         assert highest < 10
-    assert answers["spike"][0] == answers["spike"][1]  # the mean over both ranks
+    assert answers["spike"][0] == answers["spike"][1]  # the recorded loss is the mean over both ranks

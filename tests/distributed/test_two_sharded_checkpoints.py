@@ -1,4 +1,4 @@
-"""Sharded runs resume with any number of processes. With the same number of processes, results are bitwise equal."""
+"""Test that sharded runs resume with any number of processes, and that damaged checkpoints raise errors."""
 
 import io
 import os
@@ -252,7 +252,7 @@ def test_flipped_bits_in_shards_raise_an_error(copy):
         load_checkpoint(copy)
     with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
         verify_checkpoint(copy)
-    verify_checkpoint(copy, part=1, num_parts=10**6)  # a different part
+    verify_checkpoint(copy, part=1, num_parts=10**6)  # the damaged shard is in another part
 
 
 @pytest.mark.parametrize("parts", ["none", "twice", "beyond"])

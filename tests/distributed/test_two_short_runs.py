@@ -1,4 +1,4 @@
-"""Plain modules with `loss_fn`, validation with the loss, and short runs, in two processes with half of the batch each.
+"""Tests of short runs in two processes, with half of the batch each. The model is a plain module with `loss_fn`.
 
 The expected weights and losses come from a loop written by hand in float64, in one process with the whole batch.
 """

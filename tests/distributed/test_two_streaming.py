@@ -1,4 +1,4 @@
-"""Two processes that train on a MosaicML StreamingDataset, and resume in the middle of an epoch."""
+"""Test that two processes train on a MosaicML StreamingDataset and resume in the middle of an epoch."""
 
 import contextlib
 

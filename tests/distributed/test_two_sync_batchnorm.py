@@ -29,7 +29,7 @@ def network():
 
 def batches():
     g = torch.Generator().manual_seed(1)
-    # Values far from zero cause cancellation in the difference of mean squares.
+    # For values far from zero, the variance E[x^2] - E[x]^2 is inexact due to cancellation.
     return 1000 + torch.randn(20, 8, 3, 8, 8, generator=g, dtype=torch.float64)
 
 

@@ -72,7 +72,7 @@ def train(folder, world, net=None, cfg=None, **options):
 
 
 def no_cuda(folder):
-    """Disable functions that require a GPU, for this function and all later ones in the process."""
+    """Make torch.cuda functions that require a GPU raise an error, for the rest of the process."""
 
     def refusal(name):
         def refuse(*args, **kwargs):
@@ -174,7 +174,7 @@ def test_two_processes_match_one_process(answers, tmp_path):
     assert not broadcasts
     same(first, second, 0)
     same(first, alone)
-    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "training must change the weights"
+    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "training did not change the weights"
 
 
 def test_two_processes_with_accumulation_and_clipping_match_one_process(answers, tmp_path):

@@ -35,9 +35,9 @@ def _child(rank, port, folder, functions, world, environ):
 
 
 def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"):
-    """Call every function(folder / name), one after another, in both processes. Return {name: [result of rank 0, of
-    rank 1]}.
+    """Call each `function(folder / function.__name__)` in both processes. Return {name: [result of each rank]}.
 
+    If a function raises an error, its result is the traceback, and the process does not call the remaining functions.
     `world` sets the number of processes and results. With `start_method="spawn"`, each process imports torch itself.
     Tests of environment variables that are read during this import require it.
     """
@@ -45,7 +45,7 @@ def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"
     context = torch.multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(["torch._dynamo", "slipstream.runner"])
-    # The server keeps the environment variables with which it was started.
+    # The server keeps the environment variables with which it was started, so the current ones are passed.
     arguments = (free_port(), folder, functions, world, dict(os.environ))
     children = [context.Process(target=_child, args=(rank, *arguments)) for rank in ranks]
     try:
@@ -60,5 +60,5 @@ def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"
             child.join()
     parts = [folder / f"{rank}.pkl" for rank in ranks]
     answers = [pickle.loads(part.read_bytes()) if part.exists() else {} for part in parts]
-    nothing = "no answer: the other process failed, or both timed out"
+    nothing = "no answer: an earlier function or the other process failed, or the processes timed out"
     return {f.__name__: [answer.get(f.__name__, nothing) for answer in answers] for f in functions}

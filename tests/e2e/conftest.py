@@ -27,7 +27,7 @@ def python() -> Iterator[ForkedPython]:
 
 @pytest.fixture
 def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs `python ARGS` in the test's folder, checks the exit status and returns the output.
+    """Return a function that runs `python ARGS` in the test's folder, checks the exit status and returns the result.
 
     With `forked=False`, a new interpreter runs the command, for tests that check which modules are imported.
     """

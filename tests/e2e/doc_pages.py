@@ -33,7 +33,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether the block can run, which is the case unless the comment before it starts with "not run"."""
+        """Whether the block can run. A block after a comment that starts with "not run" cannot."""
         return not self.comment.startswith("not run")
 
 

@@ -1,4 +1,4 @@
-"""`slipstream bench` on a small network."""
+"""Tests of `slipstream bench` with a small network."""
 
 import json
 from dataclasses import asdict

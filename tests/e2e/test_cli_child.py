@@ -1,4 +1,4 @@
-"""Processes that a command starts report why they failed, and end with the command."""
+"""Tests of child processes of a command: the reason for a failure is returned, and they end with the command."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ time.sleep(60)
 
 
 def ends(pid):
-    """Wait until a process has ended, for at most 20 seconds, and return whether it has."""
+    """Wait at most 20 seconds for a process to exit. Return whether it has exited."""
     stat = Path(f"/proc/{pid}/stat")
     for _ in range(400):
-        # The state is Z if the process has ended but was not collected by its parent.
+        # The state is Z if the process has exited but its parent has not waited for it.
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
             return True
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The commands `slipstream data stats|cache|show`."""
+"""Tests of the commands `slipstream data stats|cache|show`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The checks of `slipstream doctor`: each misconfiguration is reported with its remedy."""
+"""Tests of the checks of `slipstream doctor`: each misconfiguration is reported with its remedy."""
 
 import os
 

@@ -1,4 +1,7 @@
-"""Invalid command line arguments exit with status 2 and print one line with the config path and a suggestion."""
+"""Tests of command-line errors, and of the commands `recipes`, `doctor` and `consolidate`.
+
+For an invalid argument, a command exits with status 2 and prints one line with the config path and a suggestion.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command `slipstream explain`."""
+"""Tests of the command `slipstream explain`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`slipstream export`: the exported file makes the model's predictions at several image sizes, without Slipstream."""
+"""Tests of `slipstream export`: without Slipstream, the exported file computes the same scores as the model."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ REQUIRED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "openvino": ("openvin
 
 
 class Strided(torch.nn.Module):
-    """A convolution with a stride of 2 and auxiliary output, so that scores must be selected and resized."""
+    """A network with a stride of 2 and an auxiliary output, so the exporter must select and resize the scores."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class ScaledByWidth(torch.nn.Module):
 
 
 class Pooled(torch.nn.Module):
-    """A network with adaptive pooling, which ONNX only has for known sizes."""
+    """A network with adaptive pooling, which ONNX supports only for a fixed input size."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`--version`, `completion`, `recipes show`, `check` and `new`."""
+"""Tests of `--version`, `--json` and the commands `completion`, `recipes`, `check` and `new`."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def test_version_names_slipstream_and_torch(capsys):
 
 
 def completed(line, folder, capsys):
-    """Return bash's completions for the end of a line."""
+    """Return the completions that bash offers for the last word of a line."""
     if shutil.which("bash") is None:
         pytest.skip("requires bash")
     assert main(["completion", "bash"]) == 0
@@ -93,7 +93,7 @@ def test_recipes_are_listed_as_json(capsys):
 
 
 def problems(value, schema, place=""):
-    """Yield the places where a value does not match a schema. The validator supports only the keywords in use."""
+    """Yield the places where a value does not match a schema. Only keywords that the schema uses are supported."""
     names = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     numbers = {"integer": int, "number": (int, float)}
     kinds = schema.get("type", [])
@@ -240,7 +240,7 @@ def test_a_new_project_trains_and_predicts(slipstream, tmp_path):
     slipstream("check", "recipe.py", cwd=folder)
     done = slipstream("train", "recipe.py", cwd=folder)
     score = float(re.search(r"mIoU (\d+\.\d+)", done.stdout.splitlines()[-1])[1])
-    assert score > 45, "a network that always predicts the background has an mIoU of 27"
+    assert score > 45, "the mIoU is too close to 27, the mIoU of predicting only the background"
     slipstream("data", "show", "recipe.py", "--out", "sheet.png", cwd=folder)
     done = slipstream("predict", "sheet.png", cwd=folder)
     assert "best mIoU" in done.stdout

@@ -1,4 +1,4 @@
-"""`--nproc`: output, failures and termination of several processes."""
+"""Tests of `--nproc`: output, failures and termination of the processes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from slipstream.cli.configure import command_args
 from slipstream.cli.parser import parse
 from slipstream.cores import cores
 
-pytestmark = pytest.mark.slow  # each test starts several processes
+pytestmark = pytest.mark.slow  # most of the tests start several processes
 
 
 def failing_hook(how, epoch=1):
@@ -59,7 +59,9 @@ def test_two_processes_print_the_output_of_one_process(trained):
     assert done.stdout.count("Done: ") == 1
     assert done.stdout.count("Saved checkpoint epoch_3.pth") == 1
     assert done.stderr == ""
-    assert re.search(r"Trained for 6 steps", done.stdout), "8 samples, 2 in each of 2 processes, 3 epochs"
+    assert re.search(r"Trained for 6 steps", done.stdout), (
+        "the run did not take 6 steps: 3 epochs of 8 samples, in 2 processes with a batch size of 2"
+    )
 
 
 def test_cores_are_divided_among_the_processes(trained):
@@ -96,7 +98,7 @@ def test_restarted_run_ignores_old_checkpoints_and_matches_an_uninterrupted_one(
 ):
     shutil.copytree(trained[1], tmp_path / "again")
     last = tmp_path / "again/epoch_3.pth"
-    last.unlink()  # compare only this run's checkpoints
+    last.unlink()  # the comparison must not read the old checkpoint
     arguments = [
         "train",
         "line.yaml",
@@ -180,7 +182,7 @@ def test_signal_terminates_all_processes(tmp_path, number, status, epoch):
     with subprocess.Popen(
         [sys.executable, "-m", "slipstream", *arguments],
         cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed launcher cannot remove its folder
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed launcher does not remove its temporary folder
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -196,12 +198,12 @@ def test_signal_terminates_all_processes(tmp_path, number, status, epoch):
             process.kill()
     end = time.monotonic() + 30
     while alive := [pid for pid in children if _alive(pid)]:
-        assert time.monotonic() < end, f"{alive} of the processes {children} still run"
+        assert time.monotonic() < end, f"{alive} of the processes {children} are still running"
         time.sleep(0.05)
     saved = Path(tmp_path, "work_dirs", "line", "preempted.pth")
     if epoch == 1:
         assert saved.is_file() == (status == 75)
-    if number == "SIGKILL":  # torch may log that the connection to the launcher is lost
+    if number == "SIGKILL":  # torch may log that the connection to the launcher was lost
         assert not any("Traceback" in line for line in said), said
     else:
         assert all(not line or " received: training will stop" in line for line in said), said

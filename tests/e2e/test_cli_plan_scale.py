@@ -1,4 +1,4 @@
-"""The command `slipstream plan-scale` and its output in docs/scaling.md."""
+"""Tests of the command `slipstream plan-scale` and of its output in docs/scaling.md."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`slipstream predict` with a network whose predictions are known: dark pixels are class 0, bright pixels class 1."""
+"""Tests of `slipstream predict` with a network that predicts class 0 for dark pixels and class 1 for bright pixels."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ RUN = "work_dirs/run"
 
 class BrightOrDark(torch.nn.Module):
     error = None
-    """Error for images with a height of 8 pixels."""
+    """Error to raise for images with a height of 8 pixels."""
 
     def forward(self, images):
         if self.error is not None and images.shape[-2] == 8:
@@ -49,7 +49,7 @@ def _registered():
 
 @pytest.fixture(autouse=True)
 def _run_folder(tmp_path, monkeypatch):
-    """Write a run with a last and a best checkpoint, and change to its parent folder."""
+    """Change to an empty folder, and write a run with a last and a best checkpoint to it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / RUN).mkdir(parents=True)
     cfg = dict(
@@ -69,7 +69,7 @@ def _run_folder(tmp_path, monkeypatch):
 
 
 def half_bright():
-    """Return an image (40, 60, 3) whose left half is bright."""
+    """Return an image of shape (40, 60, 3) whose left half is bright."""
     image = np.full((40, 60, 3), 20, np.uint8)
     image[:, :30] = 240
     return image
@@ -91,7 +91,7 @@ def test_a_run_without_a_best_checkpoint_uses_the_last_one(tmp_path, capsys):
 
 def test_a_photo_is_segmented_in_its_display_orientation():
     exif = Image.Exif()
-    exif[0x0112] = 6  # display rotated by 90 degrees clockwise: the left half is displayed at the top
+    exif[0x0112] = 6  # viewers rotate the image by 90 degrees clockwise: its left half is at the top
     Image.fromarray(half_bright()).save("photo.jpg", exif=exif, quality=100)
     assert main(["predict", "photo.jpg"]) == 0
     mask = read_mask_of("photo")
@@ -117,7 +117,7 @@ def test_folders_and_patterns_are_searched_and_the_output_folder_is_skipped(tmp_
     (tmp_path / "photos/notes.txt").write_text("no picture")
     for name in ("photos/a.png", "photos/inner/a.png", "more_1.png", "more_2.png", "other.png"):
         Image.fromarray(half_bright()).save(name)
-    for _ in range(2):  # the second time, the folder contains the results of the first
+    for _ in range(2):  # in the second run, the folder contains the results of the first one
         assert main(["predict", "photos", "more_*.png", "--out", "photos/out"]) == 0
     written = {
         str(path.relative_to(tmp_path / "photos/out"))
@@ -147,7 +147,7 @@ def test_class_statistics_are_fractions_of_pixels(tmp_path, capsys):
     assert main(["predict", "half.png", "dark.png"]) == 0
     table = (tmp_path / "predictions/classes.csv").read_text().splitlines()
     assert table == ["file,dark,bright", "half.png,0.500000,0.500000", "dark.png,1.000000,0.000000"]
-    # 1800 of the 3000 pixels of both pictures are dark.
+    # The two images have 3000 pixels in total, of which 1800 are dark.
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["dark", "60.00%", "2"] in rows
     assert ["bright", "40.00%", "1"] in rows
@@ -269,7 +269,9 @@ def test_each_video_frame_is_segmented_in_its_display_orientation(tmp_path, cloc
         expected = np.rot90(expected, -1) if clockwise else expected
         found = read_mask(path)
         assert found.shape == expected.shape
-        assert (found == expected).mean() > 0.95, "the codec changes pixels at edges only"
+        assert (found == expected).mean() > 0.95, (
+            "at least 5% of the pixels differ; the codec only changes pixels near edges"
+        )
     import av
 
     with av.open("predictions/clip_overlay.mp4") as container:

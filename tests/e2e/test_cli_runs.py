@@ -1,4 +1,4 @@
-"""`slipstream runs` and `slipstream report`."""
+"""Tests of `slipstream runs` and `slipstream report`."""
 
 import csv
 import json
@@ -27,7 +27,7 @@ LOG = """\
 
 
 def logged(folder, name="killed", scalars='{"step": 10, "iter": 10, "epoch": 1, "loss": 1.0, "lr": 0.1}\n'):
-    """Write a run that was killed: its log, and scalars whose last line is incomplete."""
+    """Write the log and the scalars of a killed run. The last line of the scalars is incomplete."""
     run = folder / name
     (run / "vis_data").mkdir(parents=True)
     (run / f"{name}.log").write_text(LOG, encoding="utf-8")

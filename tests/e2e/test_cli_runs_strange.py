@@ -1,4 +1,4 @@
-"""`slipstream runs` and `slipstream report` with run folders whose contents are malformed."""
+"""Tests of `slipstream runs` and `slipstream report` with malformed run folders."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def good(tmp_path):
 def output(capsys, *arguments, status=0):
     assert main(list(map(str, arguments))) == status
     read = capsys.readouterr()
-    read.out.encode()  # a terminal cannot display other text
+    read.out.encode()  # fails if the text contains a lone surrogate, which a terminal cannot display
     return read.out + read.err
 
 

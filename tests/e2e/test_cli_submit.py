@@ -1,4 +1,4 @@
-"""`slipstream submit`: batch script and submission. tests/distributed uses a real Slurm cluster."""
+"""Tests of `slipstream submit` with a script that replaces sbatch. tests/distributed uses a real Slurm cluster."""
 
 import shlex
 import sys
@@ -28,7 +28,7 @@ def command(text):
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """Return a function that replaces sbatch with a script. Without a script, sbatch does not exist."""
+    """Return a function that replaces sbatch with a shell script. Until it is called, there is no sbatch."""
     (tmp_path / "bin").mkdir()
 
     def replace(script):
@@ -59,7 +59,7 @@ def test_tasks_per_node_sets_the_number_of_processes_without_gpus():
     assert found["ntasks-per-node"] == "3"
     assert not any(name.startswith("gpu") for name in found)
     assert "--cpus-per-task=2" in command(text("--cpus-per-task", "2")), (
-        "srun does not inherit this option from the job"
+        "srun lacks --cpus-per-task, which it does not inherit from the job"
     )
 
 
@@ -90,7 +90,7 @@ def test_requeue_happens_before_the_time_limit():
     assert "requeue" not in options(once)
     assert "trap" not in once
     assert {options(file)["open-mode"] for file in (again, once)} == {"append"}, (
-        "Slurm can requeue a job without --requeue"
+        "a requeued job would overwrite its log; Slurm can requeue a job even without --requeue"
     )
 
 

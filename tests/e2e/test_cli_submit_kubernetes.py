@@ -1,4 +1,4 @@
-"""`slipstream submit --to kubernetes`: the manifest. tests/distributed runs the commands of two pods."""
+"""Tests of the manifest of `slipstream submit --to kubernetes`. tests/distributed runs the commands of two pods."""
 
 import copy
 import os
@@ -44,7 +44,7 @@ def container(job, kind="Master"):
 def expanded(text):
     """Return a command after Kubernetes has replaced `$$` with `$`.
 
-    `$(NAME)` stays as is, because these tests define no such variables.
+    `$(NAME)` is not replaced, because the manifests in these tests do not define the variables in the commands.
     """
     return re.sub(r"\$\$", "$", text)
 
@@ -95,7 +95,9 @@ def test_one_pod_per_node_starts_one_process_per_gpu():
     assert {kind: spec["replicas"] for kind, spec in replicas(found).items()} == {"Master": 1, "Worker": 2}
     assert found["spec"]["nprocPerNode"] == "8"
     assert pod(found, "Worker") == pod(found, "Master")
-    assert container(found)["name"] == "pytorch", "the operator requires a container with this name"
+    assert container(found)["name"] == "pytorch", (
+        "the container is not named `pytorch`, which the operator requires"
+    )
     assert list(replicas(job())) == ["Master"]
     assert container(found)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
@@ -145,7 +147,7 @@ def test_launcher_ends_the_processes_before_the_grace_period_ends():
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts the script of a pod, in which a shell script replaces `python`."""
+    """Return a function that starts a pod's script, with `python` replaced by the given shell code."""
     started = []
 
     def start_pod(python):
@@ -163,7 +165,7 @@ def start(tmp_path):
 
 
 def restarts(status):
-    """Return whether the operator restarts a pod with this exit status and the restart policy ExitCode."""
+    """Return whether the operator restarts a pod with the restart policy ExitCode after this exit status."""
     return status >= 128
 
 

@@ -1,4 +1,4 @@
-"""`slipstream submit --to ray`: options and errors. tests/distributed trains on a real Ray cluster."""
+"""Tests of the options and errors of `slipstream submit --to ray`. tests/distributed uses a real Ray cluster."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`slipstream submit --to kubernetes --api v2`: the TrainJob."""
+"""Tests of the TrainJob that `slipstream submit --to kubernetes --api v2` writes."""
 
 import copy
 import re
@@ -27,7 +27,7 @@ def job(*arguments, api="v2"):
 def changed_pod(job):
     (patch,) = job["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node", "the runtimes for torch have a replicated job with this name"
+    assert replicated["name"] == "node", "the job is not named as in the runtimes for torch"
     return replicated["template"]["spec"]["template"]["spec"]
 
 
@@ -75,7 +75,7 @@ def test_train_job_has_the_contents_of_the_pytorch_job():
 def test_command_resumes_in_the_volume_with_unchanged_arguments():
     odd = ["randomness.seed=1", 'experiment_name=it\'s $(HOME) $$x `x` "y" & z']
     command = job("--gpus-per-node", "2", *odd)["spec"]["trainer"]["command"]
-    words = [re.sub(r"\$\$", "$", word) for word in command]  # as Kubernetes does
+    words = [re.sub(r"\$\$", "$", word) for word in command]  # Kubernetes also replaces `$$`
     assert words[:3] == ["python", "-m", "slipstream"]
     args = parse(words[3:])
     assert (args.command, args.config, args.overrides) == ("train", RECIPE, odd)

@@ -1,4 +1,4 @@
-"""`slipstream train --sweep` on a small network."""
+"""Tests of `slipstream train --sweep` and `--multirun` with a small network."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LR = "optim_wrapper.optimizer.lr"
 
 @pytest.fixture(autouse=True)
 def in_process(tmp_path, monkeypatch, capsys):
-    """Execute the runs of a sweep in this process, which is faster."""
+    """Execute the runs of a sweep in this process to save time. Return the list of their arguments."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "tiny.py").write_text(CONFIG)

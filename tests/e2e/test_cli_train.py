@@ -1,4 +1,4 @@
-"""The commands train, val and predict at small image sizes."""
+"""Tests of the commands train, val and predict with small images."""
 
 import json
 import re
@@ -28,7 +28,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Run the `make train` recipe at a small size."""
+    """Train the recipe of `make train` with small images, and return the work_dir."""
     from slipstream.cli.main import main
 
     folder = tmp_path_factory.mktemp("run")
@@ -67,7 +67,7 @@ def test_last_line_has_the_best_metric_if_it_is_not_the_last(tmp_path, last, sho
     hub = MessageHub("run")
     for value in (37.5, last):
         hub.update_scalar("val/mIoU", value)
-    hub.update_scalar("val/aAcc", 80)  # no best checkpoint is saved by this metric
+    hub.update_scalar("val/aAcc", 80)  # the best checkpoint is not selected by this metric
     hub.update_info("best_score/mIoU", 37.5)
     runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path), log_dir=str(tmp_path / "logs"))
     assert summary(runner).startswith(f"Done: {shown}, aAcc 80.00. In ")

@@ -1,4 +1,4 @@
-"""Data files execute code only with `--trust` on the command line, which is also passed to child processes."""
+"""Test that data files execute code only with `--trust`, and that child processes and batch scripts also receive it."""
 
 import pytest
 

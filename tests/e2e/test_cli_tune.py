@@ -1,4 +1,4 @@
-"""The command `slipstream tune`, and training with the file that it writes."""
+"""Tests of the command `slipstream tune`, and of configurations that use the file that it writes."""
 
 import json
 import os
@@ -142,7 +142,7 @@ def test_the_budget_of_a_search_for_one_value_includes_the_startup_time(what, tm
     monkeypatch.setattr(batch_size, "search_batch_sizes", stop)
     assert main(["tune", RECIPE, *SMALL, "--find", what, "--budget", "5m"]) == 2
     assert 300 in seen
-    assert seen[-1] < seen[0]  # the start of the command
+    assert seen[-1] < seen[0]  # the search receives the time at which the command started
 
 
 @pytest.mark.parametrize("words", [[], ["--find", "lr"], ["--find", "batch_size"]])
@@ -181,7 +181,7 @@ def test_two_processes_find_a_batch_size_together(tmp_path):
     command = [sys.executable, "-m", "slipstream", *command]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=400)
     assert done.stdout.count("Largest that fits: 2") == 1
-    # BatchNorm fails with batch size 1 on both ranks, in either order.
+    # BatchNorm fails with batch size 1 on both ranks, and either rank may fail first.
     assert re.search(r"rank [01]: ValueError: Expected more than 1 value per channel", done.stdout)
 
 

@@ -1,4 +1,4 @@
-"""The API reference lists existing objects with docstrings, and all public names."""
+"""Test that the API reference lists all public names, and that the listed objects exist and have docstrings."""
 
 import pkgutil
 import re

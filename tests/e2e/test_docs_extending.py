@@ -1,4 +1,4 @@
-"""docs/extending.md shows the current source code of an option, and its table lists all methods of `StepPart`."""
+"""Test that docs/extending.md shows the current source code of an option and lists all methods of `StepPart`."""
 
 import re
 from pathlib import Path

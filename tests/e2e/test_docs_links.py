@@ -1,4 +1,4 @@
-"""Every relative link and anchor in the README and in docs/ has an existing target."""
+"""Test that every relative link in the README and in docs/ points to an existing file and heading."""
 
 import re
 import unicodedata

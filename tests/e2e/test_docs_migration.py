@@ -1,4 +1,4 @@
-"""The scripts before and after a migration from another framework print the same losses."""
+"""Test that the scripts before and after a migration from another framework print the same losses."""
 
 import re
 
@@ -10,7 +10,10 @@ NUMBER = re.compile(r"^(?:\d )?(\d+\.\d+(?:e-\d+)?)$", re.MULTILINE)
 
 
 def scripts(page: str) -> tuple[str, str]:
-    """Return the first two Python blocks of a page, without shuffling if only one of the two uses torch's seed."""
+    """Return the first two Python blocks of a page.
+
+    If the second block uses a Runner, shuffling is removed from both, because a Runner sets its own seed.
+    """
     before, after = (block.text for block in blocks("python", page)[:2])
     if "Runner" in after:
         before, after = (text.replace(", shuffle=True", "") for text in (before, after))

@@ -1,4 +1,4 @@
-"""docs/notebook.ipynb: its cells run without Jupyter, and it contains their outputs."""
+"""Test that the cells of docs/notebook.ipynb run without Jupyter, and that the notebook contains their outputs."""
 
 import json
 import re
@@ -20,7 +20,9 @@ def cells():
 
 def test_cells_match_the_script(cells):
     found = [(cell["cell_type"], cell["source"]) for cell in cells]
-    assert found == [(kind, text.rstrip()) for kind, text in make_notebook.CELLS], "run docs/make_notebook.py"
+    assert found == [(kind, text.rstrip()) for kind, text in make_notebook.CELLS], (
+        "the notebook does not match docs/make_notebook.py; run this script"
+    )
 
 
 def test_outputs_are_stored(cells):

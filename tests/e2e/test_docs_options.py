@@ -1,4 +1,4 @@
-"""The pages on options match the code: their settings are valid, and their tables and outputs are current."""
+"""Test that the pages on options match the code: settings are valid, and tables and outputs are current."""
 
 import re
 import shlex

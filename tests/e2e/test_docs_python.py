@@ -1,4 +1,4 @@
-"""Every Python block in the README and in docs/ runs as printed.
+"""Test that every Python block in the README and in docs/ runs as printed.
 
 The blocks of a page run in one process, each in a separate namespace. On a page with the comment
 `<!-- python: in order -->`, they share one namespace. `<!-- not run: REASON -->` directly before the fence excludes a
@@ -65,7 +65,7 @@ assert log["loss"].isfinite()
     "docs/trainer.md": """
 from pathlib import Path
 validated, tested = history[-1]["IoU"], trainer.test(test_loader=data)["IoU"]
-assert validated > 0.8, "random predictions have an IoU of 0.33"
+assert validated > 0.8, "the IoU is too close to 0.33, the IoU of random predictions"
 assert abs(tested - validated) < 1e-6
 files = {path.name for path in Path("checkpoints/my_experiment").iterdir()}
 assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png"} <= files
@@ -74,12 +74,12 @@ assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.pn
 assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sources), runner.speed.sources
 """,
 }
-"""Code that runs after the last block of a page, in its namespace, and checks the page's claims."""
+"""Code that runs after the last block of a page, in that block's namespace, and checks the page's claims."""
 
 
 @functools.cache
 def errors(page: str, python: ForkedPython) -> dict[str, str]:
-    """Run the blocks of a page. Return each block's traceback by its id, or '' if it succeeded."""
+    """Run the blocks of a page. For each block id, return the traceback, or '' if the block succeeded."""
     chosen = [block for block in BLOCKS if block.page == page and block.runs]
     with tempfile.TemporaryDirectory(prefix="slipstream-docs-") as folder:
         job, results = Path(folder, "job.json"), Path(folder, "results.jsonl")
@@ -115,7 +115,7 @@ def errors(page: str, python: ForkedPython) -> dict[str, str]:
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_python_block_runs(block: Block, python: ForkedPython):
     if not block.runs:
-        assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment must contain a reason"
+        assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment lacks a reason"
         compile(block.text, str(block), "exec")
         return
     ran = errors(block.page, python)

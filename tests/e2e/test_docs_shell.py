@@ -1,4 +1,8 @@
-"""The shell commands and diffs on the pages. All commands are parsed, and the cheap ones also run."""
+"""Tests of the shell commands and diffs on the pages.
+
+All `slipstream` and `train_from_recipe` commands are parsed. On the pages in `RUN`, all commands except pip and make
+also run, with shorter training and smaller datasets.
+"""
 
 import shlex
 import subprocess
@@ -26,7 +30,7 @@ PARSED = list(
 )
 DIFFS = [block.text for block in blocks("diff", "docs/own_loop.md")]
 
-# Overrides that make the README's training runs small enough for a test.
+# Overrides that shorten the training runs of the commands on the pages.
 SMALL = ["epochs=1", "batch_size=2", "num_workers=0"]
 SMALL_RUNNER = ["limit_train_batches=1", "limit_val_batches=1", "param_scheduler=null"]
 SMALL_CITYSCAPES = [
@@ -43,7 +47,10 @@ SMALL_CITYSCAPES = [
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Return a folder with small data/camvid and data/cityscapes, in which all commands run in order."""
+    """Return a folder with small datasets in data/camvid and data/cityscapes.
+
+    All commands run in this folder, in order.
+    """
     folder = tmp_path_factory.mktemp("readme")
     write_street_folder(folder / "data/cityscapes", train=2, val=1, size=(64, 128))
     rng = np.random.default_rng(0)
@@ -69,7 +76,7 @@ def write_fashion(folder: Path) -> None:
 
 
 def small(arguments: list[str]) -> list[str]:
-    """Return the overrides that make this command small enough for a test."""
+    """Return the overrides that shorten the training run of this command, if it trains."""
     if not any(word in arguments for word in ("train", "slipstream.train_from_recipe")):
         return []
     given = {word.partition("=")[0] for word in arguments}

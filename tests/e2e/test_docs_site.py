@@ -1,4 +1,4 @@
-"""`make docs` builds the site without warnings, and its pages have the same structure as on GitHub."""
+"""Test that mkdocs builds the site without warnings, and that the pages have the same structure as on GitHub."""
 
 import os
 import re
@@ -42,7 +42,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the site. A missing page, link or anchor is a warning, and a warning is an error."""
+    """Build the site and return its folder. Warnings, such as a missing page, link or anchor, are errors."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
@@ -107,4 +107,4 @@ def test_reference_documents_the_names_in_its_tables(site):
     )
     assert names
     assert set(names) <= Elements(html).anchors
-    assert "batches_per_epoch" in html, "the parameters of `accelerate`"
+    assert "batches_per_epoch" in html, "the reference lacks the parameters of `accelerate`"

@@ -1,4 +1,4 @@
-"""The table on the Trainer's page matches the code."""
+"""Test that the table in docs/trainer.md matches the code."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_table_of_keys_matches_the_code():
 
 
 def table():
-    """Return the rows of the page's table. Use print(table()) to render them again."""
+    """Return the rows of the page's table. To update the page, replace its rows with the output of print(table())."""
     rows = []
     for key, meaning in TrainingParams.table().items():
         text = f"default value only: {meaning.reason}" if isinstance(meaning, UnsupportedKey) else meaning

@@ -1,4 +1,4 @@
-"""The example with a custom loop trains with and without compilation, in one process and in two."""
+"""Tests of the examples with a custom loop: with and without compilation, and in two processes."""
 
 import re
 

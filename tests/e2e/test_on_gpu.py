@@ -1,4 +1,4 @@
-"""Runs on an accelerator with options enabled and without synchronization between log intervals."""
+"""Tests of training runs on an accelerator, with speed options and without host-device syncs between log lines."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Net(BaseModel):
 
 
 class ForbidWaiting(Hook):
-    """A hook that turns every host-device sync after the second step and before the last one into an error."""
+    """A hook that turns host-device syncs between the second step and the last step into errors."""
 
     priority = "LOWEST"
 
@@ -38,7 +38,7 @@ class ForbidWaiting(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if batch_idx == 1:
             self.context.__enter__()
-        elif batch_idx == 14:  # the epoch's log line follows step 15
+        elif batch_idx == 14:  # step 16 is the last one and writes a log line
             self.context.__exit__(None, None, None)
 
 

@@ -1,4 +1,4 @@
-"""On an accelerator, batches are complete and prefetched, bad steps are skipped, and nothing synchronizes."""
+"""Tests on an accelerator: prefetched batches are complete, and bad steps are skipped without host-device syncs."""
 
 import math
 from contextlib import nullcontext
@@ -37,7 +37,7 @@ def test_batches_are_complete_while_slow_steps_run(pin_memory, prefetch):
         assert pixels.dtype == torch.uint8
         for _ in range(10):
             slow = (slow @ slow).tanh()
-        # The batch is read late, so a copy that reused its memory too early would change it.
+        # The device reads the batch late, so a copy that reused the batch's memory too early would change the sums.
         sums.append(torch.stack([pixels.long().sum(), labels.sum()]))
     expected = [torch.stack([x.long().sum(), y.sum()]) for x, y in DataLoader(images(), batch_size=2)]
     assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))

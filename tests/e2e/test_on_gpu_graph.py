@@ -1,4 +1,4 @@
-"""The step graph on an accelerator matches the eager step with each option, and does not synchronize."""
+"""Test that the step graph matches the eager step on an accelerator, with each option and without host-device syncs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The wheel and the sdist are complete, and the commands run from the installed wheel in an empty folder."""
+"""Test that the wheel and the sdist are complete, and that the installed commands run in an empty folder."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def sdist(built) -> Path:
 def installed(wheel, tmp_path_factory) -> Path:
     """Install the wheel in a new virtual environment and return the folder of its commands.
 
-    The environment finds the dependencies where this interpreter finds them. The `.pth` files there are not read, so an
-    editable installation of this source tree is not visible.
+    The environment imports the dependencies from the site-packages folders of this interpreter. The `.pth` files in
+    these folders are not read, so an editable installation of this source tree is not visible.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)

@@ -1,4 +1,4 @@
-"""Examples from MMEngine's guide to faster training run unchanged, except for the package name."""
+"""Test that examples from MMEngine's guide to faster training run unchanged, except for the package name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""All recipes run by name, with small data in the Cityscapes layout, few batches and small crops."""
+"""Tests of the recipes with small datasets, few batches and small crops."""
 
 import re
 import sys

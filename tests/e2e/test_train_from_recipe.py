@@ -1,4 +1,4 @@
-"""`python -m slipstream.train_from_recipe`: SuperGradients' command with Hydra's options."""
+"""Tests of `python -m slipstream.train_from_recipe`, SuperGradients' command with Hydra's options."""
 
 import shutil
 from pathlib import Path
@@ -24,7 +24,7 @@ SMALL = [
 
 @pytest.fixture
 def from_recipe(run):
-    """Run `python -m slipstream.train_from_recipe ARGS`."""
+    """Return a function that runs `python -m slipstream.train_from_recipe ARGS`."""
     return lambda *args, **kwargs: run("-m", "slipstream.train_from_recipe", *args, **kwargs)
 
 

@@ -28,7 +28,7 @@ def _nanmean(values):
 
 
 def _reference(preds, targets, classes, ignore):
-    """Reference implementation with sets of pixels, one class at a time."""
+    """Return the metrics, computed from boolean masks, one class at a time."""
     keep = targets != ignore
     preds, targets = preds[keep], targets[keep]
     iou, acc, dice, precision = [], [], [], []

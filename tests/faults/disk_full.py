@@ -1,7 +1,7 @@
 """Train on a disk that is too small for the checkpoints, free space, and resume.
 
-Run in a mount namespace: `unshare -rm python tests/faults/disk_full.py FOLDER`. A tmpfs is mounted in FOLDER. The last
-line of the output is JSON, which `test_faults_disk_full.py` checks.
+Run in a mount namespace: `unshare -rm python tests/faults/disk_full.py FOLDER`. The script mounts tmpfs file
+systems below FOLDER. The last line of the output is JSON, which `test_faults_disk_full.py` checks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Run `pip install atheris`, and then `python tests/faults/fuzz_atheris.py -max_total_time=600` with src/ in PYTHONPATH.
 The script accepts libFuzzer's arguments. It ends with a traceback at the first input that raises an error other than a
-SlipstreamError, or an error that does not name the file. It writes this input to a file named `crash-...`. A
-configuration that can be read must not change if it is written and read again.
+SlipstreamError, or an error that does not name the file or the overridden key. It also ends if a configuration changes
+when it is written and read again. libFuzzer writes the input to a file named `crash-...`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = (
     "config.yaml",
     "config.json",
     "config.toml",
-)  # a Python file can execute any code, so it is not tried
+)  # Python files are left out, because they can execute any code
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz_atheris_"))
 
 
@@ -50,7 +50,7 @@ def test_one_input(data: bytes) -> None:
 
 
 def read_file(name: str, text: bytes) -> None:
-    """Read a file. An error must name the file or its base. Otherwise, the dumped configuration must be equal."""
+    """Read a file. An error must name the file or its base. Without an error, a dumped copy must be equal."""
     path = FOLDER / name
     path.write_bytes(text)
     try:

@@ -1,7 +1,7 @@
 """Change the contents of a checkpoint at random, and resume from the checkpoint.
 
 A resumed run must either fail with an error that names the changed key, before its weights or optimizer state change,
-or continue with exactly the numbers in the file. To run many inputs, use
+or continue with exactly the state in the file. To run many inputs, use
 `python tests/faults/fuzz_checkpoint.py --count 5000 --seed 0`.
 """
 
@@ -59,7 +59,7 @@ class Watch(Hook):
 
 
 def state_of(runner):
-    """Return a copy of the state that a resume changes, in the format of a checkpoint."""
+    """Return a copy of the state that resuming changes, in the format of a checkpoint."""
     average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model
     optim = runner.optim_wrapper
     gradients = {name: p.grad for name, p in runner.model.named_parameters() if p.grad is not None}
@@ -77,7 +77,7 @@ def state_of(runner):
 
 
 def arguments(folder, *hooks, **changes):
-    """Return the arguments of a run with an average, a loss scaler, schedulers, accumulation and saved scores."""
+    """Return the arguments of a run with EMA, a loss scaler, schedulers, gradient accumulation and saved scores."""
     options = dict(
         model=dict(type=Net, dropout=0.1, norm=True),
         optim_wrapper=dict(
@@ -131,7 +131,7 @@ def children(node):
 
 
 def mutated(content, rng):
-    """Return a copy of `content` with one change, the path of the change, and its name."""
+    """Return a copy of `content` with one change, the path of the change, and a description of the change."""
     content = copy.deepcopy(content)
     path, parent = [], content
     while True:
@@ -244,7 +244,7 @@ def expected(content, start):
         if average.get("steps") == 0:  # averaging has not started, so it will start with the weights
             average = {**weights, "steps": 0}
     ranks = content.get("rank_gradients") or ()
-    # Each run sets its own kernels, and AdamW sets decoupled_weight_decay.
+    # These keys are not restored: each run selects its own kernels, and AdamW sets decoupled_weight_decay.
     kernels = ("fused", "foreach", "capturable", "decoupled_weight_decay")
     # A different batch size changes the number of iterations.
     position = ("epoch", "iter", "seed") if meta.get("samples_per_step", 8) == 8 else ("epoch", "seed")

@@ -2,7 +2,7 @@
 
 An error is acceptable if it is a SlipstreamError that names a key, or an error that depends on the data.
 
-Run `python tests/faults/fuzz_config.py --count 100000` with tests/ and src/ in PYTHONPATH.
+Run `python tests/faults/fuzz_config.py --count 100000` with src/ in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def by_iter() -> dict[str, Any]:
 
 
 def segmentation() -> dict[str, Any]:
-    """Return a valid configuration that trains one of the package's networks on images with transforms."""
+    """Return a valid configuration that trains a segmentation model on images with transforms."""
 
     def scenes(length: int, *transforms: dict[str, Any]) -> dict[str, Any]:
         return dict(type="StreetScenes", size=[32, 32], length=length, seed=1, cache_in_memory=True,
@@ -274,7 +274,7 @@ BASES: tuple[Callable[[], dict[str, Any]], ...] = (by_epoch, by_iter, segmentati
 
 @dataclass
 class Finding:
-    """An input whose result is not acceptable, or an input that was accepted."""
+    """An input that raised an unacceptable error, exceeded the time limit, or raised no error (`accepted`)."""
 
     kind: str
     mutations: list[Mutation]
@@ -397,7 +397,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="number of random inputs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--every", action="store_true", help="replace every entry with every value instead")
+    parser.add_argument("--every", action="store_true", help="replace each entry with each value instead")
     parser.add_argument("--accepted", action="store_true", help="also list the inputs that were accepted")
     args = parser.parse_args()
     chunk = 50

@@ -1,4 +1,6 @@
-"""Read damaged configuration files and recipes with random overrides, and report every unacceptable error.
+"""Read damaged configuration files, compose recipes with random overrides, and report every unacceptable error.
+
+An error is acceptable if it is a SlipstreamError that names the file, the recipe or a key.
 
 Run `python tests/faults/fuzz_files.py --count 100000` with src/ in PYTHONPATH.
 """

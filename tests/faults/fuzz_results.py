@@ -1,8 +1,8 @@
 """Update the table in docs/reliability.md that lists how many inputs the fuzzers have tried.
 
 Run `python tests/faults/fuzz_results.py --page docs/reliability.md LOG...` with the outputs of the fuzzers. The last
-line of a fuzzer's output contains its name, the number of inputs and the number of findings. The findings of all logs
-must have been fixed. The date of a row is the date of its newest log.
+line of each output contains the name of the fuzzer, the number of inputs and the number of findings. Fix all findings
+first, because the table lists them as fixed. The date of a row is the date of its newest log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def summary(name: str, inputs: int, findings: int) -> str:
 
 
 def read(logs: list[Path]) -> dict[str, Result]:
-    """Return the sums over the logs, by fuzzer."""
+    """Return the combined results of the logs, by fuzzer."""
     results: dict[str, Result] = {}
     for log in logs:
         text, date = log.read_text(), datetime.fromtimestamp(log.stat().st_mtime, UTC).date().isoformat()

@@ -1,7 +1,7 @@
 """Interrupt and damage training runs at random, resume them, and compare them with an uninterrupted run.
 
-Run `python tests/faults/interruptions.py --count 1000` with tests/ and src/ in PYTHONPATH. It prints a table. Its
-exit status is 1 if a run lost its results, or if it silently ended with a different final checkpoint.
+Run `python tests/faults/interruptions.py --count 1000` with src/ in PYTHONPATH. The script prints a table. Its exit
+status is 1 if a run lost its results or silently ended with a different final checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ FAULTS = (
     "deleted file",
     "second run",
 )
-"""Faults of a trial. The first two stop the run at a random time. The next four damage its last checkpoint."""
+"""Faults of a trial. The first two stop the run at a random time. The next four damage its last checkpoint.
+The last one starts a second run in the same folder."""
 OUTCOMES = ("same result", "reported", "lost", "silent")
 EPOCHS = 5
 FINAL = f"epoch_{EPOCHS}.pth"
@@ -57,7 +58,7 @@ class Slow(Noisy):
 
 
 def train(folder: Path, result: Any) -> None:
-    """Train or resume the run in `folder`. Send the error's type and message, or None."""
+    """Train or resume the run in `folder`. Send the error's type and message, or None, through `result`."""
     os.setsid()  # a signal is sent to the process and its workers
     torch.set_num_threads(1)
     with (folder.with_suffix(".txt")).open("a") as log, redirect_stdout(log), redirect_stderr(log):
@@ -149,7 +150,7 @@ def interrupted(folder: Path, rng: random.Random, signals: list[int], duration: 
             return str(error)
         interrupted_by_python = (
             number == signal.SIGINT and process.exitcode == 1
-        )  # before or after the training loop
+        )  # outside the training loop, SIGINT raises KeyboardInterrupt
         if process.exitcode not in (0, EXIT_STATUS, -number) and not interrupted_by_python:
             return f"{signal.Signals(number).name} ended the run with status {process.exitcode}"
     return ""
@@ -180,7 +181,7 @@ def damaged(folder: Path, rng: random.Random, fault: str, duration: float) -> No
 
 
 def second_run(folder: Path, rng: random.Random, duration: float) -> str:
-    """Start a second run in the folder of a running one. The second run must be refused."""
+    """Start a second run in the folder of a running one. The second run must be refused. Return the problem, or ''."""
     first, receiver = start(folder)
     while not (folder / ".lock").exists() and first.is_alive():
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Seeded mutations of a configuration: keys removed, misspelled or added, and values of wrong types and sizes."""
+"""Random, reproducible changes to a configuration: keys are removed, misspelled or added, and values are replaced."""
 
 import math
 import random
@@ -65,7 +65,7 @@ def mutated(cfg: dict[str, Any], rng: random.Random, count: int) -> tuple[dict[s
 
 
 def every_replacement(cfg: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Mutation]]:
-    """Yield one copy of `cfg` per entry and value in `VALUES`."""
+    """For each entry of `cfg` and each value in `VALUES`, yield a copy in which the value replaces the entry."""
     for path in paths(cfg):
         for value in VALUES:
             changed = copied(cfg)

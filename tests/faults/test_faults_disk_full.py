@@ -1,4 +1,4 @@
-"""A run on a full disk ends with an error that identifies the disk. Its results after resuming are unchanged."""
+"""A run on a full disk ends with an error that identifies the disk. After space is freed, the run resumes correctly."""
 
 import errno
 import json
@@ -17,8 +17,8 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def require_mounts(folder):
-    """Skip the test if the user is not allowed to mount file systems. In continuous integration, root must be able to
-    mount them."""
+    """Skip the test if the user may not mount file systems. In continuous integration, fail instead if the user is
+    root."""
     if shutil.which("unshare") is None:
         pytest.skip("requires unshare from util-linux")
     mount = [*NAMESPACE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""A few hundred random inputs for each fuzzer. `make faults` runs 100,000."""
+"""Run the fuzzers on a few hundred random inputs. `make faults` runs them on 100,000 inputs each."""
 
 import random
 

@@ -1,4 +1,7 @@
-"""Runs that are killed, stopped or damaged at random resume with the same results. `make faults` runs thousands."""
+"""Runs that are stopped or damaged at random resume with the same results or report an error.
+
+`make faults` tests thousands of such runs.
+"""
 
 import pytest
 

@@ -1,7 +1,8 @@
 """Run the tests for each kind of fault, and record the number of test cases in a table in docs/reliability.md.
 
-Run `python tests/faults/tested_faults.py --page docs/reliability.md`. With `--results`, it reads the JUnit files of
-complete test runs (`make test` and `make matrix` with `PYTEST_ADDOPTS=--junitxml=...`) instead of running the tests.
+Run `python tests/faults/tested_faults.py --page docs/reliability.md`. With `--results`, the script reads the JUnit
+files of complete test runs (`make test` and `make matrix` with `PYTEST_ADDOPTS=--junitxml=...`) instead of running the
+tests.
 The random faults of `interruptions.py` and of the fuzzers have separate tables.
 """
 
@@ -145,7 +146,7 @@ def outcomes(logs: Iterable[Path]) -> dict[str, Counter[str]]:
 
 
 def markdown(found: Mapping[str, Counter[str]]) -> str:
-    """Return the table."""
+    """Return the Markdown table of the outcomes."""
     lines = ["| fault | required result | cases tested | failed |", "|---|---|---:|---:|"]
     for (fault, required), names in ROWS.items():
         counts = sum((found.get(name, Counter()) for name in names), Counter())

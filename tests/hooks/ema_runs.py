@@ -29,7 +29,7 @@ class History(Hook):
 
 
 def average(steps, momentum):
-    """Return the reference EMA in double precision."""
+    """Return the reference EMA, which is computed in double precision."""
     mean = {name: value.double() for name, value in steps[0].items()}
     for step in steps[1:]:
         mean = {name: (1 - momentum) * mean[name] + momentum * step[name].double() for name in mean}

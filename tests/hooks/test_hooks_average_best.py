@@ -1,4 +1,4 @@
-"""AverageBestHook: selection of the best epochs, their mean weights, and resuming after a kill."""
+"""AverageBestHook: selection of the best epochs, their mean weights, and resuming after an interruption."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ NORM = dict(type=Net, norm=True)
 
 
 class Snapshots(Hook):
-    """A hook that counts the writes of each snapshot by its modification time."""
+    """A hook that records the modification times of each snapshot, which show how often it is written."""
 
     priority = "LOWEST"
 
@@ -59,7 +59,10 @@ def snapshots(folder):
 
 
 def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **changes):
-    """Train one epoch per value except the last, which is the average's metric. Return the Runner and the history."""
+    """Train for one epoch per value except the last, which is the metric of the average.
+
+    Return the Runner and the `History` hook.
+    """
     options = {key: changes.pop(key) for key in ("rule", "filename") if key in changes}
     hook = dict(type="AverageBestHook", metric=name, count=count, **options)
     history = History()
@@ -76,7 +79,7 @@ def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **chang
 
 
 def mean(states):
-    """Return the mean in double precision. Tensors that are not floating-point are copied from the first state."""
+    """Return the mean, computed in double precision. Integer tensors are copied from the first state."""
     first = states[0]
     return {
         name: sum(state[name].double() for state in states).div(len(states)).to(value.dtype)
@@ -96,7 +99,7 @@ def test_average_is_the_mean_of_the_best_epochs_weights(tmp_path):
     found = written(tmp_path)
     assert found["meta"]["averaged"] == ["epoch_4.pth", "epoch_2.pth", "epoch_3.pth"]
     assert_same(found["state_dict"], mean(best))
-    assert found["state_dict"]["norm.num_batches_tracked"] == 8, "the count must be that of the best epoch"
+    assert found["state_dict"]["norm.num_batches_tracked"] == 8, "not the count of the best epoch"
     assert [path.name for path in snapshots(tmp_path)] == ["epoch_2.pth", "epoch_3.pth", "epoch_4.pth"]
     assert_same(weights(runner), history.steps[-1])
 

@@ -240,7 +240,7 @@ def test_best_filename_overwrites_the_previous_best(tmp_path):
 
 
 class Killed(Hook):
-    """A hook that raises an exception before a validation during training, or after saving the best checkpoint."""
+    """A hook that raises an exception before or after the validation of an epoch."""
 
     priority = "LOWEST"
 
@@ -268,10 +268,10 @@ def test_best_score_is_restored_after_a_kill_around_validation(tmp_path, epoch, 
     assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == epoch
     runner = killed(tmp_path, values[epoch - 1 : 4], epochs=4, resume=True)
     assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
-    assert best(tmp_path) == (2, 0.9), "a worse epoch after the resume must not replace it"
+    assert best(tmp_path) == (2, 0.9), "a worse epoch replaced the best checkpoint"
     assert runner.message_hub.get_info("best_score/acc") == 0.9
     killed(tmp_path, values[3:], resume=True)
-    assert best(tmp_path) == (5, 0.95), "a better epoch must replace it"
+    assert best(tmp_path) == (5, 0.95), "a better epoch did not replace the best checkpoint"
 
 
 def killed(folder, values, hooks=(), epochs=5, **changes):
@@ -329,7 +329,7 @@ def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
 
 
 class Values(BaseMetric):
-    """A metric that reports one dict per validation."""
+    """A metric that returns predefined dicts, one per validation."""
 
     def __init__(self, *values):
         super().__init__()
@@ -417,7 +417,7 @@ def test_runs_do_not_resume_from_incomplete_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_surplus_checkpoints_of_a_killed_run_are_removed(tmp_path, async_save):
-    """The process exits between the write of epoch_3.pth and the removal of epoch_1.pth."""
+    """The process exits after writing epoch_3.pth and before removing epoch_1.pth."""
     script = f"""
         import os, sys
         from slipstream.hooks import checkpoint
@@ -473,7 +473,7 @@ def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
 
 
 def test_file_that_replaced_a_checkpoint_of_the_run_is_not_removed(tmp_path):
-    """The user copies files of other runs, with their old times, to the names of checkpoints of this run."""
+    """The user overwrites checkpoints of this run with files of another run, whose modification times are kept."""
     trained(tmp_path / "other", interval=1, epochs=2)
     folder = tmp_path / "run"
     trained(folder, interval=1, max_keep_ckpts=2, epochs=3, values=[0.3, 0.2, 0.1], save_best="acc")

@@ -1,4 +1,4 @@
-"""ClassCountHook: the class counts of model and dataset must match."""
+"""Tests of ClassCountHook, which compares the class counts of the model and the datasets."""
 
 import pytest
 import torch

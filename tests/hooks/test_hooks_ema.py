@@ -119,7 +119,7 @@ def test_checkpoint_saved_during_validation_equals_one_saved_before(tmp_path, st
 
 
 class FailsOnce(Hook):
-    """A hook that reports a NaN loss at a stage of the first validation."""
+    """A hook that raises NonFiniteLossError once, at a stage of the first validation."""
 
     def __init__(self, stage):
         setattr(self, stage, self.fail)
@@ -182,7 +182,7 @@ def test_validation_does_not_move_the_weights_in_memory(tmp_path, norm):
     assert all(now == places.training[0] for now in places.training)
     assert all(now == places.validation[0] for now in places.validation)
     assert set(places.training[0].values()).isdisjoint(places.validation[0].values()), (
-        "validation must exchange storages instead of copying values"
+        "validation copied values instead of exchanging storages"
     )
     kept = {name: param.data_ptr() for name, param in average_of(runner).module.named_parameters()}
     assert kept == places.validation[0]
@@ -203,7 +203,7 @@ def test_average_starts_from_weights_loaded_after_construction(tmp_path):
 
 
 class Late(Net):
-    """A model whose weights are arbitrary before `init_weights`."""
+    """A model whose weights are NaN until `init_weights` is called."""
 
     def __init__(self):
         super().__init__()

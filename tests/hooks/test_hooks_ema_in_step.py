@@ -1,4 +1,4 @@
-"""The average is the same in the eager step, in the compiled step, and in the hook that runs after the step."""
+"""The average is the same whether the eager step, the compiled step or the hook after the step updates it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class OtherStep:
-    """A step that cannot update the average, as with a model that overrides `train_step`; the hook updates it."""
+    """A step that leaves the update of the average to the hook, like that of a model that overrides `train_step`."""
 
     def __init__(self, step):
         self.step = step

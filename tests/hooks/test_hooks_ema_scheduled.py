@@ -1,4 +1,4 @@
-"""ScheduledEMA with SuperGradients' options follows its formula."""
+"""Tests of the formulas and update counts of averages, mainly ScheduledEMA, and of runs that are too short for them."""
 
 import itertools
 import math
@@ -101,7 +101,7 @@ def test_step_skipped_on_overflow_counts_as_an_update(tmp_path):
     )
     starts = [history.start, *history.steps]
     skipped = [all(torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(starts)]
-    assert skipped[0], "2**40 overflows float16"
+    assert skipped[0], "the scale 2**40 did not overflow float16"
     assert not all(skipped)
     assert average_of(runner).steps == 30
     assert_close(scheduled(history.steps, lambda s, total: 0.7), history.validated[-1])
@@ -159,7 +159,7 @@ def test_mean_update_matches_the_average_of_update_numbers(average, total):
         torch.nn.init.constant_(number.weight, step)
         model.update_parameters(number)
     exact = model.module.weight.item()
-    if total * model.weight(total - 1) > 4 * model.interval:  # a bound is sufficient here
+    if total * model.weight(total - 1) > 4 * model.interval:  # `mean_update` returns a lower bound
         assert total / 2 < found <= exact + 1e-3 * total
     else:
         assert found == pytest.approx(exact, rel=1e-4)

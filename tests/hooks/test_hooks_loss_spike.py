@@ -24,7 +24,7 @@ class FakeRunner:
 
 
 def watched(losses, read_every=7, runner=None, **options):
-    """Return the warnings of a hook that reads these losses every few steps."""
+    """Return the warnings of a hook that reads these losses every `read_every` steps."""
     runner = runner or FakeRunner()
     hook = LossSpikeHook(**options)
     hook.before_run(runner)
@@ -144,7 +144,7 @@ def test_invalid_options_are_rejected(options, message):
 
 
 class Spikes(BaseModel):
-    """A model that multiplies its weights in the calls listed in `spikes`, which simulates a bad update."""
+    """A model that multiplies its weights by 100 in the calls numbered in `spikes`, to simulate a bad update."""
 
     def __init__(self, spikes=()):
         super().__init__()

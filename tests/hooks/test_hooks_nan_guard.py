@@ -33,7 +33,7 @@ def test_tolerant_meter_drops_non_finite_values():
 
 
 class Breaks(RunNet):
-    """A model whose loss is NaN if the first sample of a batch is NaN."""
+    """A model with BatchNorm, whose loss is NaN if any sample of a batch contains NaN."""
 
     def __init__(self):
         super().__init__(norm=True)

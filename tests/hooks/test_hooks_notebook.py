@@ -1,4 +1,4 @@
-"""The table that a run displays in a notebook, tested with a mock of IPython."""
+"""Tests of the table that a run displays in a notebook, with a mock of IPython."""
 
 import base64
 import math

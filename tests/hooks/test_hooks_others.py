@@ -1,4 +1,4 @@
-"""Early stopping, plateau schedulers, log lines, images, profiler traces and priorities."""
+"""Tests of early stopping, plateau schedulers, log lines, images, profiler traces, step times and hook priorities."""
 
 import json
 from pathlib import Path
@@ -141,7 +141,7 @@ def grouped(*names):
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ((None, None, None), {"lr/0": 0.1, "lr/1": 0.02}),  # the third rate equals the second
+        ((None, None, None), {"lr/0": 0.1, "lr/1": 0.02}),  # the third rate (0.02) is not logged again
         (("body", "head", "bias"), {"lr/body": 0.1, "lr/head": 0.02, "lr/bias": 0.02}),
         ((None, "head", None), {"lr/0": 0.1, "lr/head": 0.02}),
     ],
@@ -224,7 +224,7 @@ def test_predictions_are_drawn_next_to_the_ground_truth(tmp_path, count):
     blank = np.zeros((16, 32, 3), np.uint8)
     legend = [("a", [0, 0, 0]), ("b", [255, 0, 0])]
     assert sheet.size == contact_sheet([[blank] * 3] * count, legend=legend).size
-    truths = np.asarray(sheet)[:, sheet.width // 2]  # the line in the middle column
+    truths = np.asarray(sheet)[:, sheet.width // 2]  # a vertical line through the ground truths
     reds = (truths == [255, 0, 0]).all(1).sum()
     assert reds == (
         160 if count == 3 else 0

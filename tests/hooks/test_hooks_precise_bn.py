@@ -17,7 +17,7 @@ STATISTICS = ("norm.running_mean", "norm.running_var")
 
 
 class Seen(Hook):
-    """A hook that stores every batch, every loss and the random numbers after each step."""
+    """A hook that stores each step's batch, loss and state of torch's random number generator."""
 
     def __init__(self):
         self.batches, self.losses, self.drawn = [], [], []
@@ -94,7 +94,7 @@ def test_hook_does_not_change_training(tmp_path, workers):
 
 
 class Others(BaseModel):
-    """A model with some BatchNorm layers that must not change. It counts its training forward passes."""
+    """A model in which some BatchNorm statistics must not change. It counts its forward passes in training mode."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ class Bare(nn.Module):
         self.norm = nn.BatchNorm1d(4)
 
     def train_step(self, data, optim_wrapper):
-        raise AssertionError("train_step must not be called")
+        raise AssertionError("train_step was called")
 
 
 def test_model_without_loss_step_is_rejected(tmp_path):

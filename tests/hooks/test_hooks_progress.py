@@ -1,4 +1,4 @@
-"""The text of the progress bar."""
+"""Tests of the text that the progress bar shows."""
 
 import io
 import re
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 
 def bar(tmp_path, monkeypatch, console=None, **changes):
-    """Train with a bar on a console, and return what the console shows."""
+    """Train with a progress bar. Return the Runner and the console's output."""
     monkeypatch.setattr("slipstream.logging.progress._SECONDS_BETWEEN_DRAWS", 0.0)
     console = console or Console(force_terminal=True, file=io.StringIO(), width=120, color_system=None)
     monkeypatch.setattr("slipstream.logging.logger._console", lambda stderr=False: console)

@@ -145,7 +145,7 @@ def test_folder_of_a_sharded_checkpoint_is_restored(tmp_path):
             shutil.rmtree(folder)
         folder.mkdir()
         (folder / "shard").write_text(text)
-    hub.drop_saved()  # as for a checkpoint that was written before the replacement
+    hub.drop_saved()  # a checkpoint written before the replacement does not list the copy
     files.restore(runner, ["best.sharded"], ["best.sharded"])
     assert [path.name for path in tmp_path.iterdir()] == ["best.sharded"]
     assert (folder / "shard").read_text() == "one"

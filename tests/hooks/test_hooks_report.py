@@ -1,4 +1,4 @@
-"""The report that a run writes at its end."""
+"""Tests of the report that a run writes when it ends."""
 
 import json
 import os
@@ -287,7 +287,7 @@ def test_damaged_report_raises_an_error_with_a_remedy(tmp_path):
 
 
 class Growing(Net):
-    """A model whose loss is NaN in the calls listed in `broken`. Calls are not repeated after a rollback."""
+    """A model whose loss is NaN in the calls whose numbers are in `broken`. A rollback does not reset the count."""
 
     def __init__(self, broken):
         super().__init__()
@@ -398,7 +398,7 @@ def test_report_contains_the_settings_that_the_run_used(tmp_path, fused):
 
 
 def test_phases_include_rollbacks_and_the_end_of_the_run(tmp_path, monkeypatch):
-    """The simulated clock advances by 1000 s in each call to a replaced function."""
+    """The simulated clock advances only in `Rollback.recover` (1000 s) and in the hook `Ends`."""
     now = [0.0]
     monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""The measurements and examples in a run's report: FLOPs utilization, predictions, loader probe, tuned options."""
+"""Tests of a run's report: model FLOPs utilization, example predictions, and recommended workers and options."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""Metric rules, default units of hooks, and hooks after a failure."""
+"""Tests of inferred metric rules, of intervals in epochs or iterations, and of hooks after a failure."""
 
 import json
 

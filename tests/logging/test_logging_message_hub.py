@@ -66,7 +66,7 @@ def test_infos_are_set_read_and_removed():
 
 
 def saved_and_loaded(hub, **options):
-    """Return a new hub with the state of `hub`, after writing it to a file."""
+    """Save the state of `hub` to a file, and return a new hub that has loaded the file."""
     file = io.BytesIO()
     torch.save(hub.state_dict(**options), file)
     file.seek(0)
@@ -118,7 +118,7 @@ def test_state_warns_once_about_each_info_that_cannot_be_saved():
     hub, warnings = MessageHub("a"), []
     hub.update_info_dict({"object": object(), "deep": {"a": object(), "b": 1}})
     loaded = [saved_and_loaded(hub, warn=warnings.append) for _ in range(2)][-1]
-    assert dict(loaded.runtime_info) == {"mine": 1}  # a part of a value would be misleading
+    assert dict(loaded.runtime_info) == {"mine": 1}  # a partially saved 'deep' would be misleading
     assert [text.partition(":")[0] for text in warnings] == [
         f"message_hub.runtime_info.{name} is not saved" for name in ("object", "deep.a")
     ]

@@ -9,7 +9,7 @@ from slipstream.logging import MessageHub, Meter
 
 
 class ReadCounter(TorchDispatchMode):
-    """A dispatch mode that counts all operations, and the operations that copy a tensor's values to Python."""
+    """A dispatch mode that records the names of all operations."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The timer of a run's phases."""
+"""Tests of PhaseTimes, which measures the duration of a run's phases."""
 
 from time import perf_counter, sleep
 

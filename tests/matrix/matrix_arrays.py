@@ -1,8 +1,8 @@
-"""Covering arrays: a few training runs in which all pairs of options, and all triples with `compile=step`, occur.
+"""Covering arrays: a few training runs that contain all pairs of options, or all triples with `compile=step`.
 
-A factor is the network, a set of mutually exclusive options, or an option that is on or off. In the runs of a covering
-array, every two values of two factors occur together at least once, if they can be combined. A run enables about half
-of the options, so it tests many pairs, and also options that are off while others are on.
+A factor is the network, a set of mutually exclusive options, or an option that is on or off. For every two values of
+different factors that can be combined, a covering array has at least one run with both. A run enables about half of the
+options, so it tests many pairs at once, including pairs of which only one option is on.
 """
 
 from collections import Counter
@@ -31,13 +31,13 @@ def pair_runs(processes):
 
 
 def triple_runs(processes):
-    """Return runs with `compile=step` that cover all pairs of other options, and therefore all triples with it."""
+    """Return runs with `compile=step` that cover all pairs of other options, and so all triples with that option."""
     step = "compile=step"
     return _runs(processes, [[step] if step in values else values for values in _factors(processes)])
 
 
 def refused_runs(processes):
-    """Return each combination that raises an error, on each of its networks."""
+    """Return each combination that raises an error, for each network with which it does."""
     return [
         (net, tuple(options))
         for *options, only in REFUSED
@@ -72,7 +72,7 @@ def _runs(processes, factors):
 
 
 def _run(processes, factors, run, missing):
-    """Return the run with a value for each factor, and its pairs."""
+    """Add a value for each missing factor to the run. Return the run and its pairs."""
     needed = Counter(value for pair in missing for value in pair)
     for number, values in enumerate(factors):
         if number not in run:

@@ -18,7 +18,7 @@ SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30, growth_interval=4)
 """Loss scale at which only the first step overflows, regardless of rounding."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_STEPS, MOMENTUM_STEPS = (0.1, 8), (0.5, 16)
-"""Initial factor of the schedules, and the step at which it has increased to 1."""
+"""Initial factor of each schedule, and the step at which the factor reaches 1."""
 RHO = 0.3
 CLIP_FACTOR, EPS = 0.1, 1e-3
 LAYER_FACTOR = 0.5
@@ -26,7 +26,7 @@ DEPTHS = {
     "conv": dict(stem=2, norm=2, block=1, head=0),
     "transformer": dict(place=3, stem=2, block=1, norm=0, head=0),
 }
-"""Exponent of LAYER_FACTOR in each module's learning rate, for the layers `stem` and `block`."""
+"""Exponent of LAYER_FACTOR in each module's learning rate if `stem` and `block` are the layers."""
 
 
 @cache
@@ -193,7 +193,7 @@ class _Scale:
 
 
 def _ema_decay(update, total):
-    """Return the decay DECAY (1 - exp(-BETA n / N)). The first update copies the weights."""
+    """Return DECAY * (1 - exp(-BETA * update / total)), or 0 in the first update, which copies the weights."""
     return DECAY * (1 - math.exp(-BETA * update / total)) if update > 1 else 0.0
 
 

@@ -82,7 +82,7 @@ OPTIONS = {
     "layer decay": _speed(layer_decay=dict(decay=LAYER_FACTOR, layers=["net.stem", "net.block"])),
     "SWA": _speed(ema=dict(type="swa", interval=INTERVAL)),
 }
-"""The changes that each option makes to the arguments of a Runner. `backend` is the compiler's backend."""
+"""Functions that add each option to the arguments of a Runner. `config["backend"]` is the `torch.compile` backend."""
 
 ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}, {"EMA", "SWA"}]
 """Mutually exclusive options."""
@@ -118,8 +118,8 @@ REFUSED = {
     "backward pass, but sam runs two",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused SGD kernel for sharded parameters",
 }
-"""Combinations that raise an error, the network (None: both), and the start of the message. `everything` leaves
-out the second option."""
+"""Combinations that raise an error (the options, then the network or None for both), and the start of the message.
+`everything` leaves out the second option."""
 if reason := why_not_recomputed():  # torch 2.11
     REFUSED = {
         (
@@ -135,9 +135,9 @@ BREAKS = {("compile=model", "FSDP2")}
 TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
 """Tolerances by precision: relative for losses, weights and EMA weights, absolute for weights and EMA weights.
 
-In fp32, the absolute tolerance applies to weights near zero. It is 1e-5 of 0.1, the usual magnitude. Half precision is
-compared with the same loop under autocast. Results differ because operations run in a different order. A single
-rounding error is 4e-3 of a value in bf16 and 5e-4 in fp16."""
+In fp32, the absolute tolerance applies to weights near zero. It is 1e-5 times 0.1, the usual magnitude of a weight.
+Half precision is compared with the same loop under autocast. Results differ because operations run in a different
+order. The relative error of a single rounding is at most 4e-3 in bf16 and 5e-4 in fp16."""
 
 
 def precision(options):
@@ -178,7 +178,7 @@ def _places(number, pair):
 
 
 def triples(processes, net):
-    """Return the triples with the step graph for a network and a number of processes. With two, DDP is implied.
+    """Return the triples with `compile=step` for a network and a number of processes. Two processes imply DDP.
 
     Each triple is trained in only one of its possible places (number of processes, network). The places alternate.
     """

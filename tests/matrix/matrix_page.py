@@ -65,11 +65,11 @@ _BOTTOM = """## Tolerances
 - SWA averages the weights after every second update. Layer decay treats the first convolution and the block as its
   layers.
 - For two processes without SyncBN, the loop also normalizes the two halves of a batch separately.
-- `accumulation` uses windows of {window} batches. The last window is smaller. `resume` ends a run in the middle of
-  an epoch and a window, and continues it in a second run.
-- The graphs that Dynamo captures run without compilation. Graphs that recompute convolutions run with the `aot_eager`
-  backend. Inductor compiles one run of each network with all options except accumulation, resume and SAM, and one run
-  of `conv` with SAM.
+- `accumulation` uses windows of {window} batches. The last window is smaller. `resume` ends a run in the middle of an
+  epoch and of a window, and a second run continues the first.
+- The graphs that Dynamo captures run without compilation. Graphs of `conv` that recompute a block run with the
+  `aot_eager` backend. Inductor compiles one run of each network with all options except accumulation, resume and SAM,
+  and one run of `conv` with SAM.
 - All compatible options (EMA instead of SWA) are enabled together in fp32, bf16 and fp16. One process runs the step
   as one graph, with a compiled model, and eagerly. Two processes run it as one graph, and with FSDP2 and a compiled
   model. `make matrix` selects some of these combinations, and `make exhaustive` tests all of them, with and without

@@ -52,7 +52,8 @@ class Task(BaseModel):
 class Backend:
     """A `torch.compile` backend that counts graphs, recomputed blocks and calls to the loss, and does not compile.
 
-    The `conv` network runs through AOTAutograd, as with Inductor, because its BatchNorms update a counter in place.
+    Graphs of `conv` that recompute a block run through AOTAutograd, as with Inductor, because the block's BatchNorm
+    updates a counter in place.
     """
 
     def __init__(self, net):
@@ -104,7 +105,7 @@ class Record(Hook):
         return {float(logs[name]) for logs in self.logs if name in logs}
 
     def passes(self, core):
-        """Return the number of forward passes per batch, rounded down, or None if the compiler does not count them.
+        """Return the number of forward passes per batch, rounded down, or None if the backend does not count them.
 
         New graphs are verified on the inputs of a batch, which adds a few forward passes.
         """

@@ -1,4 +1,4 @@
-"""The covering arrays have runs with, and without, every pair of options and every triple with the step graph."""
+"""For every two options, the covering arrays have runs with both (if allowed), with only one, and with neither."""
 
 from itertools import combinations, product
 
@@ -11,7 +11,7 @@ ARRAYS = {"pairs": pair_runs, "triples": triple_runs}
 
 
 def allowed(options, processes):
-    """Return whether options can be combined on one of the networks."""
+    """Return whether options can be combined on at least one network."""
     return any(possible(options, processes, net) and refusal(options, net) is None for net in NETS)
 
 

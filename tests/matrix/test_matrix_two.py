@@ -19,7 +19,11 @@ def all_options(net):
 
 
 def some_of_all_options():
-    """Return runs with all options, with DDP and FSDP2. One leaves out SAM, because it can exclude checkpointing."""
+    """Yield runs that combine all compatible options, under DDP and FSDP2.
+
+    One run leaves out SAM, because SAM and activation checkpointing cannot be combined in a step that is compiled as
+    one graph.
+    """
     yield "conv", everything(2, "conv", half="fp16")
     yield "transformer", everything(2, "transformer", left_out=["SAM"])
     yield "transformer", everything(2, "transformer", "bf16", compiled="compile=model", parallel="FSDP2")
@@ -49,7 +53,7 @@ def cases(function, runs, mark):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the results of both processes, computed once for all tests of a function."""
+    """Return a function that runs a training function once, in two processes, and returns the results of both."""
 
     @cache
     def of(function):

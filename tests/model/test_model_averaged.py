@@ -45,7 +45,7 @@ def walk(model, rng):
 
 
 def history(average, model):
-    """Change and average the model for all steps. Return its states in float64."""
+    """Change the model and update the average STEPS times. Return the model's states in float64."""
     rng, states = np.random.default_rng(0), []
     for _ in range(STEPS):
         walk(model, rng)
@@ -99,10 +99,10 @@ def test_average_matches_the_formula_over_fifty_steps(kind, options, formula, in
         wanted = formula([state[name] for state in states], interval)
         np.testing.assert_allclose(tensor.double().numpy(), wanted, atol=1e-5, err_msg=name)
         assert not np.allclose(wanted, states[-1][name], atol=1e-2), (
-            "the average must differ from the last weights"
+            "the average is too close to the last weights"
         )
         assert not np.allclose(wanted, states[0][name], atol=1e-2), (
-            "the average must differ from the first weights"
+            "the average is too close to the first weights"
         )
 
 
@@ -149,7 +149,7 @@ def test_swap_exchanges_storages_and_a_second_swap_restores_them(update_buffers)
     assert set(mine).isdisjoint(theirs)
     average.swap(model)
     assert (pointers(average.module), pointers(model)) == (theirs, mine)
-    assert [id(p) for p in model.parameters()] == parameters, "the optimizer's references must remain valid"
+    assert [id(p) for p in model.parameters()] == parameters, "swap replaced the model's parameters"
     average.swap(model)
     assert (pointers(average.module), pointers(model)) == (mine, theirs)
 
@@ -191,7 +191,7 @@ def test_state_dict_restores_average_and_step_count():
     other = MomentumAnnealingEMA(network(), momentum=0.01, gamma=3)
     assert not any(other.load_state_dict(state, strict=True))
     assert other.steps == STEPS
-    assert "steps" in state, "the caller's dict must not change"
+    assert "steps" in state, "load_state_dict changed the caller's dict"
     walk(model, np.random.default_rng(1))
     average.update_parameters(model)
     other.update_parameters(model)
@@ -238,7 +238,7 @@ def test_next_weight_matches_update_parameters(interval):
     for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert all(a is b for a, b in zip(currents, model.parameters(), strict=True)), (
-        "pairs must not copy tensors"
+        "pairs copied the model's tensors"
     )
 
 
@@ -295,7 +295,7 @@ def test_only_saved_finite_floating_point_buffers_are_averaged():
     assert kept.mean.tolist() == [1.25] * 3  # EMA of 0, 1, 2 with weight 1/2: ((0 + 1) / 2 + 2) / 2
     assert torch.equal(kept.grid, model.grid)
     assert kept.count == 3
-    assert torch.equal(kept.mask, model.mask), "the values must be minus infinity, not NaN"
+    assert torch.equal(kept.mask, model.mask), "the mask was averaged, which turns -inf into NaN"
     average.swap(model)
     assert model.mean.tolist() == [1.25] * 3
     assert model.grid.tolist() == [3.0, 4.0, 5.0]

@@ -1,4 +1,4 @@
-"""Communication hooks in one process: approximation and state of PowerSGD, and invalid options."""
+"""Tests of communication hooks in one process: rounding, PowerSGD's approximation and state, and invalid options."""
 
 import io
 
@@ -100,7 +100,7 @@ def test_gradient_that_compression_would_not_shrink_is_sent_uncompressed():
 
 def test_gradient_overflow_does_not_change_the_state():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0))
-    for overflowing in (True, False, True):  # overflow in the first step, and in a step with an earlier error
+    for overflowing in (True, False, True):  # overflow before and after an approximation error is stored
         before = {k: v.clone() for k, v in model.comm_hook.errors.items()}
         broken = matrix(6)
         broken[0, 0] = float("inf") if overflowing else 0

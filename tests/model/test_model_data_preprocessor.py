@@ -112,7 +112,7 @@ def test_mean_and_std_are_not_in_the_state_dict():
 
 
 def with_transforms(affine=True):
-    """Return two images with transforms that halve the brightness and normalize by (x - 10) / 20."""
+    """Return two images and a batch whose transforms halve the brightness and, if `affine`, compute (x - 10) / 20."""
     colors = [0, 0, 5, 4, 0.5, 0, 0, 1, 0, 0, 1, 0, 0]
     parameters = torch.tensor([colors + [1 / 20] * 3 + [-10 / 20] * 3] * 2)
     pixels = image(2, 3, 4, 5)

@@ -1,4 +1,4 @@
-"""Selection of the modules that are sharded as units."""
+"""Tests of the selection of the modules that FSDP2 shards as separate units."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Sliding windows return the same result as a plain loop and cover every pixel."""
+"""Test that sliding-window inference matches a plain loop over windows and covers every pixel."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def by_hand(network, images, crop, stride):
 
 
 def context_network(classes=3):
-    """A network whose output depends on the position in the window, to detect wrong windows."""
+    """Return a network whose output at a pixel depends on its position in the window, so wrong windows are detected."""
     torch.manual_seed(0)
     return nn.Conv2d(3, classes, 5, padding=2).double().requires_grad_(False)
 
@@ -66,7 +66,7 @@ def test_windows_are_batched_up_to_batch_size():
     torch.testing.assert_close(slide(network, images, SlidingWindow((16, 8), (8, 8), 5)), images)
     assert sum(shape[0] for shape in seen) == 2 * 3 * 3
     assert max(shape[0] for shape in seen) == 5
-    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop sizes must be (width, height)"
+    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop_size was not interpreted as (width, height)"
 
 
 def test_half_precision_logits_are_summed_in_float32():

@@ -1,4 +1,4 @@
-"""Conversion to SyncBN and back, and SyncBN in one process."""
+"""Tests of the conversion to SyncBN and back, and of SyncBN in one process."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_state_dict_is_compatible_with_torch_sync_batchnorm():
 
 
 class Copies(TorchDispatchMode):
-    """Records the float32 copies of tensors of one shape."""
+    """Records the float32 copies that have a given shape, as weak references to their storage."""
 
     def __init__(self, shape):
         super().__init__()
@@ -63,7 +63,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Simulate two ranks. A sum over the ranks returns the values of one rank."""
+    """Simulate two ranks, with a sum over the ranks that returns its input unchanged."""
     for name, value in dict(
         get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), traceable_sum=lambda x: x
     ).items():
@@ -80,7 +80,7 @@ def test_input_changed_in_place_raises_an_error(two_ranks):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_backward_keeps_only_low_precision_inputs(dtype, two_ranks):
-    """The test's hooks replace the layer's hooks, so that the first pass provides the reference gradients."""
+    """In the first pass, the test's hooks disable those of the layer, so this pass provides the reference gradients."""
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     gradients, alive = [], []
     for hooks in (True, False):

@@ -9,7 +9,7 @@ from slipstream.registry import MODELS
 
 
 class Grid(nn.Module):
-    """A network with low-resolution logits and an auxiliary output in training."""
+    """A network that returns logits at 1/`stride` of the input resolution, and an auxiliary output in training mode."""
 
     def __init__(self, stride=1):
         super().__init__()
@@ -150,7 +150,7 @@ def test_error_for_an_unknown_name_suggests_only_names_of_its_kind(part, name, m
 
 
 class Own(nn.Module):
-    """A user-defined loss. Targets are not checked before it is called."""
+    """A user-defined loss without `takes_class_ids`, so its targets are not checked before the call."""
 
     def forward(self, outputs, targets):
         return F.cross_entropy(outputs, targets)

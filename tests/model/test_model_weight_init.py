@@ -17,7 +17,7 @@ def _seed():
 
 
 def conv(cfg):
-    """Return weights and bias of a layer with 64 * 32 * 9 weights: fan_in 288, fan_out 576."""
+    """Initialize a layer with 64 * 32 * 9 weights (fan_in 288, fan_out 576), and return its weights and bias."""
     layer = nn.Conv2d(32, 64, 3)
     initialize(layer, cfg)
     return layer.weight.detach().double().numpy().ravel(), layer.bias.detach().numpy()
@@ -146,7 +146,7 @@ def test_override_without_layer_initializes_only_that_child():
     net.init_weights()
     assert values(net)["reg"] == 5
     assert values(net)["feat"] is None
-    assert values(net)["norm"] == 1, "BatchNorm's default value"
+    assert values(net)["norm"] == 1, "the BatchNorm weight was initialized by init_cfg"
 
 
 def test_override_of_a_missing_child_raises_an_error():

@@ -1,4 +1,4 @@
-"""Wrappers in a process group with one process. tests/distributed contains the tests with several processes."""
+"""Tests of model wrappers in one process. The tests with several processes are in tests/distributed."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Networks and data for the NPU tests, and a plain loop on the CPU."""
+"""A network, data and optimizers for the NPU tests, and a plain training loop on the CPU."""
 
 import torch
 import torch.nn.functional as F

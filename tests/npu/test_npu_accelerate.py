@@ -1,4 +1,4 @@
-"""`accelerate` on an NPU trains like a plain loop on the CPU, and moves the model there."""
+"""Test that `accelerate` moves the model to an NPU and trains it like a plain loop on the CPU."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing on an NPU draws the same random numbers in the recomputation as in the forward pass."""
+"""Test that activation checkpointing on an NPU recomputes blocks with the random numbers of the forward pass."""
 
 from dataclasses import dataclass
 

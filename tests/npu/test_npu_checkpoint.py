@@ -1,4 +1,4 @@
-"""Checkpoints of a run on an NPU: exact resume on the NPU, and on a machine without one."""
+"""Tests of checkpoints from an NPU. Runs resume exactly on an NPU, and within a tolerance on a machine without one."""
 
 import json
 import os
@@ -31,7 +31,7 @@ print(json.dumps([str(runner.device), {n: t.tolist() for n, t in runner.model.st
 
 
 def train(folder, resume=None, on_npu=True):
-    """Return the device and the final weights of a run in a separate process."""
+    """Train in a separate process, and return the device and the final weights."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if not on_npu:
         npu = str(Path(sys.modules["torch_npu"].__file__).parent.parent)

@@ -1,4 +1,4 @@
-"""With any option, a training step on an NPU does not wait for the device. Only log lines and verification wait."""
+"""Test that the host does not wait for an NPU during a training step, except to log or to verify new graphs."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ FIRST = 8
 
 
 class Steps(Hook):
-    """Records the operations of the step itself, without the hooks."""
+    """Records the operations that make the host wait in each step, without those of the hooks."""
 
     priority = "LOWEST"
 
@@ -64,7 +64,7 @@ def test_step_does_not_wait_for_the_device(option, compiled, tmp_path):
     ):
         pytest.skip("excluded combination")
     if {"SAM", "offload"} & {option} and compiled:
-        pytest.skip("the step was not compiled as one graph")
+        pytest.skip("the step cannot be compiled as one graph")
     torch._dynamo.reset()
     config = _config(net, options, tmp_path, 1, Backend(net))
     if option in OTHERS:

@@ -1,4 +1,4 @@
-"""Each pair of options on an NPU, tested on one of the two networks."""
+"""Test pairs of options on an NPU, most of them on only one of the two networks."""
 
 import sys
 from pathlib import Path

@@ -32,7 +32,7 @@ BAD = {3, 4, 8}
 @pytest.mark.parametrize("capturable", [True, False], ids=["capturable", "not capturable"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skipped_steps_do_not_count(name, capturable, monkeypatch):
-    """With `capturable` False, as on MPS, no torch optimizer counts its steps on the device."""
+    """If `capturable` is False, Adam, AdamW and NAdam count their steps on the host, as on MPS."""
     if not capturable:
         if name in WAITS | {"SGD", "AdamW, fused"}:
             pytest.skip("does not depend on capturable")

@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def train(command, folder, device):
-    """Run `command` in `folder`. Return its output and the last checkpoint's weights."""
+    """Run `command` in `folder`, and return the weights in the last checkpoint."""
     folder.mkdir()
     autoload = dict(TORCH_DEVICE_BACKEND_AUTOLOAD=str(int(device == "npu")))
     done = subprocess.run(

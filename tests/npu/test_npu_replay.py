@@ -1,4 +1,4 @@
-"""A replayed step on an accelerator reads no tensor on the host, because a CUDA graph would not repeat the read."""
+"""Test that steps that use host tensors are not replayed, because a CUDA graph does not repeat work on the host."""
 
 import sys
 from functools import partial

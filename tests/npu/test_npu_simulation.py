@@ -1,4 +1,4 @@
-"""The simulated NPU detects missing waits, unsafe memory reuse, reads by the host, and mixed devices."""
+"""Test that the simulated NPU detects missing waits, unsafe memory reuse, reads by the host, and mixed devices."""
 
 from contextlib import nullcontext
 
@@ -11,7 +11,7 @@ torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
 
 def late_copy(source):
-    """Return a copy that completes as late as possible, and its event."""
+    """Start a copy that completes as late as possible. Return the copy and the event that marks its completion."""
     stream = torch.Stream("npu")
     with stream:
         return source.to("npu", non_blocking=True), stream.record_event()
@@ -61,7 +61,7 @@ def test_memory_that_another_stream_may_still_use_is_not_allocated_again(remedy)
 
 
 class NoWait(_SideStream):
-    """Copies without waiting, so the memory of previous batches is not protected."""
+    """Copies without waiting for previous steps, so a copy may overwrite a batch that is still in use."""
 
     def send(self, batch):
         with self.stream:

@@ -1,4 +1,4 @@
-"""Two NPUs: each option, and all options together, on one of the two networks, and the choice of a backend."""
+"""Tests on two NPUs: single options, all compatible options together, and errors for unsupported backends."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def on_two(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the results of both processes, computed once for all tests."""
+    """Train all combinations in two processes, and return the results of both processes."""
     return run_in_two([on_two], tmp_path_factory.mktemp("two"), timeout=600)["on_two"]
 
 

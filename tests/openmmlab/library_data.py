@@ -1,4 +1,4 @@
-"""Small generated data sets in the formats that OpenMMLab's libraries read."""
+"""Small generated datasets in the formats that OpenMMLab's libraries read."""
 
 import json
 import pickle
@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def write_cifar(folder, samples=80, seed=0):
-    """Write files in CIFAR-10's format. The brightness of one channel in one half of the image determines the class."""
+    """Write files in CIFAR-10's format. The class determines which channel is brighter, and in how many rows."""
     target = folder / "cifar-10-batches-py"
     target.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def write_cifar(folder, samples=80, seed=0):
 
 
 def write_cityscapes(folder, samples=4, size=(64, 128), seed=0):
-    """Write folders in Cityscapes' layout. The brightness of a pixel determines its class."""
+    """Write folders in Cityscapes' layout. The color of a pixel determines its class."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for kind in ("leftImg8bit", "gtFine"):
@@ -66,7 +66,7 @@ def write_coco(folder, samples=6, size=(96, 128), seed=0):
 
 
 def write_imagenet(folder, samples=4, size=256, seed=0):
-    """Write folders in ImageNet's layout, with four classes. Each class has images of a different color."""
+    """Write folders in ImageNet's layout, with four classes. Each class brightens one channel by a different value."""
     rng = np.random.default_rng(seed)
     for split in ("train", "val"):
         for label in range(4):

@@ -1,7 +1,7 @@
 """Record the public names of the installed MMEngine in `mmengine_names.json`.
 
-The command is `python tests/openmmlab/mmengine_names.py`. The names are stored because MMEngine is not installed in the
-environment that tests docs/mmengine_api.md.
+Run `python tests/openmmlab/mmengine_names.py`. The names are stored in a file because MMEngine is not installed in the
+environment in which docs/mmengine_api.md is tested.
 """
 
 import importlib
@@ -68,14 +68,14 @@ def modules(package):
 
 
 def record():
-    """Return the public names. The key of each name is its shortest public path."""
+    """Return MMEngine's version, modules and public names. The key of a name is its shortest path in a subpackage."""
     import mmengine
 
     where, objects = {}, {}
     for module in modules(mmengine):
         for name in public_names(module):
             obj = getattr(module, name)
-            # Registries and constants do not record the module that defines them.
+            # An object in several modules is recorded once. Constants without `__dict__` are compared by their repr.
             key = (name, id(obj) if hasattr(obj, "__dict__") else repr(obj))
             objects[key] = obj
             where.setdefault(key, []).append(module.__name__)

@@ -1,6 +1,6 @@
 """Generate docs/mmengine_api.md: `python tests/openmmlab/mmengine_page.py`.
 
-The script compares the names in `mmengine_names.json` with those in `slipstream.openmmlab.mmengine`, by importing them.
+The script imports the modules of `slipstream.openmmlab.mmengine` and compares their names with `mmengine_names.json`.
 """
 
 import importlib
@@ -23,9 +23,9 @@ MMEngine {version} with the parameters of functions and constructors: {same} are
 {missing} are missing. `python tests/openmmlab/mmengine_page.py` generates this page by comparing a record of MMEngine's
 names with Slipstream's modules.
 
-Each name is listed once, under its shortest module path. Parameters and methods that exist only in Slipstream, and the
-behavior of functions, are not compared here; [from_mmengine.md](from_mmengine.md#openmmlabs-libraries) lists the
-differences in behavior.
+Each name is listed once, under its shortest path in a subpackage. Parameters and methods that exist only in Slipstream,
+and the behavior of functions, are not compared here; [from_mmengine.md](from_mmengine.md#openmmlabs-libraries) lists
+the differences in behavior.
 
 """
 
@@ -35,9 +35,9 @@ BACKENDS = "files are read from local storage or through fsspec"
 FORMATS = "`load` and `dump` support JSON, YAML and pickle; other formats cannot be registered"
 OPTIMIZERS = "optimizers that a configuration names are looked up in torch and in installed packages"
 MODELS = "model names from other projects are not resolved; pass a path or a URL"
-ZOO = "Slipstream has no backend for this experiment tracker"
+ZOO = "Slipstream has no backends for these experiment trackers"
 PARSING = "part of MMEngine's configuration parser"
-SPEED = "replaced by a speed option"
+SPEED = "replaced by the `activation_checkpointing` option"
 LOGS = "part of MMEngine's logger"
 HELPERS = "not used by mmcv, mmpretrain, mmsegmentation or mmdetection"
 
@@ -64,7 +64,7 @@ REASONS = (
         ("mmengine.runner.turn_on_activation_checkpointing", "mmengine.runner.activation_checkpointing."),
         SPEED,
     ),
-    (("mmengine.model.efficient_conv_bn_eval.",), SPEED),
+    (("mmengine.model.efficient_conv_bn_eval.",), "`efficient_conv_bn_eval` is not supported"),
     (("mmengine.logging.",), LOGS),
     (("mmengine.",), HELPERS),
 )
@@ -92,7 +92,7 @@ def names_of(text):
 
 
 def is_set(cls, name):
-    """Return whether a class has an attribute, or one of its methods sets the attribute on instances."""
+    """Return whether a class has an attribute, or a method assigns it to `self`."""
     if hasattr(cls, name):
         return True
     own = [kind for kind in cls.__mro__ if kind.__module__.startswith("slipstream.")]

@@ -1,4 +1,4 @@
-"""docs/mmengine_api.md is current, and Slipstream has the names that the libraries import from MMEngine."""
+"""Test that docs/mmengine_api.md is up to date, and that Slipstream has all names that the libraries import."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Results, test-time augmentation, wrappers, message hubs and `load_or_resume` have MMEngine's semantics."""
+"""Test that `DumpResults`, test-time augmentation, model wrappers, hubs and `load_or_resume` behave as in MMEngine."""
 
 import io
 import os

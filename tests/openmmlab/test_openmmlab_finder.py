@@ -1,4 +1,4 @@
-"""`import mmengine` imports Slipstream only after an explicit opt-in, which also applies to all submodules."""
+"""Test that imports of `mmengine` and its submodules import Slipstream only after an explicit opt-in."""
 
 import os
 import subprocess
@@ -105,7 +105,7 @@ def test_the_command_requires_the_environment_variable(tmp_path, monkeypatch, op
         "        super().__init__()\n"
         "        self.scale = torch.nn.Parameter(torch.ones(2))\n"
         "    def forward(self, inputs, mode):\n"
-        "        assert isinstance(inputs, list), 'pseudo_collate returns lists'\n"
+        "        assert isinstance(inputs, list), 'pseudo_collate did not return a list'\n"
         "        return {'loss': (self.scale * inputs[0]).sum()}\n"
     )
     (tmp_path / "config.py").write_text(

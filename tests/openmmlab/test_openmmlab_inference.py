@@ -140,7 +140,7 @@ def test_the_configuration_comes_from_the_checkpoint_or_a_file(tmp_path):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library with metafiles, and its weights."""
+    """Create an importable library with a metafile and weights, and yield its name."""
     folder = tmp_path / "site/mmrazor"
     configs = folder / ".mim/configs/bright"
     configs.mkdir(parents=True)
@@ -205,8 +205,8 @@ class Small(nn.Module):
         return x @ x.transpose(1, 2)
 
 
-# By hand, for one input of 3 x 16 x 16. A multiplication and its addition count as one operation. Each value counts 2
-# operations in batch norm (in evaluation mode), 4 in bilinear upsampling, 1 in pooling, and 5 in layer norm.
+# By hand, for one input of shape 3 x 16 x 16. A multiply-add counts as one operation. Each value counts as 2 operations
+# in batch norm (in evaluation mode), 4 in bilinear upsampling, 1 in pooling, and 5 in layer norm.
 FLOPS = {
     "conv": 8 * 8 * 8 * 27,
     "norm": 2 * 8 * 8 * 8,

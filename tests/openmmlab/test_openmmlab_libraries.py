@@ -90,7 +90,7 @@ def test_a_step_with_data_samples_is_a_single_graph_with_every_option(tmp_path):
     options = [*case.options(data, 4), "train_cfg.val_interval=100"]
     log = run(case, tmp_path, "--cfg-options", *options, speed=[*SPEED, "compile.scope=step"])
     assert "cannot be compiled" not in log
-    # One graph for training, and one for the validation at the end. Flipped labels do not change the graph.
+    # One graph for training, and one for the validation at the end. Randomly flipped labels cause no recompile.
     assert "torch.compile: 2 graphs, no graph breaks, no recompiles" in log
     assert (tmp_path / "work/iter_4.pth").is_file()
 

@@ -1,4 +1,4 @@
-"""Slipstream's `mmengine.runner.Runner` trains like MMEngine's Runner, and resumes from its checkpoints."""
+"""Test that Slipstream's `mmengine.runner.Runner` trains like MMEngine's, and resumes from MMEngine's checkpoints."""
 
 import json
 import os

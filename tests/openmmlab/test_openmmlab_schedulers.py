@@ -122,7 +122,7 @@ def test_each_parameter_has_its_own_group_in_the_order_of_the_model():
     model = Net()
     wrapper = build_optim_wrapper(model, {**CFG, "paramwise_cfg": PARAMWISE})
     named = dict(model.named_parameters())
-    # Computed by hand. The frozen bias has no group, and a custom key sets both options.
+    # Computed by hand. The frozen bias has no group, and the custom key `head` replaces all other multipliers.
     expected = [
         ("scale", 0.1, 0.01),
         ("backbone.0.weight", 0.1, 0.01),

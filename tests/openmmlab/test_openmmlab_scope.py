@@ -1,4 +1,4 @@
-"""Configurations from an installed library, whose dicts have the key `_scope_`, use the classes of the library."""
+"""Test that dicts with the key `_scope_`, as in configurations from a library, use the classes of that library."""
 
 import pytest
 import torch

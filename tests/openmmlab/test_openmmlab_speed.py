@@ -1,4 +1,4 @@
-"""Speed options for scripts that were written for MMEngine, and compiled steps with data samples in the batches."""
+"""Tests of speed options for scripts written for MMEngine, and of compiled steps whose batches contain data samples."""
 
 import json
 import os

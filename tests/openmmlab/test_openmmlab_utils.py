@@ -1,4 +1,4 @@
-"""Utilities, files and scopes have MMEngine's semantics."""
+"""Test that utilities, file functions, scopes and the visualizer behave as in MMEngine."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""Small optimizers for the scheduler tests."""
+"""Small optimizers and a training loop for the scheduler tests."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""The NpuFused* names: torch_npu's classes if installed, otherwise equivalent optimizers.
+"""Test that the NpuFused* names create torch_npu's optimizers if it is installed, and equivalent optimizers otherwise.
 
-The equivalent optimizers are compared with float64 implementations of the papers (Lamb: You et al. 2020, third
-version; AdamP: Heo et al. 2021). Where the papers leave options open, the implementations follow torch_npu.
+Lamb and AdamP are compared with float64 implementations of their papers (Lamb: You et al. 2020, third version; AdamP:
+Heo et al. 2021). Where a paper leaves details open, the implementations follow torch_npu.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Assignment of parameters to groups, and error messages for invalid configurations."""
+"""Tests of the assignment of parameters to groups, and of error messages for invalid configurations."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ class Wrapper:
 
 
 class DeformConv2d(nn.Module):
-    """A stand-in for the class in torchvision or mmcv, which is recognized by its name."""
+    """A stand-in for the class of torchvision or mmcv. The constructor recognizes the class by its name."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""RMSpropTF and BertAdam match float64 loops, library optimizers are found by name, and Muon requires matrices."""
+"""Tests of RMSpropTF and BertAdam (compared with float64 loops), optimizers from pytorch_optimizer, and Muon."""
 
 import copy
 import importlib.machinery
@@ -169,7 +169,7 @@ BERT = [
     {"weight_decay": 0.0, "b1": 0.5, "b2": 0.8, "e": 1e-2},
     *({"t_total": 6, "warmup": 0.4, "schedule": schedule} for schedule in AFTER_WARMUP),
     {"t_total": 10},
-    {"t_total": 4, "schedule": "warmup_poly"},  # more steps than planned
+    {"t_total": 4, "schedule": "warmup_poly"},  # more steps than t_total
 ]
 
 

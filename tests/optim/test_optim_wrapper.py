@@ -1,4 +1,4 @@
-"""`OptimWrapper`, compared with manual training loops in float64."""
+"""Tests that compare `OptimWrapper` with manual training loops in float64."""
 
 import copy
 import math
@@ -49,7 +49,7 @@ def groups(net, lr):
 
 
 def train_by_hand(net, cls, options, batches, window=1, clip=None, several=False):
-    """Return the gradient norms. The mean gradient of every accumulation window is computed from one loss."""
+    """Train with the mean gradient of each accumulation window, computed from one loss. Return the gradient norms."""
     optimizer = cls(groups(net, options["lr"]) if several else net.parameters(), **options)
     params = list(net.parameters())
     norms = []
@@ -256,7 +256,7 @@ def test_backward_step_and_zero_grad_can_be_called_separately():
 
 
 class Synced(nn.Linear):
-    """A mock DDP model that counts the forward passes under no_sync."""
+    """A mock DDP model that records whether each forward pass runs outside `no_sync`."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -316,7 +316,7 @@ def test_model_without_no_sync_needs_no_context():
 def test_invalid_loss_raises_an_error_before_the_update(kind, window, dtype):
     param = nn.Parameter(torch.ones(2))
     if kind == "OptimWrapper" and dtype:
-        pytest.skip("has no dtype")
+        pytest.skip("OptimWrapper has no dtype")
     options = {"dtype": dtype} if dtype else {}
     wrapper = OPTIM_WRAPPERS.build(
         {
@@ -351,7 +351,7 @@ def test_first_window_must_reach_a_parameter_of_the_optimizer(window):
         wrapper.update_params(other.sum())
     wrapper.update_params(own.sum())
     for _ in range(window):
-        wrapper.update_params(other.sum())  # a later batch may leave out the parameters
+        wrapper.update_params(other.sum())  # only the first window is checked
 
 
 @pytest.mark.parametrize(
@@ -456,5 +456,5 @@ def test_step_pre_hook_that_changes_gradient_strides_does_not_change_fused_steps
             hook.remove()
         wrapper.update_params(weight.sum())
         trained.append(weight.detach())
-        assert not wrapper.optimizer._optimizer_step_pre_hooks, "a compiled step does not support hooks"
+        assert not wrapper.optimizer._optimizer_step_pre_hooks, "a step pre-hook was not removed"
     torch.testing.assert_close(*trained, rtol=0, atol=0)

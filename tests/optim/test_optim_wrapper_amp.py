@@ -1,4 +1,4 @@
-"""On the CPU, `AmpOptimWrapper` is bitwise identical to manual loops with torch.amp."""
+"""Test that training with `AmpOptimWrapper` on the CPU is bitwise identical to manual loops with torch.amp."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Several named optimizers, as in a GAN."""
+"""Tests of `OptimWrapperDict`, which contains several named optimizers, as for a GAN."""
 
 import copy
 

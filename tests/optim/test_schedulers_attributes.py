@@ -1,4 +1,4 @@
-"""A user-defined scheduler resumes with its own attributes."""
+"""Test that the attributes of a user-defined scheduler are saved and restored."""
 
 import abc
 import copy
@@ -72,7 +72,7 @@ def test_state_is_a_copy_and_can_be_loaded_again():
         scheduler.step()
     state, saved = scheduler.state_dict(), copy.deepcopy(optimizer.state_dict())
     values = []
-    for _ in range(2):  # as after a rollback
+    for _ in range(2):  # a rollback may load the same state again
         optimizer.load_state_dict(copy.deepcopy(saved))
         scheduler.load_state_dict(state)
         values.append([])

@@ -1,4 +1,4 @@
-"""Schedulers from configurations: invalid input, construction and custom schedulers."""
+"""Tests of building schedulers: invalid arguments, configurations and custom schedulers."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Schedulers compared with torch's schedulers and closed forms."""
+"""Test that the schedulers match torch's schedulers and closed-form expressions."""
 
 import math
 
@@ -186,7 +186,7 @@ def test_warm_up_followed_by_cosine_reaches_the_full_rate_and_then_zero(lr, warm
     for step in range(end + 1):
         if step < warm_up:
             expected = lr * (start + (1 - start) * step / (warm_up - 1))
-        else:  # the last step before `end` is one step before T_max
+        else:  # the last update, at step `end - 1`, is one step before T_max
             expected = lr * (1 + math.cos(math.pi * min(step - warm_up, rest - 1) / rest)) / 2
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
         for scheduler in chain:

@@ -1,4 +1,4 @@
-"""Tiny versions of the data sets that SuperGradients' recipes use."""
+"""Tiny versions of the datasets that SuperGradients' recipes use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from PIL import Image
 
 SIDE = 64
-"""Size of the crops."""
+"""Side length of a square crop in pixels."""
 CLASSES = 6
 """Number of classes in the ImageNet folder."""
 
 
 def write_data(folder: Path) -> Path:
-    """Write tiny versions of the recipes' data sets to `folder`, and return `folder`."""
+    """Write tiny versions of the recipes' datasets to `folder`, and return `folder`."""
     rng = np.random.default_rng(0)
     _write_cityscapes(folder / "cityscapes", rng)
     _write_supervisely(folder / "supervisely", rng)

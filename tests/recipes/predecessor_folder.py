@@ -1,4 +1,4 @@
-"""A `recipes` folder with SuperGradients' layout, keys and small crops, and tiny data for its recipes."""
+"""Write a folder of recipes with the layout and keys of SuperGradients' recipes, but with small crops."""
 
 from __future__ import annotations
 
@@ -450,13 +450,13 @@ def _others() -> dict[str, dict[str, Any]]:
 
 
 def recipe_texts() -> dict[str, str]:
-    """Return the text of each file in the folder."""
+    """Return the text of each recipe file by its path in the folder."""
     files = _groups() | _segmentation() | _distillation() | _others()
     return {f"{name}.yaml": yaml.safe_dump(values, sort_keys=False) for name, values in files.items()}
 
 
 def write_recipes(folder: Path) -> Path:
-    """Write the folder, and return its path."""
+    """Write the recipe files to `folder`, and return `folder`."""
     for name, text in recipe_texts().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

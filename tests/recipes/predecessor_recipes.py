@@ -1,4 +1,4 @@
-"""Recipes in SuperGradients' format, with its keys, group names, resolvers, `_target_`s and deprecated keys."""
+"""Recipes in SuperGradients' format, including its group names, resolvers, `_target_` entries and deprecated keys."""
 
 REGSEG48 = """
 defaults:

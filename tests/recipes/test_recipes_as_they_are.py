@@ -1,4 +1,4 @@
-"""SuperGradients' recipes for supported networks train unchanged. For other networks, an error names the reason."""
+"""Test that SuperGradients' recipe files work unchanged, and that unsupported ones raise an error with the reason."""
 
 import logging
 import re
@@ -34,7 +34,7 @@ TRAINED = {
     **{f"cityscapes_segformer_b{size}": "cityscapes" for size in range(6)},
 }
 FAST = ("cifar10_resnet", "cityscapes_pplite_seg75", "cityscapes_regseg48")
-EXHAUSTIVE = {  # other sizes of the networks above
+EXHAUSTIVE = {  # variants of networks that other recipes also train
     "cityscapes_ddrnet",
     "cityscapes_pplite_seg50",
     "cityscapes_stdc_seg75",
@@ -47,7 +47,7 @@ OWN = {
         "student_architecture=ddrnet_23_slim",
         "student_checkpoint_params.checkpoint_path=null",
     ],
-    "coco_segmentation_shelfnet_lw": ["training_hyperparams.batch_accumulate=1"],  # of 2 batches
+    "coco_segmentation_shelfnet_lw": ["training_hyperparams.batch_accumulate=1"],  # 2 batches per epoch
     "imagenet_resnet50": [
         f"arch_params.num_classes={CLASSES}",
         f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
@@ -56,7 +56,7 @@ OWN = {
         f"student_arch_params.num_classes={CLASSES}",
         f"teacher_arch_params.num_classes={CLASSES}",
         f"dataset_params.train_dataloader_params.collate_fn.num_classes={CLASSES}",
-        "+dataset_params.train_dataloader_params.sampler.RepeatAugSampler.selected_round=0",  # 12 images
+        "+dataset_params.train_dataloader_params.sampler.RepeatAugSampler.selected_round=0",  # only 12 images
         "student_architecture=resnet18",
         "teacher_architecture=resnet34",
         "~teacher_arch_params.image_size",
@@ -169,7 +169,7 @@ def test_error_for_an_unknown_network_contains_a_remedy(folders, name, message):
     with pytest.raises(UnknownNameError, match=message) as error:
         recipe_config(recipe)
     assert error.value.path == "architecture"
-    recipe_config(recipe | {"custom_imports": {"imports": ["mine"]}})  # imported before the network is built
+    recipe_config(recipe | {"custom_imports": {"imports": ["mine"]}})  # "mine" may register the network
 
 
 def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):

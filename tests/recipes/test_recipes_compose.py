@@ -1,4 +1,4 @@
-"""Composition of recipes: results match SuperGradients, and error messages fit on one line."""
+"""Tests of recipe composition: hyperparameters, overrides, resolvers and one-line error messages."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Hostile recipes execute no code, and exhaust neither time nor memory."""
+"""Test that untrusted recipes cannot execute code or exhaust time or memory."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Building objects from configuration dicts, and the paths in errors."""
+"""Tests of building objects from configuration dicts, and of the configuration paths in errors."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Lookup of `type=` names."""
+"""Tests of looking up `type` names in registries."""
 
 import importlib
 import subprocess
@@ -220,7 +220,7 @@ def test_all_torch_optimizers_are_found():
         assert OPTIMIZERS.get(cls.__name__) is cls
     assert OPTIMIZERS.get("PostLocalSGDOptimizer").__module__.startswith("torch.distributed.optim")
     assert OPTIMIZERS.get("ZeroRedundancyOptimizer").__module__ == "slipstream.optim.zero", (
-        "Slipstream's class, not torch's"
+        "a class from another module was found instead of Slipstream's"
     )
 
 

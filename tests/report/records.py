@@ -15,7 +15,7 @@ def curve(values, limit=1000):
 
 
 def record(**changes):
-    """Return the record of a finished run that spent a third of its time waiting for data."""
+    """Return the record of a finished run that spent a third of its training time waiting for data."""
     values = {
         "name": "a_run",
         "status": "finished",

@@ -1,4 +1,4 @@
-"""Recommendations and their bounds."""
+"""Tests of the report's recommendations and their upper bounds on the speedup."""
 
 import pytest
 from records import record
@@ -77,7 +77,7 @@ def test_background_writes_are_recommended_only_if_they_are_off():
 
 
 def probed(rates, **changes):
-    """Return the recommendation for a run that loads 100 samples/s with two workers and waits half of the time."""
+    """Return the advice for a run that loads 100 samples/s with two workers and waits half of the time for data."""
     phases = PhaseSplit({"data": 10.0, "forward": 10.0}, {}, 100, 2000)
     found = [LoadingRate(count, rate) for count, rate in rates.items()]
     (item,) = advice(record(phases=phases, loading_rates=found, **changes))

@@ -1,4 +1,4 @@
-"""The settings of a run in `report.json`, and the comparison of these settings."""
+"""Tests of the settings in `report.json`, and of comparing the settings of two runs."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from tiny_runs import Net
 
 
 def compared(one, other):
-    """Return the page and the CSV table that compare two runs with these configurations."""
+    """Return the text of the page and the CSV table that compare two runs with these configurations."""
     records = [record(config=json.loads(json.dumps(flat_config(config)))) for config in (one, other)]
     runs = compare([(Path("a"), records[0]), (Path("b"), records[1])])
     return text_of(comparison_page(runs)), comparison_csv(runs)

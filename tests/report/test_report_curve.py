@@ -1,4 +1,4 @@
-"""Curves of bounded size."""
+"""Tests of curves, which have a bounded number of points."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The HTML page of one run."""
+"""Tests of the HTML page of a run."""
 
 import csv
 import math
@@ -29,7 +29,7 @@ def test_page_shows_the_results_and_the_time_of_each_phase():
 
 
 def test_tile_of_a_long_curve_shows_its_raw_values():
-    """More than 1,000 points are merged into means, which must not replace the best and the last value."""
+    """A curve of more than 1,000 values stores means, but the tile must show the exact last and extreme values."""
     values = [50.0, *([40.0, 60.0] * 600), 12.5]
     values[700] = 99.25
     text = text_of(page(record(curves={"val/mIoU": curve(values)})))
@@ -215,7 +215,7 @@ def test_image_that_is_not_a_png_is_not_shown():
 
 
 def test_utilization_is_computed_for_all_devices():
-    # The run trains 797 samples in 60 s. The peak of two devices is 4e9 operations per second.
+    # The run trains on 797 samples in 60 s. The two devices have a combined peak of 4e9 operations per second.
     made = record(compute=Compute(6e7, 2e9, 2, "bf16", "a data sheet"))
     assert utilization(made) == pytest.approx(6e7 * 797 / 60 / 4e9)
     text = text_of(page(made))

@@ -1,4 +1,4 @@
-"""The contents of `report.json`."""
+"""Tests of writing and reading the contents of `report.json`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Two runs never write to the same folder at the same time."""
+"""Test that two runs cannot write to the same folder at the same time."""
 
 import os
 import signal

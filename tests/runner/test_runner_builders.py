@@ -1,4 +1,4 @@
-"""Custom loops and hooks, run options, and successive runs."""
+"""Tests of custom loops and hooks, options of the Runner, and repeated calls to its methods."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_auto_scale_lr_scales_the_rate_by_batch_size_over_base_batch_size(tmp_pa
 
 def test_deterministic_runs_enable_deterministic_algorithms(tmp_path):
     Runner(**training(tmp_path, randomness=dict(seed=1, deterministic=True)))
-    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py restores it
+    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py restores the setting
 
 
 def test_training_and_validation_use_the_compiled_model(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights and checkpoints that are loaded before training by calling the Runner's methods."""
+"""Tests of evaluating and loading checkpoints before training, and of model state that cannot be resumed."""
 
 from io import BytesIO
 from pathlib import Path
@@ -29,7 +29,7 @@ class Drawn(Net):
 
 
 def evaluated(work_dir, **changes):
-    """Return a Runner that can validate and test, and the dict in which it stores the loss of each step."""
+    """Return a Runner that can train, validate and test, and the dict of its losses by step."""
     losses = Losses()
     test = dict(test_dataloader=loader(), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
     options = training(work_dir, model=dict(type=Drawn), custom_hooks=[losses], **validation(), **test)
@@ -99,7 +99,7 @@ def test_load_checkpoint_before_training_replaces_load_from(tmp_path, checkpoint
 
 
 def complete(work_dir, **changes):
-    """Return a Runner with an optimizer state, schedulers and a weight average."""
+    """Return a Runner with an optimizer state, schedulers and a weight average, and the dict of its losses by step."""
     runner, losses = evaluated(
         work_dir,
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
@@ -233,7 +233,7 @@ def test_expanded_buffer_is_refused(tmp_path):
 
 
 class Grows(Net):
-    """A model whose forward changes the shapes of its buffers."""
+    """A model whose `forward` changes the shapes of its buffers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls to the Runner's methods from its own hooks, and after a run that ended with an error."""
+"""Tests of calling the Runner's methods from its hooks, and after a run that ended with an error."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tiny_runs import Accuracy, Losses, Net, assert_same, loader, training, vali
 
 
 class AtStage(Hook):
-    """A hook that calls `call(runner)` once, at a stage of training."""
+    """A hook that calls `call(runner)` once, at the first `stage` at which `runner.iter` is at least `iteration`."""
 
     def __init__(self, stage, call, iteration=0):
         self.stage, self.call, self.iteration = stage, call, iteration

@@ -1,4 +1,4 @@
-"""Runs whose data ends early, fails or hangs. Worker processes never survive a run."""
+"""Tests of runs whose data ends early, raises an error or hangs. Worker processes must not survive a run."""
 
 import contextlib
 import multiprocessing
@@ -209,7 +209,7 @@ def last_batch_warnings(runner):
 
 
 class Frozen(Net):
-    """BatchNorm in evaluation mode, as in fine-tuning."""
+    """A model with BatchNorm in evaluation mode, as in fine-tuning."""
 
     def __init__(self):
         super().__init__(norm=True)
@@ -221,7 +221,7 @@ class Frozen(Net):
 
 
 class Pixels(Net):
-    """BatchNorm on a feature map of 2 x 2 pixels, which accepts a batch of one sample."""
+    """A model that accepts a batch of one sample, because its BatchNorm receives feature maps of 2 x 2 pixels."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +313,7 @@ def children():
 
 
 class Interrupt(Hook):
-    """Ends the run in the second step, and records the workers."""
+    """A hook that records the worker processes and calls `how` in the second step."""
 
     def __init__(self, how):
         self.how, self.pids = how, set()
@@ -363,7 +363,7 @@ def test_no_worker_survives_a_run_that_ends_in_the_middle_of_a_pass(tmp_path):
 
 
 class Recorded(Dataset):
-    """Writes the pid of the process that reads sample 0, and then hangs or continues."""
+    """A dataset that creates a file named after the pid of the reading process for each sample, and then sleeps."""
 
     def __init__(self, folder, seconds):
         self.folder, self.seconds = folder, seconds

@@ -1,4 +1,4 @@
-"""Invalid input raises an error with its path in the configuration."""
+"""Tests of the errors for invalid input, and of the configuration paths in these errors."""
 
 import math
 import os
@@ -172,7 +172,7 @@ def test_missing_required_key_raises_an_error(tmp_path, required):
 
 
 class Returning(Net):
-    """A model that returns `answer` in mode 'loss'."""
+    """A model that returns `answer(loss)` in mode 'loss'."""
 
     def __init__(self, answer):
         super().__init__()

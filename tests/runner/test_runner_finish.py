@@ -1,4 +1,4 @@
-"""Color transforms and normalization on the device and on the host give the same training results."""
+"""Test that color transforms and normalization give the same training results on the device as on the host."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ class Squares(SegmentationDataset):
 
 
 class Finished(Dataset):
-    """A dataset with the same samples, with all transforms applied on the host."""
+    """A dataset that applies all transforms of another dataset on the host."""
 
     def __init__(self, dataset):
         self.dataset, self.metainfo = dataset, dataset.metainfo

@@ -1,4 +1,4 @@
-"""Stages, hooks and output files of a run."""
+"""Tests of the stages, hooks and output files of a run."""
 
 from typing import ClassVar
 

@@ -1,4 +1,7 @@
-"""Validation with the loss, lists of batches, and options for short runs, compared with hand-written float64 loops."""
+"""Tests of the validation loss, of lists of batches as dataloaders, and of the options for short runs.
+
+Most tests compare a Runner with hand-written float64 loops.
+"""
 
 import signal
 
@@ -50,7 +53,7 @@ def assert_close(model, expected):
 
 
 class Seen(Hook):
-    """Store the first input of each batch."""
+    """Store the inputs of each batch."""
 
     def __init__(self):
         self.batches = []
@@ -62,7 +65,7 @@ class Seen(Hook):
 COMPILED = dict(compile=dict(backend="eager"))
 
 
-# ---- validation by the loss ---------------------------------------------------------------------------
+# ---- validation loss ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speed", [{}, COMPILED, dict(ema=dict(type="constant", decay=0.7))], ids=str)
@@ -129,7 +132,7 @@ def test_validation_with_the_loss_requires_a_model_that_returns_losses(tmp_path)
         runner.train()
 
 
-# ---- lists --------------------------------------------------------------------------------------------
+# ---- lists of batches ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("speed", [{}, COMPILED, dict(prefetch=2, accumulate=1)], ids=str)
@@ -390,7 +393,7 @@ def test_limited_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path):
         ),
         (
             dict(limit_train_batches=2, train_dataloader=OwnLoader(Stream(), 8)),
-            "^limit_train_batches: does not support the loader in train_dataloader, a OwnLoader without",
+            "^limit_train_batches: does not support the loader in train_dataloader, of class OwnLoader:",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Log output by rank, and warnings about unused configuration keys."""
+"""Tests of log output on each rank, and of warnings about unused configuration keys."""
 
 from slipstream.runner import logs
 from slipstream.runner.user_config import unknown_key_warnings

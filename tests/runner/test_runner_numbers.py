@@ -1,4 +1,4 @@
-"""A Runner matches a plain training loop and does not synchronize with the device between log intervals."""
+"""Test that a Runner matches a plain training loop, and does not synchronize with the device in unlogged steps."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ INPUTS, TARGETS = samples()
 
 
 def batches(epochs, size=8, seed=3):
-    """Return batches in the documented order: a permutation drawn from seed + epoch."""
+    """Yield batches in the documented order: in each epoch, a permutation drawn with seed + epoch."""
     for epoch in range(epochs):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed + epoch))
         for part in order.split(size):
@@ -29,7 +29,7 @@ def batches(epochs, size=8, seed=3):
 
 
 def by_hand(model, optimizer, counts=1, max_norm=None, dtype=None, epochs=2):
-    """Train with a plain loop."""
+    """Train with a plain loop, and return the loss of each step."""
     done, total = [], epochs * 5
     for step, (inputs, targets) in enumerate(batches(epochs), 1):
         window = total % counts if step > total - total % counts else counts
@@ -225,7 +225,7 @@ def test_each_optimizer_has_its_own_scheduler(tmp_path):
 
 
 class Profile(Hook):
-    """A hook that profiles the steps between two log intervals, starting with a given step."""
+    """A hook that profiles the steps from `begin` to `end`, excluding `end`."""
 
     priority = "HIGHEST"
 
@@ -276,14 +276,14 @@ class Constant(BaseModel):
         self.register_buffer("value", torch.tensor(1.5))
 
     def forward(self, *inputs, mode):
-        raise AssertionError("train_step does not call forward")
+        raise AssertionError("forward was called")
 
     def train_step(self, data, optim_wrapper):
         return {"loss": self.value}
 
 
 class Watermark(Hook):
-    """A hook that counts the run's live objects at some steps."""
+    """A hook that counts history entries, pending values and live Python objects at the given steps."""
 
     def __init__(self, steps):
         self.steps, self.seen = steps, []

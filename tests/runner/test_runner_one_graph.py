@@ -1,4 +1,4 @@
-"""A Runner with `compile` scope 'step' matches an eager Runner in training, validation and resuming."""
+"""Test that a Runner with `compile` scope 'step' matches an eager Runner in training, validation and resuming."""
 
 import warnings
 
@@ -44,7 +44,7 @@ def close(one, other, rtol=1e-4, atol=1e-6):
 
 
 def both(tmp_path, **changes):
-    """Run with and without the graph. `custom_hooks` is called for each run."""
+    """Train with and without the graph, and return both Runners. `custom_hooks` is called once for each of them."""
     hooks = changes.pop("custom_hooks", list)
     speed, found = changes.pop("speed", {}), []
     for name, how in (("graph", GRAPH), ("eager", None)):
@@ -145,7 +145,7 @@ def test_run_can_resume_with_a_different_compile_setting(tmp_path, before, after
 
 
 class Unfreezes(Hook):
-    """A hook that freezes the first layer in the first epoch, and the BatchNorm layer from the second epoch on."""
+    """A hook that freezes the first layer in the first epoch, and the BatchNorm statistics from the second epoch on."""
 
     def before_train_epoch(self, runner):
         runner.model.first.requires_grad_(runner.epoch > 0)
@@ -226,7 +226,7 @@ class Square(nn.Module):
 
 
 class Squares(Net):
-    """A model that overflows inside the graph, before its BatchNorm."""
+    """A model that squares its inputs before BatchNorm, so that large inputs overflow inside the graph."""
 
     def __init__(self):
         super().__init__(norm=True)
@@ -244,7 +244,7 @@ def spoiled(*bad):
 
 
 def test_bad_batches_are_skipped_counted_and_located(tmp_path):
-    """Rows 9 and 33 make batches 1 and 4 of 5 non-finite."""
+    """Rows 9 and 33 make the second and the last of the five batches non-finite."""
 
     def skipping(name, data, how):
         options = dict(

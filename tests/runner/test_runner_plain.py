@@ -1,4 +1,4 @@
-"""A plain `nn.Module` with `loss_fn` in a Runner, compared with hand-written loops in float64."""
+"""Test that a Runner trains a plain `nn.Module` with `loss_fn` like a hand-written float64 loop."""
 
 import copy
 
@@ -33,7 +33,7 @@ def arguments(work_dir, model=None, **changes):
 
 
 def by_hand(model, loss_of, epochs=2, window=1, decay=None):
-    """Train with a plain loop; return the average of the weights after each update."""
+    """Train with a plain loop. Return the exponential moving average of the weights, or the weights without `decay`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs, targets = data().tensors
     average, number = None, 0

@@ -1,4 +1,4 @@
-"""A resumed run ends with the same weights as an uninterrupted run."""
+"""Test that a resumed run ends with the same weights as an uninterrupted run."""
 
 import os
 import random
@@ -148,7 +148,7 @@ def average(runner):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return uninterrupted runs, one per loop type."""
+    """Return the Runner and the losses of an uninterrupted run for each entry of `LOOPS`."""
     finished = {}
     for loop in LOOPS:
         losses = Losses()
@@ -184,7 +184,7 @@ def test_run_resumed_after_any_step_is_bitwise_identical(whole, tmp_path, loop, 
     before, after = Losses(), Losses()
     with pytest.raises(StoppedError):
         full(tmp_path, loop, stop=Stop(iteration), losses=before).train()
-    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation after the last step has not run
+    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation after step `iteration` has not run
     resumed = full(tmp_path, loop, losses=after, resume=True, **validation(Scripted(values)))
     resumed.train()
     assert min(after.by_iter, default=16) == iteration + 1
@@ -206,7 +206,7 @@ def test_run_stopped_before_validation_validates_on_resume(whole, tmp_path, stag
 
 
 class SaveAndStop(Hook):
-    """A hook that saves a checkpoint at a stage after an iteration, and stops."""
+    """A hook that saves a checkpoint at `stage` after `iteration` steps, and stops the run."""
 
     def __init__(self, iteration, stage):
         self.iteration = iteration
@@ -361,7 +361,7 @@ def test_two_runners_in_one_process_are_independent(tmp_path):
 
 
 class Stream(IterableDataset):
-    """A stream without random access that draws from the model's generator."""
+    """A stream that draws from the default generator, like the model's dropout."""
 
     def __len__(self):
         return 40

@@ -72,7 +72,7 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
 
 
 def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
-    """After the move, another run writes files of the same names to the original folder."""
+    """After the move, another run writes files with the same names to the original folder."""
     four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
     whole = run(tmp_path / "whole", **four)
     run(tmp_path / "run")
@@ -83,7 +83,7 @@ def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("problem", ["damaged", "deleted", "origin deleted"])
 def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(tmp_path, problem, capsys):
-    """The folder also contains later iterations of an earlier run and of another model."""
+    """The folder also contains checkpoints of later iterations, from an earlier run and from another model."""
     options = dict(
         default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), log_level="WARNING"
     )
@@ -110,7 +110,7 @@ def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(t
     text = capsys.readouterr().out
     assert f"Resuming from {folder}/epoch_2.pth; all steps after iteration 10 will be repeated" in text
     names = "epoch_5.pth, epoch_4.pth" + ", pretrained.pth" * (problem != "origin deleted")
-    assert f"{names} in {folder} were not written by this run and are ignored" in text
+    assert f"ignoring {names} in {folder}: not written by this run" in text
     assert_same(weights(whole), weights(resumed))
 
 

@@ -1,4 +1,4 @@
-"""Resumed accumulation windows use the mean gradient of their batches, compared with plain loops in float64."""
+"""Test that resumed accumulation windows use the mean gradient of their batches, as plain loops in float64 do."""
 
 import copy
 from contextlib import suppress

@@ -106,7 +106,7 @@ def test_run_without_the_faulty_batches_matches_a_plain_loop(tmp_path, cfg, samp
     runner = recovering(
         tmp_path, model=model, train_cfg=cfg, train_dataloader=loader(sampler=sampler), **WARM_UP
     )
-    # A NaN gradient in step 8 is found as a NaN weight or as the NaN loss of step 9.
+    # A NaN gradient in step 8 is detected only afterwards, as a NaN weight or as the NaN loss of step 9.
     skipped = {8, 9} if in_gradient else {7, 8}
     assert runner.rollback.skipped == skipped
     assert runner.iter == 20
@@ -119,7 +119,8 @@ def test_the_window_with_the_fault_and_the_preceding_window_are_skipped(tmp_path
     torch.manual_seed(3)
     model = Breaks(broken=[12])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
-    # The checkpoint after step 10 contains no open window. Steps 11 and 12 are the window with the fault.
+    # The checkpoint of step 10 already contains the preceding window (steps 9 and 10), so only the window with the
+    # fault (steps 11 and 12) is skipped.
     assert runner.rollback.skipped == {11, 12}
     expected = by_hand({11, 12}, window=2)
     for name, value in weights(runner).items():
@@ -130,14 +131,14 @@ def test_pending_gradients_of_a_skipped_window_are_dropped(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[6])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
-    assert runner.rollback.skipped == {6}  # step 5 is in the checkpoint, as the gradients of an open window
+    assert runner.rollback.skipped == {6}  # the checkpoint contains the gradients of step 5
     expected = by_hand({5, 6}, window=2)
     for name, value in weights(runner).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 class Skip(Hook):
-    """A hook that leaves out batches from the start of the run."""
+    """A hook that makes the run skip the batches of steps `first` to `last`, although no rollback occurs."""
 
     def __init__(self, first, last):
         self.range = [first, last]
@@ -167,7 +168,7 @@ def average(runner):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("interval", "by_epoch"), [(2, False), (1, True)])
 def test_complete_state_is_restored(tmp_path, workers, interval, by_epoch):
-    """Dropout, BatchNorm, Adam, EMA, a plateau schedule, early stopping, augmentation and worker processes."""
+    """The runs use dropout, BatchNorm, Adam, EMA, a plateau schedule, early stopping and augmentation."""
 
     def trained(name, broken, *hooks):
         torch.manual_seed(0)
@@ -200,7 +201,7 @@ def test_complete_state_is_restored(tmp_path, workers, interval, by_epoch):
 
 
 class Changing(Scripted):
-    """A metric that depends on the weights, and therefore repeats its values when validation is repeated."""
+    """A metric that depends only on the model's outputs, so a repeated validation returns the same value."""
 
     def __init__(self):
         super().__init__([])
@@ -255,7 +256,7 @@ def test_compiled_run_equals_a_run_without_the_faulty_batches(tmp_path):
 
 
 class BreaksByInput(Net):
-    """A model with a NaN loss in step `broken`, which a hook counts outside the graph."""
+    """A model whose loss is NaN in step `broken`. A data preprocessor hook counts the steps outside the graph."""
 
     def __init__(self, broken):
         super().__init__()
@@ -422,7 +423,7 @@ def test_stopped_and_skipping_runs_name_the_samples(tmp_path):
 
 
 class Huge(Net):
-    """A model whose weights become huge but finite in the update of a batch that contains 777."""
+    """A model whose weights become huge but finite after an update with a batch that contains 777."""
 
     def forward(self, inputs, targets, mode):
         out = super().forward(inputs, targets, mode)
@@ -432,7 +433,7 @@ class Huge(Net):
 
 
 def with_huge_update(folder, interval):
-    """Train. The batch of step 9 is left out only after its update has caused a fault in step 10."""
+    """Train on data for which the update of step 9 causes a fault in step 10."""
     inputs, targets = samples(160)
     inputs[64, 0] = 777
     data = TensorDataset(inputs, targets)
@@ -457,7 +458,7 @@ def test_run_stops_if_all_checkpoints_contain_the_bad_update(tmp_path):
 
 
 class Grows(Breaks):
-    """A model with a cache that grows with each call and is not saved."""
+    """A model with a non-persistent buffer that grows in the first call."""
 
     def __init__(self, **options):
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""The Runner applies the options of `speed=`."""
+"""Tests of speed options in a Runner."""
 
 import gc
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Epoch-based training with iterable datasets that have no length, compared with hand-written loops in float64."""
+"""Test that epoch-based training on iterable datasets without a length matches plain loops in float64."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_epoch_ends_with_the_stream(tmp_path, speed):
     assert_close(runner.model.state_dict(), by_hand(speed.get("accumulate", 1))[0])
     assert (tmp_path / "epoch_3.pth").exists()
     assert not runner.knows_length
-    # The epochs are shorter than a log interval, and their last steps are logged.
+    # The epochs are shorter than the log interval, so only the last step of each epoch is logged.
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == [5, 9, 12]
 
 
@@ -129,7 +129,7 @@ def test_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path, speed):
 
 
 class NoisyStream(IterableDataset):
-    """A stream that its workers divide and augment with random numbers."""
+    """A stream whose samples are divided among the workers, which add random noise."""
 
     def __iter__(self):
         info = get_worker_info()

@@ -1,4 +1,7 @@
-"""Values of a wrong type or out of range raise an error that starts with the key's path. Fuzzing found most cases."""
+"""Values of the wrong type or out of range raise an error that starts with the path of the key.
+
+Most of the cases were found by fuzzing.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Torch's scheduler objects in a Runner, compared with loops that call `step` as torch documents."""
+"""Test that torch's scheduler objects in a Runner match plain loops that call `step` as torch documents."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Worker processes of a run's data loaders."""
+"""Tests of the worker processes of a run's data loaders."""
 
 import multiprocessing
 

@@ -36,7 +36,7 @@ def batches(count=6):
 
 
 def run(model, data, amp=False):
-    """Alternate training and validation like a Runner. Return losses and scores."""
+    """Train, and validate after every second batch. Return the losses and the scores."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optim = AmpOptimWrapper(optimizer=optimizer) if amp else OptimWrapper(optimizer)
     losses, scores = [], []
@@ -59,7 +59,7 @@ def assert_as_eager(model, eager, amp=False, tolerance=1e-6):
 
 
 class Backend:
-    """A callable backend that runs graphs uncompiled and counts them."""
+    """A callable backend that runs graphs uncompiled, counts graphs and calls, and fails for graph `fail_at`."""
 
     def __init__(self, fail_at=None):
         self.graphs, self.fail_at, self.calls = 0, fail_at, 0

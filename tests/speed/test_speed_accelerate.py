@@ -1,4 +1,4 @@
-"""`accelerate` matches a plain training loop with every option."""
+"""Test that training with `accelerate` matches plain loops, and that invalid arguments raise errors."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""`step.save`, `step.load` and `step.summary` of steps that `accelerate` returns."""
+"""Tests of `step.save`, `step.load` and `step.summary` of the steps that `accelerate` returns."""
 
 import copy
 
@@ -33,7 +33,7 @@ def parts(speed, seed=0):
 
 
 def epochs(step, schedule, numbers, path=None):
-    """Train for the given epochs and save the state after each epoch."""
+    """Train for the given epochs, save the state after each epoch if `path` is set, and return the last loss."""
     for epoch in numbers:
         for batch in loader():
             log = step(batch)
@@ -230,7 +230,7 @@ class Scaled(nn.Module):
 
 
 def with_others(speed):
-    """Return a step whose optimizer contains a head and the loss's parameter, both outside the model."""
+    """Return a head, a loss, and a step whose optimizer also contains their parameters. Both are outside the model."""
     body, head, loss = nn.Linear(4, 8), nn.Linear(8, 4), Scaled()
 
     class Body(nn.Module):

@@ -1,4 +1,4 @@
-"""Losses in `accelerate`: dict batches, losses inside the model, and several models, compared with plain loops."""
+"""Test that `accelerate` matches plain loops for dict batches, losses computed by the model, and several models."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ def _fresh_compiler():
 
 @dataclass
 class Output:
-    """An output with a loss and tensors of other shapes, as in transformers."""
+    """A model output with a loss and logits, like the outputs of transformers models."""
 
     loss: torch.Tensor
     logits: torch.Tensor

@@ -1,4 +1,4 @@
-"""Accumulation windows that end with each epoch (`accelerate(..., batches_per_epoch=)`), compared with plain loops."""
+"""Test that the accumulation windows of `accelerate` match plain loops, including windows that end with each epoch."""
 
 import copy
 
@@ -77,7 +77,7 @@ def test_windows_end_with_each_epoch(compiled, count, window, epoch):
     data = batches(count)
     for batch in data:
         step(batch)
-    # With 3 batches per epoch, 8 batches end inside an epoch and inside a window.
+    # With 3 batches per epoch, a run of 8 batches ends inside an epoch and inside a window.
     whole = count - count % epoch
     expected, average = by_hand(data[:whole] if count % epoch else data, window, epoch, 0.3, 0.8)
     assert_same(model.state_dict(), expected.state_dict())
@@ -214,7 +214,7 @@ def test_updated_is_true_after_exactly_the_calls_that_change_the_weights(compile
     found, expected = [], []
     for number, batch in enumerate(batches(8)):
         before = copy.deepcopy(model.state_dict())
-        if number == 4:  # the file contains whether a window is unfinished
+        if number == 4:  # the file records whether a window is unfinished
             step.save(tmp_path / "a.pth")
             updated = step.updated
             model, step = make()

@@ -31,7 +31,7 @@ def fresh_compiler():
 
 
 class Bottleneck(nn.Module):
-    """A block that has a keyword argument, returns a tuple and counts its eager forward calls."""
+    """A block that accepts a keyword argument, returns a tuple and counts its eager forward calls."""
 
     def __init__(self, dropout, momentum):
         super().__init__()
@@ -74,7 +74,7 @@ def batches(count=20):
 
 
 def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
-    """Train with SGD, as a single graph if `compiled`. Return losses and state."""
+    """Train with SGD. If `compiled`, compile each update as a single graph. Return the losses and the state dict."""
     params = list(model.parameters())
 
     def step(window):
@@ -123,7 +123,8 @@ def test_20_steps_match_training_without_checkpointing(dtype, momentum):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_one_graph_with_checkpointing_matches_eager(dtype):
     """The block has dropout and an in-place ReLU. aot_eager draws the same random numbers as eager."""
-    # The graph rounds bfloat16 values at different points than eager execution, with and without recomputation.
+    # With bfloat16, the expected values also come from a graph, because a graph rounds at different points than eager
+    # execution, with and without recomputation.
     expected = train(Net(), dtype is not None, dtype, 6)
     torch._dynamo.reset()
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
@@ -250,7 +251,10 @@ def test_compiler_warning_about_context_fn_is_filtered(caplog):
 
 
 def kept_bytes(model):
-    """Return the number of bytes that eager autograd stores for backward. Each storage counts once."""
+    """Return the number of bytes that eager autograd stores for backward, without the parameters.
+
+    Each storage is counted once.
+    """
     sizes = {}
 
     def note(tensor):

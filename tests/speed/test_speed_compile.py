@@ -34,7 +34,7 @@ class ModelOutput:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates over tests
+    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates across tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -207,7 +207,10 @@ class Pixels(BaseModel):
 
 
 def train_on_ragged_batches(model, last, sizes):
-    """Train three epochs with batches of 4, 4, 4 and `last` images. After each epoch, validate on `sizes`."""
+    """Train for three epochs with batches of 4, 4, 4 and `last` images.
+
+    After each epoch, validate on batches of the given `sizes`.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def batch(*size):

@@ -16,7 +16,7 @@ from slipstream.speed.compile_report import CompileReport
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates over tests
+    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates across tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

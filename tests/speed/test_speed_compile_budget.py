@@ -1,4 +1,4 @@
-"""Compilation of a model is stopped at its time limit. The model then runs eagerly or with compiled blocks."""
+"""A model whose compilation reaches its time limit runs eagerly or with compiled blocks."""
 
 import copy
 import logging
@@ -92,7 +92,10 @@ def test_model_without_blocks_runs_eagerly_after_the_limit_with_one_warning():
 
 @pytest.fixture
 def exceeding(monkeypatch):
-    """Return a function that selects, by number, the compilations that exceed the limit. No compilation runs."""
+    """Return a function that selects, by number, the background compilations that exceed the limit.
+
+    A mock replaces the background compiler, so nothing is compiled in the background.
+    """
 
     def select(*numbers):
         class Mock:
@@ -175,7 +178,7 @@ def test_the_forked_process_does_not_change_shared_memory():
 
 
 class Checkpointed(nn.Module):
-    """A network that checkpoints its blocks and sees two batches before each update."""
+    """A network that checkpoints the activations of its blocks."""
 
     def __init__(self):
         super().__init__()

@@ -106,7 +106,7 @@ def test_more_compilations_than_torch_records_are_counted():
     modules = []
 
     def work():
-        for width in range(20):  # torch counts per code object, so each class has its own function
+        for width in range(20):  # torch counts recompiles per code object, so each class has its own function
             kind = type(f"Halves{width}", (nn.Module,), {})
             scope = {}
             exec("def forward(self, x):\n    return x * int(x.shape[0])\n", scope)
@@ -185,7 +185,7 @@ def failure(kind, *args, **given):
         module(*args)
     except Exception as error:
         return error
-    raise AssertionError("it was compiled")
+    raise AssertionError("the compilation raised no error")
 
 
 class Reading(nn.Module):

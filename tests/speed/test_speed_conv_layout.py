@@ -1,4 +1,4 @@
-"""Convolutions in a graph get the fastest memory layout on a CPU, and the results match eager training."""
+"""Tests of the graph pass that selects the CPU memory layouts of convolutions."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ def pixelwise():
 
 
 def heavy():
-    """Return a network whose second weight is much larger than its activations."""
+    """Return a network with a convolution whose weight is much larger than the activations."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, stride=2),
         nn.BatchNorm2d(32),
@@ -56,7 +56,7 @@ def heavy():
 
 
 def various():
-    """Return a network with strides, groups, dilation, pooling, a transposed convolution and a view of its output."""
+    """Return a network with strides, groups, dilation, pooling, a transposed convolution and a reshaped output."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 1, stride=2),
         nn.Conv2d(8, 8, 3, padding=1, groups=8),
@@ -74,7 +74,7 @@ def with_dropout():
 
 
 def traced(net, x):
-    """Return the graph of loss and gradients that inductor receives, and its arguments."""
+    """Return the graph of the loss and the gradients, as inductor receives it, and the arguments of the graph."""
     params = {name: p.detach() for name, p in net.named_parameters()}
     buffers = {name: b.clone() for name, b in net.named_buffers()}
 

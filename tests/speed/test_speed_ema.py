@@ -1,4 +1,4 @@
-"""The `ema` option."""
+"""Tests of the `ema` option."""
 
 import pytest
 import torch

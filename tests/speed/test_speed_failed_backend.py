@@ -1,4 +1,4 @@
-"""A backend that fails is called once per step, and training continues with the same results."""
+"""A backend that fails is tried once for the step and once for the model. Training then continues eagerly."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Operation counts of training steps, and peak speeds of accelerators."""
+"""Tests of the operation counts of training steps and of the peak speeds of accelerators."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from slipstream.speed.flops import PEAKS, peak_flops, training_flops, without_da
 
 
 class Net(nn.Module):
-    """Two convolutions, BatchNorm, dropout and a linear layer for images of 3 x 8 x 8."""
+    """A network of two convolutions, BatchNorm, dropout and a linear layer for 3 x 8 x 8 images."""
 
     def __init__(self):
         super().__init__()
@@ -34,9 +34,9 @@ def loss_of(net, inputs):
 
 
 def expected(size):
-    """Count two operations for each product of a weight and an input. Backward computes two gradients per layer.
+    """Return the expected count: two operations for each product of a weight and an input.
 
-    The first layer does not compute the gradient of its input.
+    The backward pass computes two gradients per layer, but no gradient with respect to the input of the first layer.
     """
     first = 2 * size * 4 * 8 * 8 * 3 * 3 * 3
     block = 2 * size * 6 * 4 * 4 * 4 * 3 * 3
@@ -82,12 +82,12 @@ def test_gradients_that_the_step_does_not_compute_are_not_counted():
     net = Net()
     count = training_flops(net, without_data(batch()), loss_of, list(net.last.parameters()))
     first, block, last = 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 4 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 5
-    assert count == first + block + 2 * last  # the head computes no gradient of its input
+    assert count == first + block + 2 * last  # no gradient with respect to the input of the last layer
     assert all(param.requires_grad for param in net.parameters())
 
 
 class Single(nn.Module):
-    """One layer, whose outputs are averaged to the loss."""
+    """A model that returns the mean of a layer's output as the loss."""
 
     def __init__(self, layer):
         super().__init__()
@@ -112,7 +112,7 @@ def test_fused_attention_on_the_cpu_is_counted():
             return F.scaled_dot_product_attention(self.query, key, key)
 
     product = 2 * 2 * 3 * 5 * 7 * 8
-    # Forward multiplies twice. Backward computes the scores again and then multiplies four times.
+    # The forward pass has two matrix products. The backward pass recomputes the scores and has four more products.
     assert count_of(Attention(), torch.randn(2, 3, 7, 8)) == 7 * product
 
 

@@ -1,4 +1,4 @@
-"""MMEngine and SuperGradients keys, and conflicts between two front ends."""
+"""Tests of MMEngine and SuperGradients keys, and of conflicts between two front ends."""
 
 import pytest
 import torch

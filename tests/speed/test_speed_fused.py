@@ -1,4 +1,4 @@
-"""The `fused` option: equal results, resuming with and without fused kernels, and overflows with a loss scale."""
+"""Tests of the `fused` option, including resumed runs and overflows with a loss scale."""
 
 import copy
 import math
@@ -262,7 +262,7 @@ def test_fused_step_with_loss_scale_does_not_sync(name, monkeypatch):
     train(wrapper, net, batches(1))
 
     def read(self):
-        raise AssertionError("a step read a tensor")
+        raise AssertionError("the step read the value of a tensor")
 
     loss = nn.functional.cross_entropy(net(batches(1)[0]), torch.zeros(5, dtype=torch.long))
     monkeypatch.setattr(torch.Tensor, "item", read)
@@ -272,7 +272,7 @@ def test_fused_step_with_loss_scale_does_not_sync(name, monkeypatch):
 
 
 def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
-    # PyTorch creates the momentum with torch.empty_like, and a skipped kernel does not write to it.
+    # PyTorch creates the momentum buffer with torch.empty_like, and a skipped step does not write to the buffer.
     net = make_net()
     wrapper = scaled("SGD", net, True)
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **kwargs: torch.full_like(tensor, 1e20))

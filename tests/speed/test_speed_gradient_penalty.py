@@ -1,4 +1,4 @@
-"""Losses that differentiate the model's gradients: gradient penalties in each scope of `compile`."""
+"""Tests of losses that contain gradients of the model, such as gradient penalties, with the `compile` option."""
 
 import copy
 
@@ -34,7 +34,7 @@ def penalized(net, x):
 
 
 def branching(net, x):
-    """Prevent the capture of the step as one graph."""
+    """Return the same loss, with a branch that prevents the capture of the step as one graph."""
     return penalized(net, x) * (2 if x.sum().item() > 1e9 else 1)
 
 

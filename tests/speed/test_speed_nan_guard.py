@@ -48,7 +48,7 @@ def bad(index=99):
 
 
 class InfiniteGradient(torch.autograd.Function):
-    """The identity, with an infinite gradient."""
+    """The identity function with an infinite gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -68,7 +68,7 @@ OPTIMIZERS = {
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2),
-    "adamp": lambda p: pytorch_optimizer.AdamP(p, lr=0.1),  # counts its steps in a Python number
+    "adamp": lambda p: pytorch_optimizer.AdamP(p, lr=0.1),  # stores its step count as a Python number
     "lamb": lambda p: pytorch_optimizer.Lamb(p, lr=0.1),
 }
 
@@ -110,7 +110,10 @@ def test_bad_batch_without_guard_makes_weights_nan():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nan_loss_without_gradient_is_skipped(accumulate):
-    """The mean of an empty tensor is NaN with zero gradients. Momentum and weight decay would change the weights."""
+    """If all targets are ignored, the loss is NaN and the gradients are zero.
+
+    Without the guard, momentum and weight decay would change the weights.
+    """
 
     def forward(net, x):
         targets = torch.zeros(5, dtype=torch.long) if x[0, 0] != 7 else torch.full((5,), 255)

@@ -1,4 +1,4 @@
-"""The graph pass sends gradient buckets during backward, regardless of their order in the trace."""
+"""Tests of the graph pass that overlaps gradient all-reduces with the backward pass."""
 
 import pickle
 
@@ -8,11 +8,14 @@ from torch import fx
 
 from slipstream.speed.overlap import OVERLAP_OPTIONS, SendEarly, send_early
 
-AFTER = "bucket sent after the next gradient"
+AFTER = "the bucket is sent after the next gradient is computed"
 
 
 def step(graph, layers):
-    """Build a backward pass of `layers` layers with one all-reduce per two layers. Return the last signal."""
+    """Add a backward pass through `layers` layers, followed by one all-reduce for every two layers, to the graph.
+
+    Return the node that computes the gradient of the input.
+    """
     aten, comm = torch.ops.aten, torch.ops._c10d_functional
     signal, grads = graph.placeholder("signal"), []
     for _ in range(layers):

@@ -1,4 +1,4 @@
-"""Models with parametrizations, whose buffers change whenever a parametrized weight is read."""
+"""Tests of models with `spectral_norm`, which updates its buffers each time the weight is read in training mode."""
 
 import copy
 

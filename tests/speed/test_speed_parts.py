@@ -1,4 +1,4 @@
-"""Options that are implemented as step parts: order, insertion and unsupported combinations."""
+"""Tests of the options that are implemented as step parts: combined results, insertion order and errors."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_swa_averages_every_kth_update(how, accumulate, interval):
             seen.append({name: param.detach().clone() for name, param in model.named_parameters()})
     ema = dict(type="swa", interval=interval)
     average = trained(how, ema=ema, accumulate=accumulate)[2]
-    # In the graph, the weight 1 / n of the new parameters is a float32 tensor.
+    # In the compiled step, the averaging weight 1 / n is a float32 tensor.
     rtol = 1e-6 if how == "compiled" else 1e-9
     for name in seen[0]:
         mean = torch.stack([weights[name] for weights in seen[::interval]]).mean(0)

@@ -1,4 +1,4 @@
-"""`SpeedPlan`: reading `speed=`, the options that `auto` selects, and invalid plans."""
+"""Tests of `SpeedPlan`: reading `speed=`, the options that `auto` selects, and invalid plans."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_explicit_option_overrides_auto(front_end):
     assert not explicit.channels_last
     assert explicit.prefetch == 0
     assert explicit.compile is not None
-    assert explicit.fused is None  # no front end sets it
+    assert explicit.fused is None  # selected by auto, because no front end sets it
     assert explicit.cudnn_benchmark == (not front_end)
     assert not explicit.notes
 

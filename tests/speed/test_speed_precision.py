@@ -1,4 +1,4 @@
-"""The five precisions: reading the option, the TF32 context, and float8 with a mock of torchao."""
+"""Tests of `precision`: option values, the TF32 context, and float8 (with a mock of torchao, except on a GPU)."""
 
 import sys
 import types

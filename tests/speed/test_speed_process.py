@@ -90,7 +90,7 @@ def test_memory_reserved_before_the_run_causes_a_warning(monkeypatch):
 
 def test_memory_is_not_queried_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: pytest.fail("memory_reserved was called"))
     with expandable_segments(pytest.fail):
         pass
 
@@ -124,7 +124,7 @@ def test_invalid_switch_raises_an_error(value):
 
 
 class Watch(Hook):
-    """A hook that records after which steps gc has run, and whether automatic gc is enabled."""
+    """A hook that records the steps with a garbage collection, and the collector's state after each step."""
 
     priority = "LOWEST"
 
@@ -161,7 +161,8 @@ def test_resumed_run_collects_at_the_same_steps(tmp_path):
     watch = Watch()
     hooks = [dict(type="GcHook", interval=4, warmup=0), watch]
     run(tmp_path, custom_hooks=hooks, resume=True)
-    assert watch.collected == [6, 8]  # the hook disables automatic garbage collection at the first step
+    # The resumed run starts at step 6, where the hook collects garbage before it disables automatic collection.
+    assert watch.collected == [6, 8]
 
 
 def test_validation_collects_garbage(tmp_path):

@@ -153,7 +153,7 @@ SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30)
 
 
 def in_float16(rho):
-    """Train with a plain loop in autocast. The first step overflows and is skipped."""
+    """Train with a plain loop under float16 autocast. The first step overflows and is skipped."""
     model = Net().float()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
@@ -208,7 +208,7 @@ def test_overflow_skips_the_step_and_keeps_the_weights(how, tmp_path):
 @pytest.mark.parametrize("how", HOW)
 def test_guard_skips_a_step_if_only_the_second_pass_is_nonfinite(how, tmp_path):
     class Brittle(Net):
-        """The loss is NaN if the first weight has changed."""
+        """A network whose loss is NaN if its first weight has changed."""
 
         def __init__(self):
             super().__init__()

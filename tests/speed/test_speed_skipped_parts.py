@@ -1,4 +1,4 @@
-"""A skipped step leaves weights and parts unchanged, regardless of the code that updates the weights."""
+"""Test that a skipped step does not change weights or step parts, with eager, fused and compiled updates."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CASES = {  # for each case: whether it uses a `StepGuard`, and its options
 
 
 class Shrink(StepPart):
-    """A step part that scales the weights after each update and counts updates on the device."""
+    """A step part that scales the weights after each update, counts updates and records the largest gradient."""
 
     def __init__(self):
         self.updates = torch.zeros(1, dtype=torch.float64)

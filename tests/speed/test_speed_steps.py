@@ -1,4 +1,4 @@
-"""The kind of step that a plan selects, its warnings, and equal results for all kinds."""
+"""Tests of `build_step`: the kind of step that a plan selects, warnings, and results that match the eager step."""
 
 import copy
 import random
@@ -42,7 +42,7 @@ class Graphs:
 
 
 class Net(nn.Module):
-    """A model that accepts any batch and returns a loss."""
+    """A model that ignores additional entries of the batch and returns a loss."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,10 @@ def train(model, compile=None, data=None, **options):
 
 
 def assert_trains_as_eager(model, compile=True, **options):
-    """Train copies of a model eagerly and with the step. Return the step, its warnings and the backend."""
+    """Train a model with the step, and compare it with a copy that is trained eagerly.
+
+    Return the step, its warnings and the backend.
+    """
     said, graphs = [], Graphs()
     eager = copy.deepcopy(model)
     random.seed(1)
@@ -366,7 +369,7 @@ def test_head_is_trained_only_while_switched_on(at_first):
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(middle, other)
     assert step._fallback is None
-    # momentum does not change the weight after the switch
+    # While the head is off, momentum does not change its weight.
     assert torch.equal(middle, model.extra.weight) == at_first
 
 
@@ -409,7 +412,7 @@ def test_parameter_group_added_during_training_is_trained():
 
 
 def test_verified_batch_is_prepared_once():
-    """Random numbers drawn outside the graph, for example by batch augmentations, are the same in both steps."""
+    """During verification, the eager step and the graph use the same prepared batch, with the same augmentations."""
 
     def run(compile):
         model, drawn = Net(), []

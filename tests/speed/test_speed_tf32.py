@@ -1,4 +1,4 @@
-"""The TF32 setting is readable inside its context and restored afterwards."""
+"""Test that both torch interfaces for TF32 are readable inside the `tf32` context and restored after it."""
 
 import subprocess
 import sys

@@ -58,7 +58,7 @@ def graph_step(model, optim, backend=None, recover=refuse, loss=F.cross_entropy,
 
 
 def train(step, data, schedule=None):
-    """Return the losses of all steps."""
+    """Train on all batches, calling `schedule(number)` before each step. Return the losses."""
     losses = []
     for number, batch in enumerate(data):
         if schedule is not None:
@@ -68,7 +68,7 @@ def train(step, data, schedule=None):
 
 
 def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1):
-    """Train with a plain loop. Return model, optimizer and losses."""
+    """Train with a plain loop. Return the model, the optimizer and the losses."""
     model = net() if model is None else model
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -87,7 +87,7 @@ def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1
 
 
 def in_graph(make_optimizer, data, schedule=None, model=None, backend=None, **wrapper):
-    """Train with `GraphStep`. Return model, optimizer wrapper and losses."""
+    """Train with `GraphStep`. Return the model, the optimizer wrapper and the losses."""
     model = net() if model is None else model
     optim = OptimWrapper(optimizer=make_optimizer(model.parameters()), **wrapper)
     step = graph_step(model, optim, backend)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """Records a function's tensor operations and the tensors that they may modify."""
+    """Records a function's tensor operations, and a copy of each input tensor from before its first use."""
 
     def __init__(self):
         self.operations, self.before = [], {}

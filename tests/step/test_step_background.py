@@ -241,7 +241,7 @@ def step_of(model, asked=4, dynamic=None, **speed):
 
 
 def graphs_in(step, batches):
-    """Return, for each batch, whether its step used the graph."""
+    """Run the step on each batch. Return, for each batch, whether the graph was used."""
     found, run = [], step._step.eager.train
 
     def train(inputs, **kwargs):
@@ -303,7 +303,7 @@ def test_batch_sizes_that_never_repeat_use_a_single_graph(dynamic):
 
 @needs_fork
 def test_child_does_not_change_weights_in_shared_memory():
-    """The weights also stay the same if a verified graph with dynamic shapes accepts the child's batch."""
+    """This also holds if a verified graph with dynamic shapes could run on the child's batch and update the weights."""
 
     class Count(nn.Module):
         n = 0
@@ -357,7 +357,7 @@ def test_user_errors_are_raised_during_compilation():
 
 
 class TooSlow(After):
-    """A mock compiler whose compilations exceed the time limit, beginning with number `first`."""
+    """A mock compiler whose compilations exceed the time limit, starting with compilation number `first`."""
 
     limit = 90.0
 
@@ -460,7 +460,7 @@ def _changed_settings():
 def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "_NICE", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # Earlier compilations start threads, which do not exist in the child.
+    # Compile a function first, because this starts threads that do not exist in the forked child.
     torch._dynamo.reset()
     torch.compile(F.gelu)(torch.randn(100, 7))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Detection of backward passes that a compiled model does not support."""
+"""Tests of `observe_backward`, which detects backward passes that a compiled model does not support."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slipstream.step.backward_passes import observe_backward
 
 
 class Outputs(nn.Module):
-    """Returns two outputs and a parameter."""
+    """A model that returns two outputs and a parameter."""
 
     def __init__(self):
         super().__init__()

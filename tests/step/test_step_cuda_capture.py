@@ -1,4 +1,4 @@
-"""`CudaCapture` captures with torch.cuda.graph. A mock replaces the rest of torch.cuda."""
+"""Tests of `CudaCapture` with the real `torch.cuda.graph` and with mocks of the streams and graphs of torch.cuda."""
 
 from threading import Thread
 
@@ -23,7 +23,7 @@ class Cuda:
         self.mode, self.valid, self.replays = None, True, 0
 
     def call_from_a_thread(self):
-        """Call CUDA in a different thread, such as one that pins memory."""
+        """Call CUDA from a different thread, such as one that pins memory."""
         thread = Thread(target=self.call)
         thread.start()
         thread.join()
@@ -33,7 +33,7 @@ class Cuda:
             self.valid = False
 
     def invalidate(self):
-        """Call a function that a capture does not permit, such as a synchronization with the device."""
+        """Call a function that is not permitted during a capture, such as a device synchronization."""
         if self.mode is not None:
             self.valid = False
             raise RuntimeError(NOT_PERMITTED)
@@ -97,5 +97,5 @@ def test_stream_is_restored_after_a_failed_capture(cuda):
         assert calls(run, [torch.ones(1)]).item() == 2
         assert cuda.current is cuda.default
     assert cuda.replays == 0
-    assert streams[-2:] == [cuda.default] * 2  # the call after the failed capture, and the next one
+    assert streams[-2:] == [cuda.default] * 2  # the rerun after the failed capture, and the next call
     assert len(said) == 1

@@ -252,7 +252,7 @@ def test_graphs_are_released_when_the_calls_are_deleted():
 
 
 def test_graphs_are_released_when_the_step_is_closed():
-    """A user closes the step before `destroy_process_group`."""
+    """Graphs must be released before `destroy_process_group`, without waiting for garbage collection."""
     model, capture = graphs.net(), Graphs()
     optim = OptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
     step = graphs.graph_step(model, optim, capture_calls=lambda: CapturedCalls(capture), dynamic=False)

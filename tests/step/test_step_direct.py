@@ -1,4 +1,4 @@
-"""Verified code is called directly while its guards hold."""
+"""Tests of `DirectCalls`: verified compiled code is called without Dynamo while its guards hold."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_changes_to_the_model_are_detected(direct, change):
 
 
 def test_unread_tensor_in_the_batch_never_replaces_a_tensor_that_the_step_reads(direct):
-    """While both are the same object, an identity check cannot distinguish them."""
+    """If two entries of a batch are the same tensor, its identity does not show which entry the step reads."""
     data, model, other = batches(), net(), net()
     unread = [x if number < 6 else torch.zeros_like(x) for number, (x, _) in enumerate(data)]
     found = train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])

@@ -328,7 +328,7 @@ def test_verification_can_be_disabled():
     model = net()
     optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.1))
     step = graph_step(model, optim, drops_gradient, verify=False)
-    step(batches()[0])  # the first batch is eager
+    step(batches()[0])  # the first batch runs eagerly
     kept = model[0].weight.clone()
     train(step, batches()[1:4])
     torch.testing.assert_close(model[0].weight, kept)
@@ -358,7 +358,7 @@ def test_guard_skips_a_nan_loss_without_gradient():
 
 
 def test_hook_added_after_the_capture_is_called_even_if_another_hook_was_removed():
-    """After a hook is removed, torch keeps its empty dict and reuses it for the next hook."""
+    """After the last hook is removed, torch keeps the tensor's empty dict of hooks and reuses it for the next hook."""
     make, data = partial(SGD, lr=0.05), batches()
 
     def run(step_of):

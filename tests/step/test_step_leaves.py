@@ -1,4 +1,4 @@
-"""`leaves_of` returns the same leaves as torch, in the same order."""
+"""Tests of `leaves_of` (compared with torch's `tree_leaves`), `structure_of` and `clone_tensors`."""
 
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass

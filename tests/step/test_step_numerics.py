@@ -1,4 +1,4 @@
-"""Numerics on the device: finite values, the loss scale and scalars."""
+"""Tests of `all_finite`, `restore_unless`, `LossScale` and `Scalar`."""
 
 import math
 

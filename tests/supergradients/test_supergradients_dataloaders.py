@@ -1,4 +1,4 @@
-"""Loaders in scripts for SuperGradients: batches are pairs, and torchvision's transforms are accepted."""
+"""Tests of the loaders for SuperGradients' scripts: batches are pairs, and torchvision's transforms are accepted."""
 
 import pytest
 import torch

@@ -290,4 +290,4 @@ def test_transfer_learning_for_persons_runs(tmp_path):
     assert 0 <= float(printed["best"]) <= 1
     assert printed["shape"] == "(1, 1, 64, 64)"
     recorded = list((tmp_path / "checkpoints").rglob("batch_0_images*"))
-    assert recorded, "the callback must record images"
+    assert recorded, "the callback recorded no images"

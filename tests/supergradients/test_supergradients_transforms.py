@@ -1,4 +1,4 @@
-"""SuperGradients' transforms, called with one argument and used by Slipstream's datasets."""
+"""Tests of SuperGradients' transforms, called with only a sample and in Slipstream's datasets."""
 
 import pickle
 import random

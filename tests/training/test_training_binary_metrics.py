@@ -1,4 +1,4 @@
-"""Metrics for binary masks and lists of ignored ids match loops over pixels, also for networks with one channel."""
+"""Tests of metrics for binary masks, of lists of ignored class ids, and of networks with one output channel."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Phase callbacks: events, context attributes, and errors for unavailable attributes."""
+"""Tests of phase callbacks: events, context attributes, and errors for unavailable attributes."""
 
 import json
 from types import SimpleNamespace
@@ -57,14 +57,14 @@ class At(PhaseCallback):
 
 
 def called(folder, *callbacks, epochs=1, **changes):
-    """Train for epochs of two steps with validations of two batches. Return the Runner."""
+    """Train for `epochs` epochs of two steps, with a validation on two batches after each epoch. Return the Runner."""
     arguments = {
         "train_cfg": dict(by_epoch=True, max_epochs=epochs),
         "train_dataloader": loader(batch_size=20),
         **validation(),
         "val_dataloader": loader(batch_size=20, shuffle=False),
         "custom_hooks": callback_hooks(callbacks),
-        # does not save the best checkpoint
+        # This hook does not save the best checkpoint.
         "default_hooks": dict(checkpoint=dict(type="CheckpointHook", interval=1)),
         **changes,
     }
@@ -93,7 +93,7 @@ def test_events_occur_in_supergradients_order(tmp_path):
         tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
         **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
     )  # fmt: skip
-    # This validation has batch events, but no loader events.
+    # The validation of the averaged model has batch events, but no loader events.
     mean = ["on_average_best_models_validation_start", *PASS, "on_average_best_models_validation_end"]
     first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
@@ -121,7 +121,7 @@ def test_phase_callback_is_called_only_at_its_phase(tmp_path, phase):
     evaluation = {**validation(Scripted([0.5, 0.4])), "val_dataloader": loader(batch_size=20, shuffle=False)}
     called(tmp_path, callback, epochs=2, default_hooks=hooks, **evaluation)
     assert len(callback.seen) == counts[phase.value]
-    assert At(phase.value, None).phase is phase, "recipes pass the phase as a name"
+    assert At(phase.value, None).phase is phase, "a phase given by name is not converted to a Phase"
 
 
 def test_stages_without_an_event_skip_the_callback(tmp_path):
@@ -139,7 +139,7 @@ def test_gradient_step_event_occurs_after_each_accumulation_window(tmp_path):
     callback = At(Phase.TRAIN_BATCH_STEP, lambda context: context.batch_idx)
     optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2)
     called(tmp_path, callback, optim_wrapper=optim, train_dataloader=loader(batch_size=8))
-    assert callback.seen == [1, 3, 4], "the last accumulation window has one batch"
+    assert callback.seen == [1, 3, 4]  # the last accumulation window has one batch
 
 
 # ---- context -------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_context_has_batches_losses_and_predictions(tmp_path):
 
 
 class Named(Dataset):
-    """Samples with a dict as the third item."""
+    """A dataset whose samples have a dict as the third item."""
 
     def __len__(self):
         return 40

@@ -1,4 +1,4 @@
-"""Knowledge distillation matches a hand-written loop and supports all options. The teacher is frozen and not saved."""
+"""Tests of knowledge distillation: training results, recipes, checkpoints without the teacher, and errors."""
 
 import copy
 
@@ -64,7 +64,7 @@ def train(folder, student, teacher, adapter=None, **params):
 
 
 def plain_loop(student, teacher, adapter=None):
-    """Train for both epochs in float64 with plain torch."""
+    """Train a copy of the student for two epochs in float64 with plain PyTorch, and return it."""
     student, teacher = copy.deepcopy(student), copy.deepcopy(teacher).eval()
     optimizer = torch.optim.SGD(student.parameters(), 0.2, momentum=0.9)
     images, labels = data()
@@ -82,7 +82,7 @@ def plain_loop(student, teacher, adapter=None):
 
 
 class Features(KDModule):
-    """The loss also receives the features of both networks."""
+    """A module that also passes the features of both networks to the loss."""
 
     def forward(self, x):
         return KDOutput(self.features(self.student, x), self.features(self.teacher, x))
@@ -135,7 +135,7 @@ def test_a_customized_module_gives_its_outputs_to_the_loss(tmp_path):
 
 
 class Projected(Features):
-    """The loss receives projected features."""
+    """A module with a parameter that belongs to neither the student nor the teacher."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -264,7 +264,7 @@ def test_the_conversion_of_a_copy_does_not_change_the_teacher_of_the_original():
     plain = copy.deepcopy(model)
     images, labels = data(4)
     converted = copy.deepcopy(plain.float()).double()
-    assert plain.teacher is model.teacher  # a conversion to the same dtype makes no copy of the teacher
+    assert plain.teacher is model.teacher  # converting to the same dtype does not copy the teacher
     assert {p.dtype for p in converted.teacher.parameters()} == {torch.float64}
     assert {p.dtype for p in model.teacher.parameters()} == {torch.float32}
     found = converted.eval()(images.double(), labels, mode="loss")

@@ -1,4 +1,4 @@
-"""User-defined EMA decay schedules, compared with an average computed in a loop."""
+"""Tests of user-defined EMA decay schedules. The expected averages are computed in a loop."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""With `finetune` or a rate of 0, frozen parameters stay bitwise identical and can be trained in the next run."""
+"""Tests of parameters that `finetune` or a learning rate of 0 freezes, and of resuming without the optimizer state."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_parameters_with_rate_0_are_constant_despite_weight_decay(tmp_path, net,
     assert groups.rates == pytest.approx(rates)
     assert groups.learning == NECK_AND_HEAD
     assert all(parameter.requires_grad for parameter in network.parameters()), (
-        "the parameters must be trainable in the next run"
+        "some parameters are still frozen after the run"
     )
 
 
@@ -183,7 +183,7 @@ def test_finetune_rejects_an_optimizer_object():
 
 
 def resumed(folder, **params):
-    """Train an epoch and resume for another one. Return the network and the optimizer state after resuming."""
+    """Train one epoch and resume for a second one. Return both networks and the states when the second run starts."""
 
     class State(Hook):
         def before_train(self, runner):
@@ -205,7 +205,7 @@ def resumed(folder, **params):
 
 
 def by_hand(first):
-    """Run the second epoch of three steps in plain torch, without the momentum of the first epoch."""
+    """Train the second epoch (three steps) in plain PyTorch, without the momentum of the first epoch."""
     params = [dict(params=first.head.parameters(), start=0.01)]
     params += [dict(params=part.parameters(), start=0.1) for part in (first.body, first.norm, first.neck)]
     optimizer = torch.optim.SGD(params, lr=0.0, momentum=0.9, weight_decay=1e-4)

@@ -92,7 +92,7 @@ def test_unknown_name_or_argument_error_suggests_the_nearest():
 
 
 def plain_cross_entropy(logits, targets, smoothing, weight, ignored):
-    """Sum over the samples in a loop."""
+    """Return the weighted mean over the samples that are not ignored, computed in a loop."""
     log_p = (
         (logits.double() - logits.double().logsumexp(1, keepdim=True))
         .movedim(1, -1)

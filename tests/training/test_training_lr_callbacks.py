@@ -30,7 +30,7 @@ class UserStep(LRCallbackBase):
 
 
 class PerBatch(LRCallbackBase):
-    """A single rate for all groups, which decreases with each batch."""
+    """Decrease the learning rate of all parameter groups linearly, after each batch."""
 
     def __init__(self, **kwargs):
         super().__init__(Phase.TRAIN_BATCH_END, **kwargs)
@@ -91,7 +91,7 @@ def test_a_registered_schedule_receives_its_keys(tmp_path):
     seen = train(
         tmp_path, lr_mode="user_step_of_the_test", user_lr_updates=[1, 3], user_lr_factors=[0.5, 0.1]
     )
-    # The schedule runs at the end of epochs 0 to 3, so its rates apply from the next epoch.
+    # The schedule runs at the end of each epoch, so a new rate applies from the next epoch.
     assert [rates[0] for rates in seen] == pytest.approx(
         [rate for rate in (0.8, 0.8, 0.4, 0.4, 0.04) for _ in range(3)]
     )

@@ -24,7 +24,7 @@ CLASSES, IGNORE = 4, 4
 
 
 class Pixels(nn.Module):
-    """Logits for each pixel, with an auxiliary output in training."""
+    """A network that returns logits for each pixel and, in training mode, an auxiliary output."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def metrics():
 
 
 def plain_metrics(pairs):
-    """Compute the metrics in a NumPy loop over classes and pixels."""
+    """Compute the metrics with NumPy, in a loop over the classes."""
     preds = np.concatenate([p.numpy().reshape(-1) for p, _ in pairs])
     targets = np.concatenate([t.numpy().reshape(-1).astype(np.int64) for _, t in pairs])
     preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]

@@ -1,4 +1,4 @@
-"""The EMA, the losses and the crops match SuperGradients' documented formulas, computed in float64."""
+"""Test that the EMA, the losses and the crops match SuperGradients' documented formulas."""
 
 import math
 
@@ -27,7 +27,7 @@ class Weights(Callback):
 
 
 def ema_of_a_run(tmp_path, params, batches=9, window=2):
-    """Train a linear layer; return the EMA weight of the checkpoint and the weights after each optimizer step."""
+    """Train a linear layer; return the EMA weight from the checkpoint and the weights after each optimizer step."""
     torch.manual_seed(0)
     net, weights = nn.Linear(3, 2), Weights()
     inputs, labels = torch.randn(batches * 4, 3), torch.randint(2, (batches * 4,))
@@ -55,7 +55,7 @@ def ema_of_a_run(tmp_path, params, batches=9, window=2):
 def test_the_decay_of_the_ema_counts_batches_not_updates(tmp_path, params, decay, window):
     found, steps = ema_of_a_run(tmp_path, params, window=window)
     assert len(steps) == 18 // window
-    wanted = steps[0]  # the first update copies the weights, which is a documented difference
+    wanted = steps[0]  # the first update copies the weights, unlike in SuperGradients (documented)
     for update, weight in enumerate(steps[1:], start=2):
         factor = decay(update * window, 18)
         wanted = factor * wanted + (1 - factor) * weight
@@ -63,7 +63,7 @@ def test_the_decay_of_the_ema_counts_batches_not_updates(tmp_path, params, decay
 
 
 def smoothed(logits, ids, weight, eps, ignored):
-    """Return the loss of class ids in a loop over samples."""
+    """Return the smoothed cross-entropy for class ids, computed in a loop over the samples."""
     total, count = 0.0, 0
     for row, label in zip(logits.double().tolist(), ids.tolist(), strict=True):
         if label == ignored:
@@ -84,7 +84,7 @@ def test_smoothed_cross_entropy_divides_by_the_number_of_samples(weight, ignored
     loss = MODELS.build(loss_config({"CrossEntropyLoss": arguments}))
     wanted = smoothed(logits, ids, weight or [1.0] * 4, 0.3, ignored)
     assert loss(logits, ids).item() == pytest.approx(wanted, rel=1e-6)
-    # Pixels are averaged in the same way, over the classes.
+    # For pixels, the loss is also smoothed over the classes (SuperGradients smooths over the width).
     pixels = logits.T.reshape(1, 4, 3, 4)
     assert loss(pixels, ids.reshape(1, 3, 4)).item() == pytest.approx(wanted, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""Learning rates by prefix and weight decay by kind of parameter, in eager mode and in the step graph."""
+"""Tests of learning rates by prefix and weight decay by parameter type, in eager mode and in the step graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
 
 
 class Network(nn.Module):
-    """A network with overlapping prefixes, each kind of norm layer, a plain parameter and a plain bias."""
+    """A network with overlapping prefixes, three types of norm layers, and two parameters outside of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build(model: nn.Module, **keys: Any) -> OptimWrapper:
 
 
 def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]:
-    """Return an option by parameter name, for parameters that are in exactly one group."""
+    """Return the group's value of `key` for each parameter name. Check that no parameter is in two groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = [(names[id(p)], group[key]) for group in wrapper.param_groups for p in group["params"]]
     assert len(found) == len(dict(found))
@@ -156,7 +156,7 @@ def test_groups_store_their_warmup_initial_lr() -> None:
     rates, starts = {"head": 0.1, "default": 0.1}, {"head": 0.01, "default": 0.02}
     wrapper = build(Network(), initial_lr=rates, warmup_initial_lr=starts)
     found = {group["name"]: group["warmup_initial_lr"] for group in wrapper.param_groups}
-    assert found == starts  # equal rates in different groups
+    assert found == starts  # the groups have equal rates but different warm-up rates
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class _Batches(Hook):
 
 
 def _by_hand(batches: list[Any], rates: dict[str, float]) -> dict[str, Tensor]:
-    """Train with hand-written SGD, with the rate and decay that the keys set for each parameter."""
+    """Train with hand-written SGD, using the learning rate and weight decay that the keys set for each parameter."""
     net = Net()
     momenta = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for step, (inputs, targets) in enumerate(batches):

@@ -1,4 +1,4 @@
-"""The learning rate plot: its curves match the run's rates, and rates that are unknown in advance are not plotted."""
+"""Test that the learning rate plot matches the run's rates, and that rates unknown in advance are not plotted."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_each_learning_rate_is_logged_under_the_name_of_its_group(tmp_path: Path
     keys = dict(lr_mode=None, lr_warmup_epochs=0)
     runner, _ = trained(tmp_path / "two", **recipe(**keys), log_level="INFO")
     assert {(line["lr/first"], line["lr/default"]) for line in scalars(runner)} == {(0.01, 0.1)}
-    assert {line["lr"] for line in scalars(runner)} <= {0.01, 0.1}, "MMEngine's name is also logged"
+    assert {line["lr"] for line in scalars(runner)} <= {0.01, 0.1}, "the value of 'lr' is wrong"
     assert " lr/first: 1.0000e-02 lr/default: 1.0000e-01 " in logged(runner)
     assert " lr: " not in logged(runner)
 

@@ -1,4 +1,4 @@
-"""Old and misspelled sections of a recipe, and errors with the user's config paths."""
+"""Tests of old checkpoint keys and misspelled sections in recipes, and of errors with the user's config paths."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""SuperGradients' learning rate keys: equal rates at each step, and errors for invalid keys."""
+"""Test that SuperGradients' learning rate keys set the same rate at each step, and that invalid keys raise errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.training.schedules import lr_schedules
 
 
 class Original:
-    """SuperGradients' training loop as a sequence of events, each of which can set the learning rate."""
+    """A simulation of SuperGradients' training loop. Its events set the learning rate."""
 
     def __init__(self, keys: dict[str, Any], length: int) -> None:
         defaults = {
@@ -160,8 +160,8 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # In SuperGradients, a cosine schedule after a warm-up in batches increases the rate during the cool-down. The
-    # documentation lists this difference.
+    # In SuperGradients, a cosine schedule after a per-batch warm-up increases the rate during the cool-down. Slipstream
+    # keeps the rate constant, which is a documented difference.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}

@@ -1,4 +1,4 @@
-"""The Trainer: training with SuperGradients' keys matches a plain torch loop."""
+"""Tests of the Trainer: training with SuperGradients' keys, resuming, evaluation, and errors."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def assert_close(one, other):
 
 
 class Named(Dataset):
-    """Samples as dicts, from a dataset with class names."""
+    """A dataset with class names, whose samples are dicts."""
 
     def __init__(self, classes=("dark", "light")):
         self.metainfo = dict(classes=classes)
@@ -67,7 +67,7 @@ class Named(Dataset):
 
 
 def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
-    """Train in plain torch as documented by SuperGradients. The loss is averaged over each accumulation window."""
+    """Train in plain PyTorch as SuperGradients documents it. The loss is averaged over each accumulation window."""
     groups = [
         dict(params=[p], start=rates[n[0] == "0"], weight_decay=decay * (p.ndim > 1), lr=0.0)
         for n, p in net.named_parameters()
@@ -215,7 +215,8 @@ def test_network_can_be_tested_before_and_after_training_and_with_ema(tmp_path):
     saved = load_checkpoint(Path(trainer.checkpoints_dir_path) / "ckpt_latest.pth")["state_dict"]
     averaged = network()
     averaged.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
-    assert accuracy(averaged) != accuracy(net).expected  # otherwise, the test cannot detect untrained weights
+    # If the accuracies were equal, the test could not tell the average and the trained weights apart.
+    assert accuracy(averaged) != accuracy(net).expected
     assert trainer.test(**test) == trainer.test(net, **test) == dict(Accuracy=accuracy(averaged))
     assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
 

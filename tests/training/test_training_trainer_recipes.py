@@ -1,4 +1,4 @@
-"""The Trainer with composed recipes: training, resuming, evaluation, and pretrained weights."""
+"""Tests of the Trainer with recipes: training, resuming, evaluation, and pretrained weights."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Losses as `metric_to_watch`: SuperGradients' names, means over the samples, and checkpoints with the lowest loss."""
+"""Tests of losses as `metric_to_watch`: their names, the mean over all samples, and the best checkpoint."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from slipstream.training.watched import Watched, loss_value, watched_value
 
 
 class Both(nn.Module):
-    """SuperGradients' pair: the loss and its components."""
+    """A loss that returns a pair, as in SuperGradients: the loss to minimize, and its components."""
 
     component_names = ("ce", "size")
 

@@ -37,6 +37,9 @@ def clocked_process(monkeypatch):
 
 @pytest.fixture
 def short_rounds(monkeypatch):
-    """Shorten the measurements. The tests use large budgets, because the machine may be busy."""
+    """Shorten the rounds, and end a trial after the minimum number of rounds.
+
+    The tests set large budgets because the machine may be busy.
+    """
     monkeypatch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)

@@ -1,4 +1,4 @@
-"""Trials with scripted step times, which do not start a process."""
+"""Fake trials that report scripted values and do not start a process."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -162,7 +162,7 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert 10 <= len(found.rates) <= 30
     assert found.rates[0] == pytest.approx(1e-6)
     assert len(found.losses) == len(found.rates)
-    assert max(found.losses) > 2 * min(found.losses)  # a rate of 100 diverges
+    assert max(found.losses) > 2 * min(found.losses)  # training diverges at a learning rate of 100
 
 
 def test_error_for_a_budget_too_short_for_the_lr_sweep_names_the_minimum(own):
@@ -212,7 +212,7 @@ def test_tensors_that_leave_shared_memory_keep_their_values_and_common_storage(o
 
 
 class Diverging(tiny_runs.Net):
-    """A model whose loss is NaN in its tenth step, after which a Runner writes a log line."""
+    """A model whose loss is NaN from the tenth step on. A Runner logs the tenth step."""
 
     steps = 0
 
@@ -236,7 +236,7 @@ def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
     rows = {row.label.partition("=")[0]: row for row in result.rows}
     assert rows["fused"].status in ("adopted", "slower", "no gain", "inconclusive")
-    # Order and augmentation do not depend on the number of workers.
+    # The sample order and the augmentation do not depend on the number of workers.
     assert rows["num_workers"].loss_difference == (0.0, 0.0)
     assert result.outcome.steps_per_epoch == 5
     assert not (tmp_path / "never").exists()
@@ -379,7 +379,7 @@ def test_a_trial_can_be_longer_than_the_run_and_repeats_the_first_batches(tmp_pa
     assert epochs == 1
     assert len(inputs) == 27
     for number, batch in enumerate(inputs[6:]):
-        assert torch.equal(batch, inputs[number % 6])  # including the augmentation
+        assert torch.equal(batch, inputs[number % 6])  # the augmentation is also repeated
     assert len({float(batch.sum()) for batch in inputs}) == 6
 
 
@@ -430,7 +430,8 @@ def test_half_batches_of_a_short_epoch_have_the_same_losses_as_whole_batches(tmp
 def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole_batches(own, samples):
     loss = own[3]
     loader = DataLoader(TensorDataset(*tiny_runs.samples(samples)), batch_size=8)
-    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))  # BatchNorm and dropout depend on the batch
+    # The outputs of BatchNorm and dropout would depend on how the samples are divided into batches.
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     job = ObjectsJob(plain, loader, optimizer, loss, None, get_random_state())
     with Process(job) as process:
@@ -513,7 +514,7 @@ def test_persistent_workers_of_this_process_remain_usable(own):
 
 @pytest.mark.slow
 def test_the_row_names_a_missing_compiler_as_the_reason(own, short_rounds):
-    # monkeypatch would delete the setting at the end, and later compilations would fail.
+    # When the test ends, monkeypatch would delete the setting, and later compilations would fail.
     with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}):
         result = tune(*own, budget="10m", options=["compile"], cache=False)
     assert [row.status for row in result.rows] == ["failed", "failed"]

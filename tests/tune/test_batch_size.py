@@ -1,4 +1,4 @@
-"""The batch-size finder."""
+"""Tests of the batch-size finder."""
 
 import pytest
 from fakes import Script

@@ -1,4 +1,4 @@
-"""The cache key changes if and only if a change affects the training step."""
+"""Test that the cache key changes if a change can affect the training step, and otherwise stays the same."""
 
 import enum
 import functools
@@ -118,7 +118,7 @@ def test_a_changed_function_or_constant_that_a_submodule_uses_changes_the_key(mo
 
 
 class Recursive(nn.Module):
-    """A model that refers to itself."""
+    """A model with a reference cycle."""
 
     def __init__(self, how):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The learning rate range test."""
+"""Tests of the learning rate range test."""
 
 import math
 import random
@@ -23,13 +23,13 @@ def rates(count=100):
 
 
 def curve(rate):
-    """A loss that falls around 1e-3 and rises above 1e-1."""
+    """Return a loss that falls around a learning rate of 1e-3 and rises above 1e-1."""
     return 2.0 - 1.0 / (1.0 + (1e-3 / rate) ** 2) + 5 * max(rate - 0.1, 0)
 
 
 def test_suggestion_is_near_the_steepest_descent():
     found = LrRange(rates(), [curve(rate) for rate in rates()])
-    assert 6e-4 < found.suggestion < 1.6e-3  # the derivative with respect to log(rate) is largest at 1e-3
+    assert 6e-4 < found.suggestion < 1.6e-3  # as a function of log(rate), the loss falls fastest at 1e-3
     assert "Suggested learning rate" in str(found)
 
 
@@ -78,7 +78,7 @@ def test_invalid_ranges_are_rejected(start, end, steps):
 
 
 class Sent(list):
-    """The sending end of a connection."""
+    """A list that replaces the sending end of a connection."""
 
     send = list.append
 

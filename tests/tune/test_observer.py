@@ -1,4 +1,4 @@
-"""The loss that trials compare."""
+"""Tests of the loss and the step time that a trial reports."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_step_without_a_loss_cannot_be_compared():
 
 
 class Requests:
-    """A connection that requests `steps` steps once, and keeps what it receives."""
+    """A connection that requests `steps` steps once and records the messages sent to it."""
 
     def __init__(self, steps):
         self.steps, self.received = [steps], []
@@ -44,7 +44,7 @@ def test_measured_time_includes_rare_slow_steps(monkeypatch):
 
     def train():
         for step in range(100):
-            # every fourth step waits for data or updates the weights
+            # every fourth step is slow, as if it waited for data or updated the weights
             now[0] += 1.0 if step % 4 == 0 else 0.2
             timer.after_step(torch.tensor(1.0))
 

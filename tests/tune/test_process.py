@@ -19,7 +19,7 @@ from slipstream.tune.process import WARMUP, Process, TrialError
 
 
 class Job:
-    """A run of steps that calls `before` before the first step."""
+    """A job that calls `before` and then runs `steps` steps."""
 
     def __init__(self, before=lambda: None, steps=10**6):
         self.before = before
@@ -129,7 +129,7 @@ def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch, nu
     def interrupted_start(process):
         start(process)
         pids.append(process.pid)
-        with suppress(KeyboardInterrupt):  # Python also ignores exceptions in functions that run at fork
+        with suppress(KeyboardInterrupt):  # Python also ignores exceptions in at-fork callbacks
             os.kill(os.getpid(), number)
             time.sleep(0.05)
 

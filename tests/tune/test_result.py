@@ -1,4 +1,4 @@
-"""The table and the summary of a result, and the files that contain it."""
+"""Tests of the table and the summary of a tuning result, and of the files that store the result."""
 
 import json
 
@@ -177,7 +177,7 @@ def test_cache_distinguishes_runs_options_and_versions(monkeypatch):
 
 
 class Drawing:
-    """A dataset whose samples depend on the global generator."""
+    """A dataset whose samples depend on the global random number generator."""
 
     def __init__(self, *shape):
         self.shape = shape

@@ -1,4 +1,4 @@
-"""`Runner.tune()` measures a Runner's configuration and leaves the Runner unchanged."""
+"""Test that `Runner.tune()` measures a Runner's configuration and leaves the Runner unchanged."""
 
 import copy
 import os
@@ -42,7 +42,7 @@ def equal(before, after):
 
 
 def objects(folder):
-    """Return a Runner whose model, loader and optimizer are objects, with persistent workers."""
+    """Return a Runner built from model, DataLoader and optimizer instances instead of config dicts."""
     model = tiny_runs.Net(dropout=0.1, norm=True)
     loader = DataLoader(
         TensorDataset(*tiny_runs.samples()), batch_size=8, num_workers=1, persistent_workers=True

@@ -1,4 +1,4 @@
-"""The greedy search, with scripted trials."""
+"""Tests of the greedy search with scripted trials."""
 
 import shlex
 import time
@@ -18,7 +18,10 @@ from slipstream.tune.search import Search, _launch_hint
 
 
 def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
-    """Search with scripts by the names of the enabled options. Missing scripts behave like the baseline."""
+    """Run a search. `scripts` maps the names of the enabled options, joined by '+', to the script of that trial.
+
+    Without an entry, a trial has the script of the baseline, whose key is ''.
+    """
 
     def make_job(setting):
         keys = [*setting.speed, *(["num_workers"] if setting.num_workers else [])]
@@ -66,7 +69,7 @@ def test_batches_that_workers_loaded_while_a_trial_waited_are_not_timed(fake_pro
 
 
 class NoisyProcess(FakeProcess):
-    """A process whose step times vary from round to round. The script contains one time for each round."""
+    """A process whose step times vary from round to round. The script contains the times of successive rounds."""
 
     def time(self, steps, untimed, seconds):
         times = self.script.seconds
@@ -85,7 +88,7 @@ class NoisyProcess(FakeProcess):
 @pytest.mark.parametrize(
     ("seconds", "status", "reason"),
     [
-        # 16 of 24 rounds are faster; an interval of 90% that does not contain 1 would require 17.
+        # 16 of 24 rounds are faster; at least 17 would have to be faster for the 90% confidence interval to exclude 1.
         (
             (0.13, 0.09, 0.09),
             "adopted",
@@ -102,7 +105,7 @@ def test_option_that_is_likely_faster_is_adopted(monkeypatch, seconds, status, r
 
 
 def test_a_plan_that_is_slower_than_the_baseline_is_not_adopted(monkeypatch):
-    """Each option seems faster by chance, but the final measurement of both together shows that they are not."""
+    """Each option seems faster by chance, but the final measurement shows that both together are slower."""
     monkeypatch.setattr(tune_search, "Process", NoisyProcess)
     both = Script((*[0.09] * 5, *[0.11] * 5))
     outcome = search(

@@ -1,4 +1,4 @@
-"""The ratio of two step times and its interval."""
+"""Tests of the ratio of two step times and of its confidence interval."""
 
 import itertools
 import math

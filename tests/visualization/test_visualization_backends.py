@@ -25,7 +25,7 @@ def picture(seed=0):
 
 def json_lines(path):
     def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
+        raise AssertionError(f"{word} is not valid JSON")
 
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 

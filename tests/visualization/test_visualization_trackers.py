@@ -14,7 +14,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 
 class Recorder:
-    """An object that records every method call and returns the value from `results`."""
+    """An object that records every method call. `results` contains the return values by method name."""
 
     def __init__(self, **results):
         self.calls = []

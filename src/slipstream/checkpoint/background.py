@@ -143,7 +143,10 @@ def _copies_asynchronously(tensor: Tensor) -> bool:
 
 
 def _buffer_for(tensor: Tensor, previous: Tensor | None) -> Tensor:
-    """Return a host tensor like `tensor`, in pinned memory if the device copies to it asynchronously."""
+    """Return a host tensor with the layout of `tensor`: `previous` if it has this layout, otherwise a new tensor.
+
+    A new tensor is in pinned memory if the device copies to it asynchronously.
+    """
     layout = (tensor.shape, tensor.dtype, tensor.stride())
     if previous is not None and (previous.shape, previous.dtype, previous.stride()) == layout:
         return previous

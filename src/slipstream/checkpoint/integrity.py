@@ -36,9 +36,9 @@ _CHUNK = 2**22  # bytes per read: small enough to stay in the CPU cache until th
 def open_verified(
     path: Path, start: int = 0, length: int | None = None, all_entries: bool = True
 ) -> Iterator[IO[bytes]]:
-    """Yield a part of `path` as a file for `torch.load`. The bytes read in the `with` block are verified.
+    """Yield a part of `path` as a file for `torch.load`. An entry that a single call reads in full is verified.
 
-    If `all_entries` is True, the other entries are verified at the end of the block. Two kinds of files have no
+    If `all_entries` is True, the other entries are verified at the end of the `with` block. Two kinds of files have no
     checksums and are not verified: files written by torch before 1.6, which are pickles, and files that `torch.save`
     writes after `torch.serialization.set_crc32_options(False)`, which contain zeros instead of checksums.
 

@@ -42,7 +42,8 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint that `last_checkpoint` in `folder` refers to, or None if this file does not exist.
 
     Raises:
-        CheckpointError: the checkpoint that `last_checkpoint` refers to does not exist, or belongs to another run.
+        CheckpointError: `last_checkpoint` cannot be read, or it refers to a checkpoint that does not exist or
+            belongs to another run.
     """
     pointer = Path(folder) / LAST_FILE
     if not pointer.is_file():
@@ -103,7 +104,8 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
             checkpoints from other runs, which are not used.
 
     Raises:
-        CheckpointError: `last_checkpoint` refers to a missing checkpoint, and the run has no other checkpoint.
+        CheckpointError: `last_checkpoint` cannot be read, or it refers to a checkpoint that does not exist or
+            belongs to another run; and this run has no other checkpoint.
     """
     folder, latest, error = Path(folder), None, None
     try:
@@ -150,9 +152,7 @@ def _of_last_run(
     own = {path: iteration for path, iteration in iterations.items() if origins[path][0] == run_id}
     if foreign := [path.name for path in iterations if path not in own]:
         more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
-        warn(
-            f"{', '.join(foreign[:_MAX_LISTED])}{more} in {folder} were not written by this run and are ignored"
-        )
+        warn(f"ignoring {', '.join(foreign[:_MAX_LISTED])}{more} in {folder}: not written by this run")
     # If the run has rolled back, the iterations after its last checkpoint were discarded.
     ordered = sorted(own, key=lambda path: (own[path] <= last, own[path]), reverse=True)
     return [*ordered, *(path for path in others if path not in iterations)]

@@ -114,7 +114,7 @@ def compare_weights(
     if strict and (missing or unexpected):
         raise MismatchError(
             f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}",
-            ". Use a checkpoint of this model, or rename the keys with revise_keys",
+            ". Use a checkpoint from this model, or rename the keys with revise_keys",
         )
     if own and len(missing) == len(own):
         raise CheckpointError(

@@ -214,7 +214,7 @@ def _speed(cell: Cell) -> dict[str, Any]:
 def _repeat_first_batch(loader: Any) -> tuple[Any, int]:
     """Return a loader that repeats the first batch of `loader`, and the number of samples in all processes' batches.
 
-    The loader yields as many batches as `loader`.
+    The returned loader yields as many batches as `loader`.
     """
     from torch.utils.data import DataLoader
 

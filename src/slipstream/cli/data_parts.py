@@ -40,7 +40,7 @@ class Part:
 
     split: str
     config_path: str
-    """Config path of the dataset."""
+    """Path of the dataset in the configuration, such as `train_dataloader.dataset`."""
     dataset: Any
 
     @property
@@ -65,7 +65,7 @@ def split_names(cfg: Config, requested: str | None) -> list[str]:
 
 
 def parts_of(cfg: Config, split: str) -> list[Part]:
-    """Return the datasets of a split.
+    """Return the datasets of a split, without the wrappers around them.
 
     Raises:
         SlipstreamError: a dataset cannot be built or is iterable-style. The message includes its config path.
@@ -126,7 +126,7 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
 def map_samples(
     function: Callable[[Any, int], T], dataset: Any, workers: int | None, title: str
 ) -> Iterator[T]:
-    """Yield `function(dataset, i)` for all samples in order, with a progress bar.
+    """Yield `function(dataset, i)` for all samples in order. Show a progress bar if stderr is a terminal.
 
     Args:
         function: a module-level function, so that it can be pickled.

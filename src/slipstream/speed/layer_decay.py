@@ -39,8 +39,8 @@ class LayerDecayOptions:
     decay: float = 0.75
     """Ratio of a layer's learning rate to that of the next layer, in (0, 1]."""
     layers: list[str] | None = None
-    """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. The
-    default is the outermost repeated blocks of the model."""
+    """The layers from input to output, by name (with the wildcards `*` and `?`) or class; each matching module is one
+    layer. The default is the outermost repeated blocks of the model."""
 
     def __post_init__(self) -> None:
         """Check that `decay` is in (0, 1], and that `layers` is not empty."""

@@ -69,7 +69,7 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
     For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
 
     Raises:
-        DataError: the batch has an unsupported type, or does not match the model's arguments.
+        DataError: the batch has an unsupported type, or the keys of a dict do not match the model's arguments.
     """
     if isinstance(batch, Mapping):
         return _as_dict(loss_fn(call_model(module, batch), batch))
@@ -83,9 +83,10 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
 
 
 def own_loss(module: nn.Module, batch: Any) -> Losses:
-    """Return the loss that the model computes from a batch, and its other 0-dim outputs.
+    """Return the loss that the model computes from a batch, with the other 0-dim tensors of a dict output.
 
-    The model returns the loss as a tensor, as the entry or attribute `loss`, or as a dict of several losses.
+    The model returns the loss as a tensor, or as the entry or attribute `loss` of its output. If a dict output has no
+    key `loss`, but other keys contain `loss`, all tensors in the dict are returned.
 
     Raises:
         LossError: the output contains no loss.
@@ -116,6 +117,8 @@ def own_loss(module: nn.Module, batch: Any) -> Losses:
 
 def call_model(module: nn.Module, batch: Any) -> Any:
     """Call `module` with a batch: a dict as keyword arguments, a tuple or list as positional arguments.
+
+    A tensor is passed as the only argument.
 
     Raises:
         DataError: the entries of the batch do not match the model's arguments.
@@ -167,7 +170,11 @@ def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the `loss` entry, which includes the other losses. If it is missing, return the sum of the losses."""
+    """Return the loss to minimize and the values to log.
+
+    The loss is the entry `loss`, which is assumed to include the other losses. If it is missing, the loss is the sum
+    of the entries whose name contains `loss`.
+    """
     if "loss" not in losses:
         return sum_losses(losses)
     loss, logs = sum_losses({"loss": losses["loss"]})

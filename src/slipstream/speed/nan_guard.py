@@ -322,7 +322,7 @@ def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tens
     parts = [part for part in map(_values, grads) if part.numel()]  # local shards can be empty
     finite = all_finite(parts) if parts else torch.ones((), dtype=torch.bool, device=device)
     if not any(map(is_sharded, grads)):
-        return finite  # gradients are already summed over the ranks
+        return finite  # gradients are already reduced across ranks
     flag = finite.to(torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
     return flag.bool()

@@ -1,4 +1,4 @@
-"""`SpeedPlan`: the speed options of a run, read from three front ends."""
+"""`SpeedPlan`: the speed options of a run, read from `speed=`, MMEngine's keys and SuperGradients' keys."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class SpeedPlan:
         """Read the options from all front ends. Call `complete` to add options that depend on the machine and model.
 
         Args:
-            speed: `'auto'`, or a dict of the fields above, including `auto=True`.
+            speed: `'auto'`, or a dict of options (the fields above), which may also contain `auto=True`.
             cfg, optim_wrapper, custom_hooks, env_cfg: the arguments of a Runner, with MMEngine's keys.
             training_params: a dict with SuperGradients' keys.
             device: device type; determines the dtype of mixed precision if none is specified.
@@ -348,8 +348,8 @@ IDLE = (
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Options that have no effect under a condition, as (name, condition, reason). They raise no error, so that the same
-configuration works on a laptop and on a cluster."""
+"""Tuples (option, condition, reason): if the condition holds, the option has no effect. This is not an error, so that
+the same configuration works on a laptop and on a cluster."""
 
 
 def _check(plan: SpeedPlan, capabilities: Capabilities) -> None:

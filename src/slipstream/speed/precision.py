@@ -48,7 +48,7 @@ def read_precision(value: Any) -> PrecisionOptions | None:
     """Read `precision`; None leaves the precision unchanged.
 
     Raises:
-        ConfigError: the value is neither one of the five names nor one of torch's dtype names (such as `bfloat16`).
+        ConfigError: the value is neither one of the five names nor an alias (such as `bfloat16`).
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value

@@ -41,7 +41,7 @@ def read_clip_grad(value: Any) -> GradClip | None:
     """Read `clip_grad`: `dict(max_norm=...)` or `dict(type='value', clip_value=...)`; False and None disable it.
 
     Raises:
-        ConfigError: the value has an unsupported type; see `GradClip.from_dict`.
+        ConfigError: the value is not a dict, or the dict is invalid (see `GradClip.from_dict`).
     """
     if isinstance(value, GradClip):
         return value

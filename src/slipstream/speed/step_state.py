@@ -49,7 +49,7 @@ def check_step_state(step: TrainStep, state: Mapping[str, Any], others: list[Ten
 
 @contextmanager
 def own_remedy(remedy: str = _REMEDY) -> Iterator[None]:
-    """Replace the remedies for a Runner, such as `load_from`, in the errors raised within the context."""
+    """Within the context, raise each MismatchError as a CheckpointError with `remedy` in place of its own remedy."""
     try:
         yield
     except MismatchError as error:

@@ -18,7 +18,7 @@ def describe_step(step: TrainStep, compilation: str, warnings: Iterable[str]) ->
     """Return the result of `TrainStep.summary`.
 
     Args:
-        compilation: the result of `describe_compilation`; for a closed step, its result at the time of closing.
+        compilation: the result of `describe_compilation`; for a closed step, the result that `TrainStep.close` stored.
         warnings: the warnings so far.
     """
     return "\n".join(_lines(step, compilation, warnings))
@@ -56,7 +56,7 @@ def describe_compilation(step: TrainStep, closed: bool = False) -> str:
     """Return what is compiled, for the first line of the summary.
 
     Args:
-        closed: whether the description is for summaries after `TrainStep.close`, which is about to drop the graph.
+        closed: set by `TrainStep.close`, which stores the description before it drops the graph.
     """
     inner = step.inner
     if isinstance(inner, CompiledStep) and inner.uses_graph:

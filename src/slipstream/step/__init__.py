@@ -10,6 +10,7 @@
 - `direct`, `cuda_graph`: calls to compiled code that bypass Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
 - `backward_passes`: detection of losses that differentiate the model's gradients.
+- `trained_parameters`: detection of trained parameters that `Module.to` has replaced.
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 

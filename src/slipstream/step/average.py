@@ -51,9 +51,10 @@ class AveragePart(StepPart):
     counts.
 
     On the host, `before_batch` writes the weight given to the new parameters into a one-element tensor. This
-    weight is 1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because the weight is a
-    tensor, a change in the decay does not require a new graph. `after_batch` computes
-    `average.lerp(parameters, weight)`. A compiled step's graph contains this operation, unless:
+    weight is 0 if the batch does not count, and otherwise the result of `average.next_weight()`: 1 for the first
+    update, and for example 1 - decay for later updates. Because the weight is a tensor, a change in the decay does not
+    require a new graph. `after_batch` computes `average.lerp(parameters, weight)`. A compiled step's graph contains
+    this operation, unless:
 
     - the average has an `interval` above 1, or is on a different device than the parameters,
     - the caller sets `on_host`, or

@@ -1,6 +1,6 @@
 """Detect losses that a compiled model does not support.
 
-These losses differentiate the model's gradients, or run several backward passes through its outputs.
+These losses differentiate the model's gradients, or run several backward passes through the model's outputs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class BackwardPasses:
         return None
 
     def observe(self, outputs: Any) -> None:
-        """Record each backward pass through `outputs`, which one call of the model has returned.
+        """Record each backward pass through `outputs`, the outputs of a single call to the model.
 
         Compiled code has one autograd node for all its outputs, so backward passes through different outputs count as
-        several passes. A gradient with respect to an output does not run the node that computed it.
+        several passes. Computing a gradient with respect to an output does not run that output's autograd node, so
+        such a backward pass is not recorded.
         """
         passes: set[int] = set()
 

@@ -71,7 +71,7 @@ class _WatchedClass:
         return [name for name, value in self._all.items() if name in self._read or _is_code(name, value)]
 
     def changed(self) -> bool:
-        """Return whether an attribute was replaced, added or deleted."""
+        """Return whether an attribute was replaced, added or deleted, or the code of a method was replaced."""
         if len(self._all) != self._size:  # Python may add attributes, such as __annotations__
             if set(self._names()) != self._known:
                 return True
@@ -150,7 +150,8 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _may_affect_step(type(value)):  # a logger refers to all other loggers
+    # Skip the attributes of classes and library objects; for example, a logger refers to all other loggers.
+    if isinstance(value, type) or not _may_affect_step(type(value)):
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 

@@ -24,7 +24,7 @@ class Capture(Protocol):
         """Run the function so that its allocations do not affect a later capture."""
 
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture the function without running its kernels; return its outputs and a function that replays it."""
+        """Capture the kernels of a function without running them; return its outputs and a function for replay."""
 
 
 class CudaCapture:
@@ -84,7 +84,7 @@ class CapturedCalls:
         Finalize(self, _release, (release,), exitpriority=0)
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
-        """Call `run(arguments)` or replay it; `run` must not cause a device synchronization."""
+        """Call `run(arguments)`, or replay the CUDA graph of this call; `run` must not synchronize with the device."""
         if self._failed:
             return run(arguments)
         key = (run, *map(_key, tree_leaves(arguments)))

@@ -89,7 +89,7 @@ class DirectCalls:
             compiled.guards = new[0].guard_manager
 
     def add_call(self, compiled: CompiledGraph, arguments: _Arguments, outputs: Outputs) -> _Call | None:
-        """Return a direct call for the code that Dynamo called, or None if a direct call is not possible.
+        """Add and return a direct call to the code that Dynamo called; return None if a direct call is not possible.
 
         Args:
             compiled: the code that Dynamo called.
@@ -111,7 +111,7 @@ class DirectCalls:
 
 
 class _Call:
-    """A direct call of one graph: its guards, its code, and the positions of its inputs and outputs."""
+    """A direct call to the compiled code of a graph, with the guards and the positions of inputs and outputs."""
 
     def __init__(
         self,

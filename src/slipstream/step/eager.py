@@ -188,7 +188,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Discard gradients from another step's backward pass, if backward cannot be restricted to parameters."""
+        """If backward is not restricted, discard other steps' gradients at the start of an accumulation window."""
         if self._can_restrict is False and self.optim.begins_window():
             self.optim.zero_grad()
 

@@ -58,7 +58,8 @@ def structure_of(tree: Any) -> Any:
 def clone_tensors(tree: Any) -> Any:
     """Return a copy of nested containers in which each tensor is cloned.
 
-    Objects with `_batch_fields` and dataclasses are changed in place, because the inputs may contain the same objects.
+    Objects with `_batch_fields` and dataclasses are not copied, because other code may hold references to them. Their
+    tensors are replaced in place.
     """
     changed: set[int] = set()
 

@@ -91,7 +91,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class _InFloat64(TorchDispatchMode):
-    """Replaces lower precisions with float64 in all operators."""
+    """Replaces lower precisions with float64 in all operators, except when they draw random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -349,7 +349,7 @@ def _move_counts(
 def _create_state(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
 ) -> tuple[list[str], Any, list[list[Tensor]]]:
-    """Create the optimizer's state; return the names of its lists, `_init_group`'s return value, and the lists."""
+    """Create the optimizer's state; return the names of the state lists, the result of `_init_group`, and the lists."""
     grads = [param.grad for param in params]
     for param in params:  # _init_group skips parameters without a gradient
         param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)

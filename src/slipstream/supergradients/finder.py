@@ -1,4 +1,4 @@
-"""Import `super_gradients` and its submodules, which are created from `MODULES` in `names.py`."""
+"""Import hook that creates `super_gradients` and its submodules from `MODULES` in `names.py`."""
 
 from __future__ import annotations
 

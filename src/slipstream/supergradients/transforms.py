@@ -18,7 +18,7 @@ __all__ = [*TRANSFORMS]
 
 
 class _Callable:
-    """Mixin for transforms that can be called as `transform(sample)`; Python's `random` module seeds such a call."""
+    """Mixin for transforms that can be called as `transform(sample)`, with a seed drawn from Python's `random`."""
 
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator | None = None) -> dict[str, Any]:
         """Return the transformed sample.

@@ -1,4 +1,4 @@
-"""Learning rate range test: the loss while the learning rate increases.
+"""Learning rate range test: record the loss while the learning rate increases.
 
 Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017 (arXiv:1506.01186).
 """
@@ -51,7 +51,10 @@ class LrRange:
 
     @property
     def suggestion(self) -> float | None:
-        """The learning rate at which the smoothed loss falls fastest per log learning rate; None if it never falls."""
+        """The learning rate at which the smoothed loss falls fastest with respect to the log of the learning rate.
+
+        None if the smoothed loss falls by at most 0.1%, or if there are fewer than 10 losses before divergence.
+        """
         losses = self.smoothed
         first = min(SETTLING, len(losses) // 4)
         if len(losses) < _MIN_STEPS or losses[first] - min(losses) <= _MIN_DECREASE * abs(losses[first]):

@@ -32,7 +32,7 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
 
 
 def hook_class(hook: Any) -> Any:
-    """Return the class of a hook or of a configured hook. For an invalid configuration, the result is not a class."""
+    """Return the class of a hook or of a hook config. If the config is invalid, the return value may not be a class."""
     if not isinstance(hook, Mapping):
         return type(hook)
     kind = hook.get("type")

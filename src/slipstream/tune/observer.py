@@ -21,7 +21,7 @@ __all__ = ["Finished", "LrSweep", "Observer", "Timer", "divergence_limit", "shap
 
 
 class Finished(BaseException):
-    """Ends a trial. It derives from `BaseException`, so that `except Exception` does not suppress it."""
+    """Raised to end a trial. It derives from `BaseException`, so that `except Exception` does not suppress it."""
 
 
 class Observer:
@@ -107,7 +107,10 @@ _DIVERGENCE_RATIO = 4.0
 
 
 def divergence_limit(best: float) -> float:
-    """Return the smoothed loss above which a sweep diverges: `4 * best` if its smallest value `best` is positive."""
+    """Return the smoothed loss above which a sweep diverges, which is `4 * best` if `best` is positive.
+
+    `best` is the smallest smoothed loss of the sweep.
+    """
     return best + (_DIVERGENCE_RATIO - 1) * abs(best)
 
 

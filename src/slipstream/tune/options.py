@@ -77,7 +77,7 @@ class Candidate:
     setting: Setting
     tolerance: Tolerance = EXACT
     fallback_for: str = ""
-    """Another value of the option. If that value was measured and works, this value is skipped."""
+    """The label of another value of the option. If that value works, this value is skipped."""
     requires: str = ""
     """Another option. This value is skipped unless that option is part of the plan."""
     problem: str = ""
@@ -154,7 +154,10 @@ def _values(name: str, capabilities: Capabilities, batches: Batches) -> Iterator
 
 
 def _compilations(name: str, batches: Batches) -> Iterator[Candidate]:
-    """Yield scopes, or values of `mode` or `dynamic` for the adopted scope. `cuda_graph` covers CUDA graph modes."""
+    """Yield the values of `scope`, or the values of `mode` or `dynamic` to measure with the adopted scope.
+
+    Modes that use CUDA graphs are omitted, because the `cuda_graph` option covers them.
+    """
     if name == "compile":
         yield Candidate(name, "compile=step", Setting({"compile": {"scope": "step"}}))
         yield Candidate(

@@ -65,7 +65,10 @@ def launch(train: Train, observer: Observer, folder: Path, processes: int) -> No
 
 
 def _run_rank(work: Any, folder: Path, rank: int, processes: int, port: int, threads: int) -> None:
-    """Train as another rank, in a new thread, because a fork does not copy the main thread's OpenMP threads."""
+    """Train as rank `rank`, in a new thread.
+
+    A forked process has no copies of the parent's OpenMP threads, but a new thread starts its own.
+    """
     arguments = (work, folder, rank, processes, port, threads)
     thread = threading.Thread(target=_train, args=arguments, daemon=True)
     thread.start()

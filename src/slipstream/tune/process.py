@@ -200,7 +200,10 @@ class Process:
         return TrialError("timed out", f"{progress} in {seconds:.0f} s", tuple(self.warmup_seconds))
 
     def time(self, steps: int, untimed: int, seconds: float) -> dict[str, Any]:
-        """Run `untimed` untimed and then `steps` timed steps. Return `seconds` (the mean time) and `peak_mib`.
+        """Run `untimed` untimed steps and then `steps` timed steps.
+
+        Returns:
+            A dict with `seconds` (the mean step time), `peak_mib` and `loss`.
 
         Raises:
             TrialError: see `wait_for`.
@@ -209,7 +212,7 @@ class Process:
         return self.wait_for("timed", seconds)
 
     def request(self, steps: int, untimed: int) -> None:
-        """Start `untimed` untimed and then `steps` timed steps; the next `timed` message contains the mean time.
+        """Start `untimed` untimed and then `steps` timed steps; the next `timed` message contains the mean step time.
 
         Raises:
             TrialError: the run ended.

@@ -40,7 +40,7 @@ class RankProcess:
 
     Args:
         job: the run to execute on this rank; it must be picklable, because the processes are not forked.
-        make_observer: as for `Process`.
+        make_observer: see `Process`.
 
     Raises:
         ConfigError, DistributedError: the process could not be started on this rank or on another rank.
@@ -152,9 +152,11 @@ def check_same_on_all_ranks(**values: Any) -> None:
 
 
 def _placement(port: int) -> Placement:
-    """Return the placement of this rank's trial: that of this process, but with a different port for rank 0."""
+    """Return the placement of this rank's trial: that of this process, but with `port` as the port of the store.
+
+    Under torchrun, a trial connects to the agent's store, as a restarted worker does, so the port does not change.
+    """
     placement = read_placement("pytorch", os.environ)
-    # A trial connects to torchrun's store in the same way as a restarted process.
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return placement if elastic else replace(placement, master_port=str(port))
 

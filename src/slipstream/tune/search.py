@@ -81,7 +81,7 @@ class Outcome:
     """Step time of the baseline divided by that of the plan; None if no option is adopted."""
     total_is_product: bool = False
     """Whether `total` is the product of the options' ratios instead of a direct measurement. In this case, its `low`
-    and `high` are also products, which do not form an interval of known probability."""
+    and `high` are also products, which do not form a confidence interval."""
     compile_seconds: float = 0.0
     """Compilation time of the plan, in seconds."""
     steps_per_epoch: int | None = None

@@ -84,7 +84,7 @@ class LocalVisBackend(BaseVisBackend):
         scalar_save_file: file name of the scalars, ending in `.json`.
 
     Raises:
-        ConfigError: if a file name has a different suffix.
+        ConfigError: if a file name has a different suffix, or a path is not inside `save_dir`.
     """
 
     def __init__(

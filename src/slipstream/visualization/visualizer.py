@@ -30,7 +30,7 @@ class Visualizer:
         save_dir: parent folder of `vis_data`, the default `save_dir` of backends.
 
     Raises:
-        ConfigError: if two backends have the same name, or a backend has no `save_dir`.
+        ConfigError: if a value is not a backend, two backends have the same name, or a config has no `save_dir`.
     """
 
     def __init__(

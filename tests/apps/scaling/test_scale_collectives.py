@@ -1,4 +1,4 @@
-"""Costs of collectives: comparison with explicit formulas and general properties."""
+"""Tests of the costs of collectives: comparisons with explicit formulas, and general properties."""
 
 import math
 

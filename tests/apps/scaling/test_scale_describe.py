@@ -1,4 +1,4 @@
-"""The description of a network's blocks, compared with manual counts and with a run of the network."""
+"""Tests of `describe`, which determines the blocks of a network and their costs, against manual counts."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def test_multiply_add_counts_as_two_flops():
 
 def test_activations_are_storages_saved_by_autograd():
     # The image, the first convolution's output (for BatchNorm's backward) and ReLU's in-place result, which counts once
-    # although both ReLU and the next convolution save it. BatchNorm saves a mean and a scale.
+    # although both ReLU and the next convolution save it. The tolerance covers the mean and the inverse standard
+    # deviation that BatchNorm saves for each channel.
     model = describe(small(), (3, 10, 12))
     assert model.activations == pytest.approx(120 * (3 + 8 + 8), rel=0.01)
 

@@ -1,4 +1,4 @@
-"""Predictions: general properties and comparison with independent calculations."""
+"""Tests of predictions: general properties, and comparisons with independent calculations."""
 
 from dataclasses import replace
 

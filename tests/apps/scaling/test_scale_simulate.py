@@ -1,4 +1,4 @@
-"""The simulator: comparison with manually computed timelines and total bytes."""
+"""Tests of the simulator: comparisons with manually computed timelines and with the total number of bytes sent."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from slipstream.apps.scaling import Block, Cluster, Link, Model, Strategy, simul
 from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_MAX_ELEMENTS, Work, units
 
 MIB = 2**20
-# Two GPUs: an all-reduce of n bytes takes n * beta seconds, and an all-gather or reduce-scatter half
-# that time. 1 MiB takes 1 s.
+# Between two GPUs, an all-reduce of n bytes takes n * beta seconds, and an all-gather or a reduce-scatter takes half
+# that time. With this link, an all-reduce of 1 MiB takes 1 s.
 UNIT = Link(0.0, 1 / MIB)
 
 
@@ -58,7 +58,7 @@ def test_collectives_block_computation_without_overlap():
 
 
 def test_fsdp2_gathers_one_unit_ahead_and_reduce_scatters_gradients():
-    # Units of 2 MiB: a gather or a scatter takes 1 s. Forward takes 2 s per unit, backward 3 s.
+    # Units of 2 MiB: an all-gather or a reduce-scatter takes 1 s. Forward takes 2 s per unit, backward 3 s.
     schedule = simulate(model(2, 2, 2), cluster(), plain("fsdp2"), Work([2] * 3, [3] * 3, 0))
     # Forward: the first gather runs at 0-1 s. Unit 0 runs at 1-3 s (next gather: 1-2 s), unit 1 at 3-5 s (next gather:
     # 3-4 s) and unit 2 at 5-7 s.

@@ -1,4 +1,4 @@
-"""SuperGradients' losses for masks and for several outputs, compared with loops over pixels in float64."""
+"""Tests of the losses for binary masks and of `ShelfNetOHEMLoss`, against reference implementations in float64."""
 
 import math
 

@@ -26,9 +26,10 @@ def randomize_norms(network):
 
 
 class Reference:
-    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode.
 
-    Image sides must be multiples of 64. Interpolation uses torch's function.
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 64. Interpolation
+    uses `F.interpolate`.
     """
 
     def __init__(self, name, state):

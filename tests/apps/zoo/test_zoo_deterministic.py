@@ -1,4 +1,4 @@
-"""With deterministic algorithms, operators without a deterministic CUDA kernel are replaced by equivalent ones."""
+"""Test that operators without a deterministic CUDA kernel are replaced if deterministic algorithms are enabled."""
 
 import pytest
 import torch

@@ -103,7 +103,7 @@ def test_loss_matches_the_reference_for_uniform_labels(targets):
 def test_batch_of_ignored_pixels_has_finite_loss_and_zero_gradient():
     outputs, targets = batch()
     losses = loss_of()(outputs, torch.full_like(targets, IGNORE))
-    # In this case, Dice is (1 - 1 / (1 + 1e-5)) for each class.
+    # In this case, the Dice loss of each class is 1 - 1 / (1 + 1e-5).
     assert losses["loss_main"].item() == pytest.approx(1e-5, rel=0.02)
     sum(losses.values()).backward()
     assert all((logits.grad == 0).all() for logits in outputs)
@@ -158,7 +158,7 @@ def test_loss_does_not_synchronize_or_allocate_large_int64_tensors():
             seen.add(func.overloadpacket)
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
-                assert out.numel() <= 2 * 8 * 11, f"{func} creates {tuple(out.shape)} of int64"
+                assert out.numel() <= 2 * 8 * 11, f"{func} creates an int64 tensor: {tuple(out.shape)}"
             return out
 
     outputs, targets = batch(heads=2)

@@ -1,4 +1,4 @@
-"""Losses for knowledge distillation, compared with loops in float64."""
+"""Tests of the losses for knowledge distillation, against loops in float64."""
 
 import math
 

@@ -40,7 +40,7 @@ COUNTS = {
     "segformer_b4": (64_007_635, 64_007_635),
     "segformer_b5": (84_607_955, 84_607_955),
 }
-"""Parameter counts of SuperGradients' networks in training and in inference, for 19 classes."""
+"""Parameter counts of SuperGradients' networks with and without auxiliary heads, for 19 classes."""
 
 BACKBONES = {
     "pp_lite_t_seg": "encoder.backbone",
@@ -53,7 +53,7 @@ BACKBONES = {
 
 @pytest.fixture
 def trained(tmp_path):
-    """Return a network and a function that saves a checkpoint of its transformed weights."""
+    """Return a network, and a function that saves `wrap(state_dict)` as a checkpoint and returns its path."""
     network = models.get("ddrnet_23_slim", 5)
     for parameter in network.parameters():
         torch.nn.init.uniform_(parameter)

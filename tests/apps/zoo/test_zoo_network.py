@@ -1,4 +1,4 @@
-"""Networks from `models.get`: prediction, head replacement, and preparation for deployment."""
+"""Tests of networks from `models.get`: prediction, head replacement, and preparation for deployment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SEGMENT = [
 
 
 def perturbed(network):
-    """Set BatchNorm's parameters and statistics to values with which fusion changes every weight."""
+    """Randomize the BatchNorms, so that fusion changes every weight. Return the network in evaluation mode."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()

@@ -1,4 +1,4 @@
-"""Errors for unknown networks suggest one of Slipstream's networks, or a network from timm if timm has it."""
+"""Tests of the errors for unknown network names, which suggest similar names from Slipstream or timm."""
 
 import sys
 from types import ModuleType

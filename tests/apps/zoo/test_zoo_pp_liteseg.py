@@ -23,9 +23,10 @@ def randomize_norms(network):
 
 
 class Reference:
-    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode.
 
-    The names of the weights identify the convolutions. Upsampling uses integer factors.
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 32, because
+    upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -197,7 +198,7 @@ def test_network_and_loss_compile_as_a_single_graph_with_the_same_gradients():
 
 
 def test_network_uses_no_scatter():
-    """With F.interpolate, the network's gradients are zero when it is compiled for a CPU; see `resize`."""
+    """With `F.interpolate`, the network's gradients could be zero if it is compiled for CPU; see `layers.resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):

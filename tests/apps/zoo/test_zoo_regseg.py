@@ -12,7 +12,7 @@ from slipstream.apps.zoo import models, regseg48
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
 
-# Dilations of the paper's backbone at 1/16. All blocks except the last have 256 channels.
+# Dilations of the paper's backbone at 1/16 of the resolution. All blocks except the last have 256 channels.
 DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
 STAGES = [[[1]], [[1]] * 3, DEEP]
 WIDTHS = [[48], [128] * 3, [256] * 13 + [320]]
@@ -47,7 +47,7 @@ def super_gradients_names(state):
 
 
 class Reference:
-    """Reference implementation of the paper's network in evaluation mode, computed from a state dict."""
+    """Reference implementation of the paper's network in evaluation mode, with weights from a state dict."""
 
     def __init__(self, state):
         self.state = state

@@ -14,7 +14,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvision_keys(name):
-    """Return torchvision's keys, with a projection where a stage changes the width or the resolution."""
+    """Return the keys of torchvision's state dict. A block that changes the shape has a projection."""
     convs = 3 if name == "resnet50" else 2
     keys = {"conv1.weight", *(f"bn1.{n}" for n in NORM), "fc.weight", "fc.bias"}
     for stage, depth in enumerate(DEPTHS[name], start=1):
@@ -28,7 +28,7 @@ def torchvision_keys(name):
 
 
 def reference_forward(name, state, x):
-    """Compute the network in evaluation mode from a state dict with torchvision's names."""
+    """Compute the output of the network in evaluation mode, with weights from a state dict with torchvision's keys."""
 
     def norm(key, x):
         statistics = (state[f"{key}.{n}"] for n in ("running_mean", "running_var", "weight", "bias"))

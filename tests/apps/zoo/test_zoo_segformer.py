@@ -16,10 +16,10 @@ def tiny(depths=(2, 1, 3, 1), **options):
 
 
 class Reference:
-    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode.
 
-    Uses sequences (N, tokens, C), explicit attention, and the decoder in the paper's order: project, resize,
-    concatenate, fuse.
+    The weights come from a state dict with SuperGradients' keys. The implementation uses sequences of shape
+    (N, tokens, C), explicit attention, and the decoder in the paper's order: project, resize, concatenate, fuse.
     """
 
     def __init__(self, state, depths):
@@ -176,7 +176,7 @@ def test_initial_weights_have_the_standard_deviations_in_the_paper():
     network = segformer_b0()
     block = network._backbone.block4[0]
     assert block.mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    # A depthwise convolution has the fan-out of one channel.
+    # In a depthwise convolution, each group has one output channel, so the fan-out is 3 * 3 = 9.
     assert block.mlp.dwconv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.03)
     assert all((m.bias == 0).all() for m in network.modules() if getattr(m, "bias", None) is not None)
 

@@ -1,4 +1,4 @@
-"""The lightweight ShelfNets have the same parameters as SuperGradients' networks."""
+"""Tests of the lightweight ShelfNets: parameters, outputs, gradients and building blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from slipstream.apps.zoo import models
 from slipstream.apps.zoo.shelfnet import AttentionRefinement, ShelfBlock
 
-# Parameter counts, and SHA-256 of the names and shapes in the state dicts of SuperGradients' networks with 21 classes.
+# Parameter counts of SuperGradients' networks with 21 classes, and SHA-256 hashes of the names and shapes in their
+# state dicts.
 NETWORKS = {
     "shelfnet18_lw": (14_604_224, "4cd4d49b38468f8d5c9b8ce652d564e98dcdabdd3225c9a4a2b3323eeb8e2f65"),
     "shelfnet34_lw": (33_749_952, "7290af7b0d9831cb53ebc7905e0336053a2b344cad8f068e11e66b9aad8d3f24"),

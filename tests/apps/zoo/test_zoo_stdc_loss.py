@@ -56,7 +56,7 @@ def reference_detail_loss(logits, details):
 
 
 def labels(seed, size=(2, 8, 12), classes=5, ignored=0.3, blocks=1, dtype=torch.uint8):
-    """Return class ids in uniform blocks and ignore a fraction of them."""
+    """Return class ids in uniform blocks, with a fraction `ignored` of the pixels ignored."""
     generator = torch.Generator().manual_seed(seed)
     n, height, width = size
     coarse = torch.randint(0, classes, (n, height // blocks, width // blocks), generator=generator)
@@ -181,7 +181,7 @@ def test_details_of_odd_sizes_are_clipped_at_the_border():
     targets = torch.zeros(1, 7, 9, dtype=torch.uint8)
     targets[0, 4, 4] = 3
     inside = detail_target(targets, IGNORE)[0, 0, 2:6, 2:7]
-    # The neighborhood of the dot, and the last row and column of the block that starts at (4, 4).
+    # The 3 x 3 neighborhood of the pixel (4, 4). It contains the pixel's 2 x 2 block in the map with stride 2.
     expected = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0]])
     assert torch.equal(inside, expected.bool())
     assert detail_target(targets, IGNORE).shape == (1, 1, 7, 9)

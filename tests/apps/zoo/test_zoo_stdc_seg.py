@@ -25,9 +25,10 @@ def randomize_norms(network):
 
 
 class Reference:
-    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode.
 
-    The names of the weights identify the convolutions. Upsampling uses integer factors.
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 32, because
+    upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -193,7 +194,7 @@ def test_network_and_loss_are_a_single_graph_with_the_same_gradients():
 
 @pytest.mark.slow
 def test_inductor_keeps_the_gradient_of_the_doubled_context():
-    """This is the only interpolation without `layers.resize`, which documents the problem."""
+    """`nn.Upsample` is the network's only interpolation without `layers.resize`, which documents the problem."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Upsample(scale_factor=2), ConvBNReLU(3, 4)).double()
     x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)

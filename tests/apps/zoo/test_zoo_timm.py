@@ -1,5 +1,5 @@
-"""Networks from timm, built by name. Most tests replace timm with a mock that defines the functions Slipstream
-calls."""
+"""Tests of timm networks that are built by name. Most tests replace timm with a mock that defines the functions that
+Slipstream calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slipstream.training.recipe import recipe_config
 
 
 class Tiny(nn.Module):
-    """A network with the attributes of timm's networks that Slipstream reads."""
+    """A network with the attributes that Slipstream reads from timm networks."""
 
     pretrained_cfg: ClassVar = {"classifier": "head.fc"}
 

@@ -1,4 +1,4 @@
-"""U-Net has the same parameters as SuperGradients' `unet`."""
+"""Test that U-Net has the same parameters as SuperGradients' `unet` and that its outputs are correct."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError, ModelError
 
-# SHA-256 of the names and shapes, in order, in the state dict of SuperGradients' network with one class.
+# SHA-256 of the names and shapes in the state dict of SuperGradients' `unet` with one class, in order.
 NAMES = "a0d9b066afbe32011fc4ca90542e2ddeb67c3cbc93caddaf9422376ab2610010"
 
 

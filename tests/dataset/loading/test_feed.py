@@ -1,4 +1,4 @@
-"""`DeviceFeed`: order, random draws and errors, with a mock copy stream."""
+"""Tests of `DeviceFeed`: order, random numbers and errors. Most tests use a mock copy stream."""
 
 import importlib
 import threading
@@ -193,7 +193,7 @@ def test_nested_tensors_move_and_keep_their_dtype():
 
 @pytest.fixture
 def pinning(monkeypatch):
-    """Replace `_pin` with a mock that records its thread."""
+    """Replace `_pin` with a mock that records the name of the calling thread."""
     threads = []
 
     def pin(batch):
@@ -289,7 +289,7 @@ def test_length_matches_the_loader():
     "tensor", [torch.eye(3).to_sparse(), torch.ones(1, 4).expand(3, 4), torch.ones(2, 3).T], ids=str
 )
 def test_tensors_of_all_layouts_are_pinned(tensor, monkeypatch):
-    """`pin_memory` copies strided tensors. The copy fails if elements share memory."""
+    """`pin_memory` keeps the strides of a tensor, so its copy fails if elements share memory."""
     monkeypatch.setattr(
         torch.Tensor,
         "pin_memory",

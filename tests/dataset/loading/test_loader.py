@@ -94,11 +94,11 @@ def test_batches_do_not_depend_on_the_number_of_workers(collate):
     seen = []
     for epoch in (1, 0):
         wanted = content(without_workers, epoch)
-        assert content(with_workers, epoch) == wanted, "persistent workers must use the new epoch"
+        assert content(with_workers, epoch) == wanted, "the batches depend on the number of workers"
         seen.append(wanted)
     assert sorted(i for batch in seen[0] for i in batch[0]) == list(range(10))
     values = [x for epoch in seen for batch in epoch for x in batch[1]]
-    assert len(set(values)) == 20, "draws must differ between samples and epochs"
+    assert len(set(values)) == 20, "two samples or epochs have equal random numbers"
     assert content(with_workers, 1, start=2) == seen[0][2:]
     assert content(without_workers, 1, start=2) == seen[0][2:]
 
@@ -340,11 +340,11 @@ def test_existing_data_loader_becomes_reproducible(name):
     random.seed(0)
     torch_state = torch.get_rng_state()
     torch.manual_seed(5)
-    assert content(other, 2) == whole, "order and draws must depend only on seed and epoch"
+    assert content(other, 2) == whole, "the global random state changed the batches"
     assert content(other, 2, start=1) == whole[1:]
     random.setstate(before)
     torch.set_rng_state(torch_state)
-    assert content(one, 2) == whole, "earlier draws must have no effect"
+    assert content(one, 2) == whole, "an earlier pass changed the batches"
 
     sizes = [len(batch[0]) for batch in whole]
     drawn = sorted(i for batch in whole for i in batch[0])
@@ -360,7 +360,7 @@ def test_existing_data_loader_becomes_reproducible(name):
         assert sizes == [2, 2]
     if name not in ("plain", "torchs_batch_sampler"):
         orders = {str(indices(one, epoch)) for epoch in range(8)}
-        assert len(orders) > 1, "epochs must differ"
+        assert len(orders) > 1, "all epochs have the same order"
 
 
 def test_existing_data_loader_keeps_collate_fn_and_worker_settings():

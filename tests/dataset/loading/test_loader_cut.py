@@ -1,4 +1,4 @@
-"""`num_batch_per_epoch` for an existing `DataLoader`."""
+"""Tests of `num_batch_per_epoch` with an existing `DataLoader`."""
 
 import pytest
 import torch

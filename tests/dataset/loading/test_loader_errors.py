@@ -1,4 +1,4 @@
-"""Error messages from failing data loader workers."""
+"""Tests of the messages of errors that are raised in data loader workers."""
 
 import pytest
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""The number of samples in each batch."""
+"""Tests of `BatchSizes` and `count_samples`, which determine the number of samples in a batch."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ class Stream(IterableDataset):
 
 
 class Growing:
-    """A batch sampler whose batches have 1, 2, 3, ... samples."""
+    """A batch sampler whose batches have 1, 2, 3 and 1 samples."""
 
     def __iter__(self):
         return iter([[0], [1, 2], [3, 4, 5], [6]])

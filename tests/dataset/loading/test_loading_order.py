@@ -1,4 +1,4 @@
-"""The sample indices of a batch are recomputed without loading the samples."""
+"""Tests of `batch_indices`, which recomputes the sample indices of a batch without loading the samples."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: images and targets are mixed in the same proportion, which can be read from the targets."""
+"""Tests of Mixup and CutMix. The mixing weight is read from a batch's targets and used to check its images."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def mixed(seed=0, batch=None, **arguments):
 
 
 def factor_of(targets):
-    """Return the mixing weight of a batch. It is read from sample 1, because samples 0 and 5 both have class 0."""
+    """Return the mixing weight of a batch, read from sample 1. Sample 0 and its counterpart, sample 5, have class 0."""
     return float(targets[1, 1])  # sample 1 has class 1, and its counterpart, sample 4, has class 4
 
 

@@ -1,4 +1,4 @@
-"""The sampler for repeated augmentation, compared with SuperGradients' lists of indices."""
+"""Test that `RepeatAugSampler` yields the same indices as the sampler of SuperGradients."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_the_order_depends_on_seed_and_epoch():
 
 
 class Drawn:
-    """Samples that consist of their index and a random number."""
+    """A dataset whose samples consist of their index and a random number."""
 
     def __len__(self):
         return 6

@@ -18,7 +18,7 @@ from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSample
 def _preserve_generators():
     before = torch.get_rng_state()
     yield
-    assert torch.equal(torch.get_rng_state(), before), "a sampler must not draw from the global generator"
+    assert torch.equal(torch.get_rng_state(), before), "a sampler drew from the global generator"
 
 
 def samplers_of_ranks(kind, size, world, epoch=0, **options):
@@ -154,7 +154,7 @@ def test_samplers_that_use_numpys_global_generator_are_reproducible():
     assert sorted(i for batch in whole for i, _, _ in batch) == list(range(12))
     np.random.seed(99)
     batches(sampler, 5)
-    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator must be restored"
+    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator was not restored"
 
 
 def test_isolated_random_state_continues_between_batches():
@@ -221,7 +221,7 @@ class Seeded(random.Random):
 
 
 class Keeps(Sampler):
-    """A sampler that gets its generator from the attribute `kept` by calling `get`."""
+    """A sampler that shuffles with the generator `get(kept)`."""
 
     def __init__(self, kept, get=lambda kept: kept):
         self.kept, self.get = kept, get
@@ -274,7 +274,7 @@ def orders_of(make, epochs):
 def test_generators_in_nested_objects_are_set_for_each_epoch(make):
     zero, one, again = orders_of(make, (0, 1, 1))
     assert again == one != zero
-    assert orders_of(make, (1,)) == [one]  # as after a resume in a new process
+    assert orders_of(make, (1,)) == [one]  # as after resuming in a new process
     assert EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40).differing_state(1) == []
 
 

@@ -1,4 +1,4 @@
-"""Errors name the failing sample, and `skip_errors` replaces failing samples."""
+"""Test that errors name the failing sample and that `skip_errors` replaces failing samples."""
 
 import re
 import traceback
@@ -49,7 +49,7 @@ def content(loader, epoch=0, start=0):
 
 
 def notes(error):
-    """Return the text of an error and its notes, which a worker sends as part of its traceback."""
+    """Return an error's traceback as text, including its notes. A worker process sends the notes only in this text."""
     return "".join(traceback.format_exception(error))
 
 
@@ -156,18 +156,20 @@ def test_replacement_depends_only_on_seed_epoch_and_index():
     for epoch in (0, 1):
         batches = content(one, epoch)
         assert content(two, epoch) == batches
-        assert content(build(Samples(faulty), skip_errors=3), epoch, start=2) == batches[2:], "resumed"
+        assert content(build(Samples(faulty), skip_errors=3), epoch, start=2) == batches[2:], (
+            "resuming changed the batches"
+        )
         read = [sample for batch in batches for sample in batch]
         for index, (found, draw) in enumerate(read):
             assert found not in faulty
             assert index in faulty or found == index
-            assert draw == wanted[epoch][found], "the augmentation must not depend on the position"
+            assert draw == wanted[epoch][found], "the augmentation depends on the position"
         replacements[epoch] = [read[index][0] for index in faulty]
     assert replacements[0] != replacements[1]
     other = [s for batch in content(build(Samples(faulty), seed=6, skip_errors=3)) for s in batch]
     assert [other[index][0] for index in faulty] != replacements[0]
     for loader in (one, two):
-        assert skipped_samples(loader.dataset) == "3 of 20 samples: 3, 4, 11", "counted across processes"
+        assert skipped_samples(loader.dataset) == "3 of 20 samples: 3, 4, 11", "the skipped samples are wrong"
     end_workers(two)
 
 

@@ -1,4 +1,4 @@
-"""MosaicML's StreamingDataset as the dataset of a loader: order, resume, and options that are not supported."""
+"""Tests of dataloaders with MosaicML's `StreamingDataset`: sample order, resuming and unsupported options."""
 
 import contextlib
 import pickle
@@ -22,7 +22,7 @@ from tiny_runs import run
 
 @pytest.fixture
 def package(request, monkeypatch):
-    """Import the package or its stand-in, and undo this after the test."""
+    """Return the kind of the package ("package" or "stand-in") and its `StreamingDataset` class."""
     if request.param == "stand-in":
         monkeypatch.setitem(sys.modules, "streaming", None)
     return request.param, use_package(request.param)
@@ -30,7 +30,7 @@ def package(request, monkeypatch):
 
 @pytest.fixture
 def stream(package, tmp_path):
-    """Return a function that opens a dataset with the ids 0, 1, ..."""
+    """Return a function that opens a dataset whose samples have the ids 0, 1, ..."""
     kind, dataset = package
     folder = write_stream(tmp_path / "shards", kind)
     return lambda change=lambda kind: kind, **options: change(dataset)(local=str(folder), **options)

@@ -1,4 +1,4 @@
-"""Waiting for batches with real processes: warnings, timeouts, dead workers and full shared memory."""
+"""Tests of waiting for batches, with real worker processes: warnings, timeouts, dead workers, full shared memory."""
 
 import os
 import re
@@ -23,13 +23,13 @@ from slipstream.dataset.loading.worker_init import signals_blocked
 from slipstream.errors import ConfigError, DataLoaderError, SlipstreamError
 from slipstream.preemption import SIGNALS
 
-# When a worker dies, torch's signal handler raises its error in whatever code the main thread runs. In a callback of a
-# weak reference, Python ignores the error, and the loader then finds the dead worker by itself.
+# When a worker dies, torch's signal handler raises an error in whatever code the main thread is running. If this code
+# is a weak reference callback, Python ignores the error, and the loader detects the dead worker later.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Slow(Dataset):
-    """A dataset of six samples. Sample 2 takes `seconds`, or kills its process."""
+    """A dataset of six samples. Loading sample 2 takes `seconds`, or sends the signal `kill` to the process."""
 
     def __init__(self, seconds=0.0, kill=None):
         self.seconds, self.kill = seconds, kill
@@ -68,7 +68,7 @@ def watchers():
 def test_warning_for_a_slow_sample_in_the_main_process_names_its_line():
     batches, warnings = read(build(Slow(1.3), stall_warning=0.2))
     assert batches == [[i] for i in range(6)]
-    assert len(warnings) in (2, 3), "the time between warnings doubles"
+    assert len(warnings) in (2, 3), "the time between warnings does not double"
     assert warnings[0].startswith("train_dataloader: no batch for 0.2")
     assert "after 2 batches" in warnings[0]
     assert f"executing __getitem__ ({__file__}:" in warnings[0]
@@ -110,9 +110,8 @@ def test_every_loader_warns_after_a_minute_by_default():
 
 
 def test_timeout_ends_the_worker_and_raises_an_error_that_names_the_option(monkeypatch):
-    monkeypatch.setattr(
-        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
-    )  # torch waits 5 s before it kills a worker
+    # By default, torch waits 5 s before it terminates a worker.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = build(Slow(60), num_workers=1, timeout=1, multiprocessing_context="fork")
     loading = Loading(loader, "val_dataloader", print)
     worker = loading._iterator._workers[0]
@@ -168,7 +167,7 @@ def test_the_fork_server_starts_without_blocked_signals(monkeypatch):
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_signals_remain_blocked_when_the_first_process_is_spawned(monkeypatch, method):
-    tracker = resource_tracker.ResourceTracker()  # as in a process that has not started one
+    tracker = resource_tracker.ResourceTracker()  # as in a process that has not started a tracker
     monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
     monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
     with signals_blocked(build(Slow(), num_workers=1, multiprocessing_context=method)):

@@ -1,4 +1,4 @@
-"""Automatic selection of `num_workers` and `prefetch_factor`."""
+"""Tests of the automatic selection of `num_workers` and `prefetch_factor`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sleeping(Dataset[Any]):
 
 
 class Draws(Dataset[Any]):
-    """A dataset that draws from the global generators and a private one, and counts its reads."""
+    """A dataset that draws from the global generators and counts its reads. Its own generator, `rng`, is not used."""
 
     def __init__(self) -> None:
         self.reads, self.rng = 0, random.Random(0)

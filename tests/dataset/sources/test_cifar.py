@@ -243,7 +243,7 @@ def test_cifar100_reads_the_second_label_of_each_record(tmp_path, monkeypatch):
     assert urls == ["https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"]
     classes = train.metainfo["classes"]
     assert len(set(classes)) == len(train.metainfo["palette"]) == 100
-    assert list(classes) == sorted(classes)  # the ids are in alphabetical order
+    assert list(classes) == sorted(classes)  # class ids follow the alphabetical order of the names
     (tmp_path / "cifar-100-binary/test.bin").write_bytes(bytes([0, 100]) + bytes(3072))
     with pytest.raises(DataError, match="contains the label 100, but labels must be from 0 to 99"):
         CIFAR100(tmp_path, train=False)

@@ -1,4 +1,4 @@
-"""COCO masks have the same pixels as those of the COCO API, and images are selected as in SuperGradients."""
+"""Test that COCO masks match those of the COCO API and that images are selected as in SuperGradients."""
 
 from __future__ import annotations
 

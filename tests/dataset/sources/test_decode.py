@@ -1,4 +1,4 @@
-"""Image decoding: pywuffs, if installed, returns the same pixels and errors as Pillow."""
+"""Tests of image decoding. Pixels and errors must be the same with pywuffs, if it is installed, as with Pillow."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def make_pair(seed=0, size=(37, 53)):
 
 
 def must_not_load():
-    raise AssertionError("decoded although it is in the cache")
+    raise AssertionError("a sample in the cache was decoded again")
 
 
 def assert_same(found, expected):

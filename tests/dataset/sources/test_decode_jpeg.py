@@ -1,4 +1,4 @@
-"""JPEG decoding: simplejpeg, if installed, returns the same pixels and errors as Pillow."""
+"""Tests of JPEG decoding. Pixels and errors must be the same with simplejpeg, if it is installed, as with Pillow."""
 
 from __future__ import annotations
 

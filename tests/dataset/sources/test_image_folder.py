@@ -98,7 +98,7 @@ def test_linked_folders_are_followed_once(tmp_path):
 
 def test_unreadable_subfolder_error_names_the_folder(tmp_path):
     make(tmp_path)
-    (tmp_path / "img/round").symlink_to("round")  # a cyclic link, because root can read any folder
+    (tmp_path / "img/round").symlink_to("round")  # a link to itself, because root ignores folder permissions
     with pytest.raises(DataError, match=r"cannot read '.*img/round': "):
         folder(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The index of a tar file: comparison with Python's `tarfile`, and damaged and malicious archives."""
+"""Tests of tar file indexes: comparison with Python's `tarfile`, damaged and malicious archives, and the cache."""
 
 import io
 import os
@@ -32,7 +32,7 @@ def special(name, kind, link=""):
 
 
 def repaired(header):
-    """Return a header with the right checksum."""
+    """Return the header with a correct checksum."""
     total = sum(header[:148]) + 8 * 32 + sum(header[156:512])
     return header[:148] + b"%06o\0 " % total + header[156:]
 
@@ -242,7 +242,7 @@ def equal(left, right):
 
 
 def must_not_read(path):
-    raise AssertionError(f"{path} is read again")
+    raise AssertionError(f"{path} was read again instead of using the cached index")
 
 
 def test_headers_are_read_once(shard, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tar shards with WebDataset's naming convention: samples, their order on ranks and workers, and resuming."""
+"""Tests of tar shards with WebDataset's naming convention: samples, their order on ranks and workers, and resuming."""
 
 import io
 import json
@@ -92,7 +92,7 @@ def test_samples_have_the_order_of_the_shards(shards, tmp_path):
     assert dataset.get_cat_ids(4) == [1]
     with pytest.raises(IndexError, match="sample index 11 is out of range for WebDataset; use 0 to 10"):
         dataset[11]
-    assert not list(tmp_path.glob("data/*.png")), "nothing is extracted"
+    assert not list(tmp_path.glob("data/*.png")), "files were extracted from the shards"
 
 
 def test_fields_select_files_by_extension(shards):

@@ -125,7 +125,8 @@ RECIPE = [
 
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
-@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest-neighbor ties go to one side
+# A flip before a resize reverses the side to which nearest-neighbor ties are resolved.
+@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])
 @example((37, 23), 3, RECIPE)
 @settings(max_examples=300, deadline=None)
 def test_composed_transforms_match_pillow_one_by_one(size, seed, chain):
@@ -177,7 +178,7 @@ def test_transforms_called_one_by_one_match_pillow(size, seed, chain):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_crops_of_large_images_rarely_differ_by_more_than_one_level(seed):
-    """The sizes match Cityscapes. Pillow computes pixel positions in single precision."""
+    """The sizes match Cityscapes. Pillow rounds the coordinates of a resize box to single precision."""
     transforms = [
         SegRandomFlip(0.5),
         SegRandomRescale((0.25, 1.75)),

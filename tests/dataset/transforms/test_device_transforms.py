@@ -1,4 +1,4 @@
-"""Color jitter and normalization on the device, compared with independent references."""
+"""Tests of color jitter and normalization on the device, compared with independent references."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def batch_of(transforms, seeds, **kwargs):
 
 
 def jittered(image, changes):
-    """Apply the formulas in torchvision's documentation to an image (..., 3) in float64."""
+    """Apply torchvision's formulas to an image of shape (..., 3) in float64."""
     image = np.asarray(image, float)
     for kind, factor in changes:
         gray = image @ [0.299, 0.587, 0.114]

@@ -1,4 +1,4 @@
-"""Resizing and cropping images: sizes, positions, and pixels compared with NumPy."""
+"""Tests of image resizing and cropping. NumPy computes the expected pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RandAugment: operations compared with NumPy, and the choice of operations and magnitudes."""
+"""Tests of RandAugment: the operations, compared with NumPy, and the choice of operations and magnitudes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def test_autocontrast_and_equalize_use_the_whole_range():
     wanted = (pixels.astype(float) - low) * 255 / (high - low)
     np.testing.assert_allclose(applied("AutoContrast", 5, pixels=pixels), wanted, atol=1)
     found = applied("Equalize", 5, pixels=pixels)
-    for channel, wanted in zip(found, pixels, strict=True):  # the fraction of darker pixels
+    # The result of Equalize is proportional to the fraction of darker pixels.
+    for channel, wanted in zip(found, pixels, strict=True):
         below = np.searchsorted(np.sort(wanted.ravel()), wanted.ravel()).reshape(wanted.shape) / wanted.size
         np.testing.assert_allclose(channel, 255 * below, atol=3)
 

@@ -1,4 +1,4 @@
-"""Crops of resized images, compared with Pillow."""
+"""Tests of crops of resized images, compared with Pillow."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def boxes(draw):
 
 
 @given(case=boxes(), seed=st.integers(0, 100))
-# The box has as many source pixels as output pixels, so torch copies them.
+# torch would copy the pixels, because its input and output would have the same size along an axis.
 @example(case=((12, 12), (13, 13), (3, 0, 10, 8)), seed=0)
 @example(case=((697, 381), (752, 411), (746, 0, 752, 61)), seed=0)
 @example(
@@ -60,7 +60,7 @@ def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corne
     left, top = (round(where * (side - cut)) for where, side, cut in zip(corner, scaled, size, strict=True))
     difference = differences(noise(2048, 1024), scaled, (left, top, left + size[0], top + size[1]))
     assert difference.max() <= 2
-    # Most differences occur at factors such as 7/4, where many values lie between two levels.
+    # Most differences occur at factors such as 7/4, where many values lie halfway between two levels.
     assert (difference > 1).mean() < 1e-3
 
 

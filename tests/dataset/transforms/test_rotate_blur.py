@@ -1,4 +1,4 @@
-"""Rotation and blur, compared with computations in float64, and the distributions of their random parameters."""
+"""Tests of rotation and blur: results compared with float64 references, and distributions of random parameters."""
 
 from __future__ import annotations
 

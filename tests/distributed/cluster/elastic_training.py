@@ -1,4 +1,4 @@
-"""Train with a checkpoint after every step, and write the samples that each rank uses in each step to `steps.jsonl`.
+"""Train with a checkpoint after every step, and write the sample indices of each rank and step to `steps.jsonl`.
 
 torchrun starts this script: `elastic_training.py FOLDER SECONDS_PER_STEP`.
 """
@@ -42,7 +42,7 @@ class Net(BaseModel):
 
 
 class Record(Hook):
-    """Appends a line to `steps.jsonl` in each step."""
+    """Appends a line to `steps.jsonl` at the start of training and after each step."""
 
     priority = "HIGHEST"  # before the checkpoint of the step
 

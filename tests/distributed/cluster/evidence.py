@@ -21,7 +21,7 @@ def trained(folder: Path, processes: int, steps: int) -> None:
 
 
 def words(run: Run) -> str:
-    """Return a run's output without colors, cursor movements and line breaks."""
+    """Return a run's output without colors, cursor movements or line breaks."""
     return " ".join(_ANSI.sub(" ", run.output).split())
 
 

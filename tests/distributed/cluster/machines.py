@@ -64,7 +64,7 @@ class Run:
         return self.file.read_text(errors="replace")
 
     def wait(self, timeout: float = 150) -> Run:
-        """Wait for the command to end. After `timeout` seconds, terminate it and fail the test."""
+        """Wait for the command to end. If it runs for more than `timeout` seconds, terminate it and fail the test."""
         try:
             self.process.wait(max(0.0, self.began + timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -99,7 +99,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that runs commands: `enter` is the command prefix, `environ` the environment variables."""
+    """A machine that runs commands.
+
+    `enter` is the prefix of each command. `environ` contains additional environment variables.
+    """
 
     enter: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -132,7 +135,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine with a free default port for torchrun, because another program may use the usual port."""
+    """Return this machine. torchrun uses a free port by default, because another program may use port 29500."""
     return Machine(environ={"PET_MASTER_PORT": str(free_port())})
 
 
@@ -191,7 +194,10 @@ def _only_child(pid: int) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process without the variables set by a launcher."""
+    """Return the environment for a command: that of this process, without the variables that a launcher sets.
+
+    PATH starts with the folder of this interpreter, and OpenMP uses one thread.
+    """
     foreign = re.compile(
         r"(SLURM|SBATCH|SRUN|OMPI|PMI|PMIX|PET|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
     )

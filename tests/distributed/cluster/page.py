@@ -1,4 +1,4 @@
-"""Code blocks in docs/distributed.md, which the tests run unchanged."""
+"""The code blocks in docs/distributed.md, which the tests run."""
 
 from __future__ import annotations
 

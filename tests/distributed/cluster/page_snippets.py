@@ -1,4 +1,7 @@
-"""Run the page's Python blocks in each process of a torchrun job, and print each model's wrapper."""
+"""Run the Python blocks in docs/distributed.md that create a Runner, and print the wrapper of each model.
+
+torchrun starts this script.
+"""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of the two machines, each with eight processors and two GPUs that exist only in its configuration."""
+"""A Ray cluster on the two machines. Each is configured with eight CPUs and two GPUs, regardless of its hardware."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ADDRESS = f"{ADDRESSES['n1']}:6379"
 def ray_cluster(
     machines: Mapping[str, Machine], folder: Path, **environ: str
 ) -> Iterator[dict[str, Machine]]:
-    """Start the cluster. Its processes write their output to an empty folder, and end with the block.
+    """Start the cluster, and stop it at the end of the block. Yield machines whose commands connect to it.
 
-    Ray's sockets are in a folder of their own, because their paths must have at most 107 characters.
+    Ray's processes write their output to `folder`. Ray's sockets are in a separate folder, because a socket path can
+    have at most 107 characters.
     """
     with ExitStack() as stack:
         sockets = tempfile.mkdtemp(prefix="ray")

@@ -16,8 +16,8 @@ from cluster.machines import ADDRESSES, Machine, environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 
-# Each machine is configured with eight processors and two GPUs, regardless of its hardware. The tests check on which
-# machine each process starts, and with which variables. No process opens a GPU, so /dev/null replaces it.
+# Each machine is configured with eight CPUs and two GPUs, regardless of its hardware. The tests check on which machine
+# each process starts, and with which variables. No process opens a GPU, so /dev/null and /dev/zero replace the GPUs.
 _CONF = """
 ClusterName=tests
 SlurmctldHost=n1({n1})
@@ -53,7 +53,10 @@ PartitionName=mm_dev Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def slurm(machines: Mapping[str, Machine], folder: Path) -> Iterator[Machine]:
-    """Start the cluster in an empty folder. Return n1, from which jobs are submitted."""
+    """Start the cluster, and stop it at the end of the block. Yield n1, from which jobs are submitted.
+
+    `folder` must be empty. It stores the configuration, the state and the logs of the cluster.
+    """
     for name in ("munge", "state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge/key"
@@ -85,7 +88,7 @@ def slurm(machines: Mapping[str, Machine], folder: Path) -> Iterator[Machine]:
 
 
 def _no_cgroups() -> str:
-    """Return the name of the plugin that uses no cgroups. The name changed in Slurm 24."""
+    """Return a value of CgroupPlugin with which Slurm requires no cgroups. It depends on the version of Slurm."""
     said = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True, env=environment())
     return "disabled" if int(re.findall(r"\d+", said.stdout)[0]) >= 24 else "cgroup/v1"
 

@@ -2,8 +2,9 @@
 
     PYTHONPATH=$(python tests/npu/simulated/build.py) python -c 'import torch; print(torch.ones(2, device="npu"))'
 
-PyTorch loads the package through its entry point `torch.backends`, like Ascend's torch_npu. The build takes about half
-a minute. The result is cached in the system's temporary folder, under a key computed from the versions and sources.
+PyTorch loads the package through its entry point in the group `torch.backends`, as it loads Ascend's torch_npu. The
+build takes about half a minute. The result is cached in the system's temporary folder, under a key computed from the
+versions of Python and torch and from the sources.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def folder() -> Path:
 
 
 def build() -> Path:
-    """Return the build folder, which is created if it does not exist.
+    """Return the build folder. If it does not exist, build the package first.
 
     Raises:
         SystemExit: there is no C++ compiler.

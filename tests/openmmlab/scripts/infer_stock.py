@@ -1,4 +1,4 @@
-"""Run the inferencers of mmdetection or mmsegmentation with stock configurations and untrained weights."""
+"""Run the inferencer of mmdetection or mmsegmentation with a stock configuration and untrained weights."""
 
 import json
 import sys

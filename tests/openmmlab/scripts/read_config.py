@@ -1,4 +1,4 @@
-"""Read pure Python style configurations with the installed `mmengine` and print their values as JSON."""
+"""Read a pure Python style configuration with `mmengine` (MMEngine or Slipstream), and print its values as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Train a small network in float64 with the installed `mmengine` and print the losses and weights as JSON.
+"""Train a small network in float64 with `mmengine` (MMEngine or Slipstream). Print losses and sums of weights as JSON.
 
 Arguments: the work_dir, the number of epochs, and the checkpoint to resume from, if any.
 """

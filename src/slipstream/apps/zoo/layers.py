@@ -95,7 +95,7 @@ class ConvBNReLU(nn.Module):
         self.seq = ConvBlock(in_channels, out_channels, kernel_size, stride, groups, relu)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the activations, with the dtype of `x`."""
+        """Return (N, out_channels, ceil(H / stride), ceil(W / stride))."""
         out: Tensor = self.seq(x)
         return out
 
@@ -124,7 +124,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     The gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
     Without it, the edges of the images are aligned.
     """
-    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, which makes the network's gradients zero.
+    # F.interpolate is not used, because on CPU, inductor (torch 2.13) may compute a gradient of zero for it.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)

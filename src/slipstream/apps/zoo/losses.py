@@ -1,4 +1,4 @@
-"""Losses that avoid device synchronization, data-dependent shapes and NaN."""
+"""Cross-entropy losses without device synchronization. If all targets are ignored, the loss is 0, not NaN."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class CrossEntropy(nn.Module):
     Args:
         ignore_index: target value to ignore.
         label_smoothing: amount of smoothing, between 0 and 1 (arXiv 1512.00567).
-        weight: weight of each class. The weighted sum of the losses is divided by the sum of the targets' weights.
+        weight: weight of each class. If the targets are class ids, the weighted sum of the losses is divided by the sum
+            of the targets' weights.
 
     Raises:
         ConfigError: if `label_smoothing` is out of range.
@@ -156,7 +157,7 @@ def _sum_of_weights(targets: Tensor, ignore_index: int, weight: Tensor | None) -
 def _sum_of_cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the sum of the cross-entropy over all pixels.
+    """Return the weighted sum of the cross-entropy over the targets that are not ignored.
 
     If deterministic algorithms are enabled, the sum is computed separately, because the sum that `F.cross_entropy`
     computes on CUDA is nondeterministic.

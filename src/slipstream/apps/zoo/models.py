@@ -43,7 +43,7 @@ _RENAMED_OPTIONS = {
 
 
 def names() -> list[str]:
-    """Return the sorted names that `get` accepts."""
+    """Return the sorted names that `get` accepts, except the names of networks from timm."""
     scaled = ["pp_lite_t_seg", "pp_lite_b_seg", "stdc1_seg", "stdc2_seg"]
     # The recipes at 50% and 75% of the image resolution use the same network.
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
@@ -66,7 +66,7 @@ def get(
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a network in training mode, with randomly initialized weights or weights from a file.
+    """Return a network in training mode, with randomly initialized or pretrained weights.
 
     Args:
         name: one of `names()`, or `timm:` followed by timm's name for a classification network

@@ -42,7 +42,7 @@ class Network(nn.Module):
         image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
         palette: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Set the transforms and class names for `predict`. Arguments that are None leave the current values unchanged.
+        """Set the transforms, class names and palette for `predict`. None leaves the current value unchanged.
 
         `Trainer.train` sets these values from the validation data. `models.get` sets them from a recipe's checkpoint.
 

@@ -33,8 +33,8 @@ def network_hint(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest network, or an empty string if there is none.
 
     The candidates are, in this order: the network in timm with the same name, a name in `known` that is similar to
-    `name` or starts with it, and another network in timm. The networks in timm are candidates only if timm is
-    installed. Underscores and case are ignored.
+    `name` or starts with it, and a network in timm that SuperGradients calls `name` or whose name starts with `name`.
+    The networks in timm are candidates only if timm is installed. Underscores and case are ignored.
     """
     by_plain = {_plain(other): other for other in known}
     close = get_close_matches(_plain(name), by_plain, n=1, cutoff=_MIN_SIMILARITY)
@@ -49,7 +49,10 @@ def network_hint(name: str, known: Iterable[str]) -> str:
 
 
 def _timm_name(name: str) -> str | None:
-    """Return timm's name for a network, or None if timm cannot be imported or has no such network."""
+    """Return timm's name for the network `name`, or None if it has no such network or cannot be imported.
+
+    The result is the name in `_TIMM_NAMES`, or else the shortest of timm's names that start with `name`.
+    """
     try:
         known = import_timm().list_models()
     except MissingPackageError:

@@ -157,7 +157,8 @@ class FuseConv(nn.Conv2d):
     """A 1x1 convolution over concatenated feature maps, which are resized to the size of the last map.
 
     Each map is convolved with its part of the weights before resizing. The result is the same, because both
-    operations are linear. Most of the work is done at low resolution, and the concatenation is not stored.
+    operations are linear and act on different dimensions. Most of the work is done at low resolution, and the
+    concatenation is not stored.
     """
 
     fuses_norm = True

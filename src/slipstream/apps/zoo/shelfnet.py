@@ -184,7 +184,7 @@ class ShelfNet(Network):
         check_num_classes(num_classes)
         widths = [width * 2**level for level in range(_LEVELS)]
         self.backbone = Backbone(in_channels, depths)
-        # The backbone's features have 128, 256 and 512 channels.
+        # The backbone's features have 128, 256 and 512 channels. If `width` is 64, 1x1 convolutions halve them.
         halved = widths if width < 128 else []
         self.conv_out_list = nn.ModuleList(ConvBlock(2 * inner, inner, kernel_size=1) for inner in halved)
         self.net_output_list = nn.ModuleList(
@@ -230,11 +230,11 @@ def _init_weights(network: ShelfNet) -> None:
 
 @MODELS.register_module()
 def shelfnet18_lw(num_classes: int = 21, in_channels: int = 3, image_size: int = 512) -> ShelfNet:
-    """Return the lightweight ShelfNet with a ResNet-18 backbone. `image_size` has no effect; see `ShelfNet`."""
+    """Return the lightweight ShelfNet with a ResNet-18 backbone; see `ShelfNet`. `image_size` has no effect."""
     return ShelfNet(num_classes, (2, 2, 2, 2), 64, in_channels)
 
 
 @MODELS.register_module()
 def shelfnet34_lw(num_classes: int = 21, in_channels: int = 3, image_size: int = 512) -> ShelfNet:
-    """Return the lightweight ShelfNet with a ResNet-34 backbone. `image_size` has no effect; see `ShelfNet`."""
+    """Return the lightweight ShelfNet with a ResNet-34 backbone; see `ShelfNet`. `image_size` has no effect."""
     return ShelfNet(num_classes, (3, 4, 6, 3), 128, in_channels)

@@ -78,7 +78,7 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
     This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
     each class with strides 1, 2 and 4. Each map is 1 where the result is at least `threshold`. The maps are upsampled
     and weighted by 0.6, 0.3 and 0.1, and the mask is 1 where their sum is at least 0.3. The third map has no effect.
-    The three weights receive no gradient, because the mask is the result of a comparison.
+    The paper's weights are trainable, but receive no gradient, because the mask is the result of a comparison.
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)

@@ -48,8 +48,9 @@ def limit_batches(
         if (stream := limited_stream(loader, count)) is not None:
             return stream
     raise ConfigError(
-        f"does not support the loader in {name}, a {type(loader).__name__} without a batch sampler; limit the size "
-        "of the dataset instead",
+        f"does not support the loader in {name}, of class {type(loader).__name__}: with a map-style dataset, the "
+        "loader must have a batch sampler, and with an iterable dataset, it must not be a subclass of DataLoader; "
+        "limit the size of the dataset instead",
         option,
     )
 

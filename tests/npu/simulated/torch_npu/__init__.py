@@ -1,7 +1,7 @@
-"""A simulated Ascend NPU: torch's device `npu` on the CPU, which reports operations that synchronize or copy.
+"""A simulated Ascend NPU: a device `npu` that runs on the CPU and reports kernels, copies and synchronization.
 
-torch loads this package through its entry point `torch.backends`, like the real torch_npu. If the environment
-variable SIMULATED_NPU_HCCL is 0, the backend `hccl` does not exist.
+torch loads this package through its entry point in the group `torch.backends`, as it loads the real torch_npu. If the
+environment variable SIMULATED_NPU_HCCL is 0, the backend `hccl` is not registered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["HOST_READS", "autoload", "watching"]
 
 DEVICES = 2
 HOST_READS = ("item", "device_to_host", "hidden_sync", "synchronize")
-"""Kinds of operations in which the host waits for the device."""
+"""Kinds of operations that make the host wait for the device."""
 
 
 def _index(device: Any = None) -> int:
@@ -94,11 +94,11 @@ def _register() -> None:
 
 
 def autoload() -> None:
-    """Do nothing. PyTorch calls the entry point after it has imported this module, which registers the device."""
+    """Do nothing: PyTorch imports this module before it calls the entry point, and the import registers the device."""
 
 
 def _stack() -> str:
-    """Return the innermost frames that are not in an installed package."""
+    """Return up to five innermost frames that are not in an installed package, as text."""
     installed = ("/torch_npu/", "/site-packages/", "/lib/python")
     frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in installed)]
     return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames[-5:]))

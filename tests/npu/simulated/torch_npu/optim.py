@@ -1,8 +1,8 @@
 """Fused optimizers like the ones in torch_npu.
 
-Gradients are views of one buffer, which the first `step` or `zero_grad` creates, and are never None. `zero_grad`
-does not support `set_to_none`. The real kernels ignore a gradient that is no longer in the buffer. The simulated
-optimizers raise an error.
+The first `step` or `zero_grad` copies all gradients into one buffer. From then on, the gradients are views of this
+buffer, and `zero_grad` fills it with zeros; `set_to_none` is not supported. The real kernels ignore a gradient that is
+no longer in the buffer, while the simulated optimizers raise an error.
 """
 
 import pytorch_optimizer
