@@ -94,6 +94,26 @@ def test_each_combination_trains_in_its_folder(tmp_path, capsys):
         assert name in printed
 
 
+def test_sweep_over_seeds_prints_means_and_best_values(tmp_path, capsys):
+    text = "default_hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='acc', rule='greater'))\n"
+    (tmp_path / "tiny.py").write_text(CONFIG + text)
+    words = ["--sweep", f"{LR}=0.1,1e-3", "--sweep", "randomness.seed=1,2", "train_cfg.max_epochs=2"]
+    assert main(["train", "tiny.py", *words]) == 0
+    runs = results(tmp_path)
+    for run in runs:
+        (lines,) = (tmp_path / run["folder"]).glob("*/vis_data/scalars.json")
+        values = [row["acc"] for row in map(json.loads, lines.read_text().splitlines()) if "acc" in row]
+        assert len(values) == 2
+        assert run["metrics"]["best acc"] == max(values)
+    lines = capsys.readouterr().out.partition("over the seeds:")[2].splitlines()
+    for number, rate in enumerate(["0.1", "1e-3"]):
+        one, other = (run["metrics"]["acc"] for run in runs[2 * number : 2 * number + 2])
+        (line,) = (line for line in lines if line.split()[:1] == [rate])
+        assert f"{(one + other) / 2:.4g}" in line
+        if one != other:
+            assert f"± {abs(one - other) / 2**0.5:.2g}" in line
+
+
 def test_failed_run_has_a_row_and_the_other_runs_continue(tmp_path, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=-1,0.1"]) == 1
     printed = capsys.readouterr().out

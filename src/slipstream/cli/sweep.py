@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,10 @@ __all__ = ["read_sweep", "sweep", "write_result"]
 _OPEN, _CLOSE = "([{", ")]}"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
 _LENGTHS = {"epochs", "train_cfg.max_epochs", "train_cfg.max_iters", "training_params.max_epochs"}
-"""Keys that set the length of a run. They may change when a sweep is resumed, because each run then continues."""
+"""Keys that set the length of a run.
+
+Their values may change when a sweep is resumed, because each run then continues from its last checkpoint.
+"""
 _MAX_NAME_LENGTH = 100  # maximum number of characters in a folder name
 
 
@@ -46,7 +50,8 @@ class Run:
     error: str = ""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric, or of the loss if the run has no validation."""
+    """The last value of each metric, or of the loss if the run has no validation; and the best value, named `best
+    METRIC`, of each metric by which the run saves its best checkpoint."""
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -92,6 +97,7 @@ def sweep(args: argparse.Namespace) -> int:
     finally:
         _write(base, runs)
         _print(runs)
+        _print_means(runs)
         print(f"Results: {base / 'sweep.json'}")
     return status or int(any(run.status for run in runs))
 
@@ -240,6 +246,9 @@ def write_result(path: str, runner: Runner) -> None:
     }
     if not metrics and "train/loss" in scalars:
         metrics["loss"] = scalars["train/loss"]
+    for name, value in runner.message_hub.runtime_info.items():
+        if name.startswith("best_score/"):
+            metrics[f"best {name.removeprefix('best_score/').removeprefix('val/')}"] = value
     if speed := runner.message_hub.get_info("images_per_second"):
         metrics["images/s"] = speed
     write_text(Path(path), json.dumps(metrics))
@@ -259,7 +268,7 @@ def _write(base: Path, runs: Sequence[Run]) -> None:
 
 
 def _print(runs: Sequence[Run]) -> None:
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    names = _metric_names(runs)
     rows = []
     for run in runs:
         metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
@@ -271,9 +280,43 @@ def _print(runs: Sequence[Run]) -> None:
             else f"{run.seconds:.0f} s"
         )
         rows.append([*run.values.values(), *metrics, text])
-    keys = list(runs[0].values)
+    print_table([*_column_names(list(runs[0].values)), *names, "time"], rows)
+
+
+def _print_means(runs: Sequence[Run]) -> None:
+    """If the seed is swept, print the mean and the standard deviation of each metric over the seeds."""
+    seeds = {key for key in runs[0].values if key.rpartition(".")[2] == "seed"}
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        if run.status == 0:
+            others = tuple(value for key, value in run.values.items() if key not in seeds)
+            groups.setdefault(others, []).append(run)
+    if not seeds or all(len(group) < 2 for group in groups.values()):
+        return
+    names = _metric_names(runs)
+    rows = []
+    for others, group in groups.items():
+        means = [_mean([run.metrics[name] for run in group if name in run.metrics]) for name in names]
+        rows.append([*others, *means, str(len(group))])
+    print("Mean and sample standard deviation over the seeds:")
+    print_table([*_column_names([key for key in runs[0].values if key not in seeds]), *names, "runs"], rows)
+
+
+def _mean(values: Sequence[float]) -> str:
+    if not values or not all(map(math.isfinite, values)):
+        return "nan" if values else ""
+    deviation = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4g}{deviation}"
+
+
+def _metric_names(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.metrics))
+
+
+def _column_names(keys: Sequence[str]) -> Sequence[str]:
+    """Return the last parts of the keys, or the keys if two last parts are equal."""
     short = [key.rpartition(".")[2] for key in keys]
-    print_table([*(short if len(set(short)) == len(keys) else keys), *names, "time"], rows)
+    return short if len(set(short)) == len(keys) else keys
 
 
 def _format_values(values: Mapping[str, str]) -> str:
