@@ -1,6 +1,7 @@
 """Tests of loading configuration files: formats, bases, placeholders and errors."""
 
 import os
+import sys
 
 import pytest
 
@@ -367,9 +368,36 @@ def test_custom_imports_are_optional(write, tmp_path, monkeypatch):
     assert os.environ.pop(marker) == "1"
 
 
+def test_dumped_configuration_finds_the_modules_of_the_original_file(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "project").mkdir()
+    marker = "SLIP_MODULE_IN_FOLDER_RAN"
+    (tmp_path / "project/slip_in_folder.py").write_text(f"import os\nos.environ['{marker}'] = '1'\n")
+    (tmp_path / "project/a.py").write_text(
+        "custom_imports = dict(imports=['slip_in_folder'], path='{{ fileDirname }}')\n"
+    )
+    cfg = Config.fromfile(tmp_path / "project/a.py")
+    assert os.environ.pop(marker) == "1"
+    cfg.dump(tmp_path / "dumped.py")
+    del sys.modules["slip_in_folder"]
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path / "project")]
+    Config.fromfile(tmp_path / "dumped.py")
+    assert os.environ.pop(marker) == "1"
+
+
+def test_untrusted_file_must_not_add_a_folder_to_the_module_search_path(write, tmp_path):
+    before = list(sys.path)
+    path = write("a.yaml", f"custom_imports: {{imports: [torch], path: {tmp_path}}}\n")
+    with pytest.raises(ConfigError, match=r"custom_imports\.path: .*not trusted"):
+        Config.fromfile(path)
+    with pytest.raises(ConfigError, match=r"custom_imports\.path: must be an existing folder, not 'missing'"):
+        Config.fromfile(write("b.py", "custom_imports = dict(imports=['torch'], path='missing')\n"))
+    assert sys.path == before
+
+
 def test_failed_custom_import_error_names_the_module(write):
     with pytest.raises(
-        ConfigError, match=r"custom_imports: cannot import 'no_such_module_x'.*PYTHONPATH.*a\.py"
+        ConfigError, match=r"custom_imports: cannot import 'no_such_module_x'.*custom_imports\.path.*a\.py"
     ):
         Config.fromfile(write("a.py", "custom_imports = dict(imports='no_such_module_x')\n"))
     text = "custom_imports = dict(imports=['no_such_module_x'], allow_failed_imports=True)\n"

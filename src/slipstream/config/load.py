@@ -135,13 +135,15 @@ def _nearest_file(path: Path) -> str:
 
 
 def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
-    """Import the modules in `custom_imports=dict(imports=[...])`, which register their classes.
+    """Import the modules in `custom_imports=dict(imports=[...], path=...)`, which register their classes.
+
+    `path` is a folder that contains the modules. It is inserted at the start of `sys.path`.
 
     Args:
         values: the configuration.
         source: the configuration file, for error messages.
-        trust: whether any module may be imported. By default, only modules that are already imported and modules from
-            slipstream, torch and torchmetrics may be imported.
+        trust: whether any module may be imported, and `path` may be set. By default, only modules that are already
+            imported and modules from slipstream, torch and torchmetrics may be imported.
 
     Raises:
         ConfigError: the value is malformed, importing a module requires `trust`, or an import fails and
@@ -156,6 +158,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
         raise ConfigError(
             f"must be dict(imports=['package.module']), not {custom!r} ({source})", "custom_imports"
         )
+    if (path := custom.get("path")) is not None:
+        _insert_path(path, source, trust)
     for name in names:
         if not (trust or _is_importable(name)):
             raise ConfigError(
@@ -167,10 +171,23 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
             importlib.import_module(name)
         except ImportError as error:
             if not custom.get("allow_failed_imports"):
-                remedy = "install it, add its folder to PYTHONPATH, or set allow_failed_imports=True"
+                remedy = "install it, set custom_imports.path to its folder, or set allow_failed_imports=True"
                 raise ConfigError(
                     f"cannot import '{name}': {error}; {remedy} ({source})", "custom_imports"
                 ) from error
+
+
+def _insert_path(path: Any, source: str, trust: bool) -> None:
+    if not isinstance(path, str) or not Path(path).is_dir():
+        raise ConfigError(f"must be an existing folder, not {path!r} ({source})", "custom_imports.path")
+    if not trust:
+        raise ConfigError(
+            f"{source} is not trusted to execute code, so it must not set this key. {_TRUST}",
+            "custom_imports.path",
+        )
+    folder = str(Path(path).resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _is_importable(name: str) -> bool:

@@ -1,9 +1,6 @@
 """The recipe for this project: the model, the data and the training settings."""
 
-import sys
-
-sys.path.insert(0, "{{ fileDirname }}")  # the folder of this file, which contains shapes.py
-custom_imports = dict(imports=["shapes"])
+custom_imports = dict(imports=["shapes"], path="{{ fileDirname }}")  # shapes.py is in the folder of this file
 
 model = dict(
     type="Segmentor",

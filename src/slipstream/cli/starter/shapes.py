@@ -10,7 +10,7 @@ from slipstream.registry import DATASETS
 
 @DATASETS.register_module()
 class Shapes(SegmentationDataset):
-    """Images with one circle and one square. To use files, change `load` to read image and mask `index`."""
+    """Images with one circle and one square. To use files, change `load` to read the image and the mask at `index`."""
 
     metainfo = {  # noqa: RUF012
         "classes": ("background", "circle", "square"),
