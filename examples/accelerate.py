@@ -21,7 +21,7 @@ from slipstream.dist import init_dist, is_main_process
 
 
 def pictures(count, seed):
-    """Return a dataset of noisy images (1, 12, 12) with up to three squares each, labeled with their number."""
+    """Return a dataset of noisy images (1, 12, 12) of zero to three squares. The label is the number of squares."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(count)])
     numbers = torch.randint(0, 4, (count,), generator=generator)

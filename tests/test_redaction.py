@@ -4,7 +4,10 @@ import copy
 import logging
 import pickle
 import traceback
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,10 +176,16 @@ def test_stored_values_contain_no_secret_by_key_or_by_value(monkeypatch):
     }
 
 
+@dataclass
+class Login:
+    value: str
+
+
 @pytest.mark.parametrize(
     "container",
     [["open-sesame"], {"open-sesame"}, frozenset(["open-sesame"]), b"open-sesame", partial(print, "open-sesame"),
-     partial(print, end="open-sesame")],
+     partial(print, end="open-sesame"), deque(["open-sesame"]), SimpleNamespace(value="open-sesame"),
+     Login("open-sesame")],
     ids=repr,
 )  # fmt: skip
 def test_secrets_in_any_container_are_removed_from_text(container):

@@ -53,7 +53,8 @@ def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) 
     Args:
         finder: finds the modules of the replacement.
         package: the package that calls this function, used in messages.
-        worker_folder: a folder with a package called NAME that imports `package`. Worker processes import it.
+        worker_folder: a folder with a package called NAME that imports `package`. In worker processes, `import NAME`
+            finds this package.
 
     Raises:
         ConfigError: if the original package is already imported.

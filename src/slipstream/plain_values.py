@@ -37,7 +37,7 @@ def plain(
             device.
     """
     if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
-        # The subclass and the attributes of a tensor would be pickled as objects. `detach` returns a new tensor without
+        # A tensor's subclass and attributes would be pickled as objects. `detach` returns a new tensor without
         # attributes. `as_subclass` is called only for subclasses, because it does not support sparse tensors.
         value = value.detach()
         value = value if type(value) is Tensor else value.as_subclass(Tensor)
@@ -71,14 +71,14 @@ def plain(
     if isinstance(value, torch.device | torch.dtype):
         return value
     warn(
-        f"{where} is not saved: a {type(value).__name__} is neither a tensor nor a built-in Python value (number, "
-        "string, list, dict, ...)"
+        f"{where} is not saved, because {type(value).__name__} objects are not supported; only tensors and built-in "
+        "Python values (number, string, list, dict, ...) can be saved"
     )
     return _OMITTED
 
 
 def preserve_ties(copy: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-    """Wrap `copy` so that it returns the same tensor for equal views of the same storage (tied weights)."""
+    """Wrap `copy` so that it returns the same tensor for identical views of the same storage (tied weights)."""
     copies: dict[Any, Tensor] = {}
 
     def copy_once(where: str, tensor: Tensor) -> Tensor:

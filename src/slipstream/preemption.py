@@ -25,7 +25,7 @@ CHECKPOINT_NAME = "preempted"
 """Name, without suffix, of the checkpoint that a Runner saves after a signal."""
 
 EXIT_STATUS = 75
-"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` in sysexits.h, which means "try again")."""
+"""Exit status of a run that stopped after a signal (`EX_TEMPFAIL` in sysexits.h, which means "try again")."""
 SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -42,9 +42,9 @@ _TIMEOUT = timedelta(seconds=30)
 
 
 class Preempted(SystemExit):
-    """Raised when a run has saved its state after a signal. If not caught, Python exits with status `EXIT_STATUS`.
+    """Raised when a run stops after a signal. If the exception is not caught, Python exits with status `EXIT_STATUS`.
 
-    `iteration` is the number of steps in the saved state, or None if no step has been run.
+    `iteration` is the number of steps completed in the saved state, or None if no step was run and no state was saved.
     """
 
     def __init__(self, iteration: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Preempted(SystemExit):
 
 
 class Interrupted(Preempted, KeyboardInterrupt):
-    """Raised when a run has saved its state after SIGINT (Ctrl-C)."""
+    """Raised when a run stops after SIGINT (Ctrl-C)."""
 
 
 class Preemption:

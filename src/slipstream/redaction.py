@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 __all__ = [
@@ -125,7 +128,11 @@ def redact(tree: Any) -> Any:
 
 
 def _redact_value(value: Any, redactor: Redactor, secret: bool, numbers: bool = True) -> Any:
-    """Return `value` without secrets. `secret` is True if a key indicates a secret; `numbers` includes numbers."""
+    """Return `value` without secrets.
+
+    `secret` is True if the name of a key that contains `value` indicates a secret. If `numbers` is False, all numbers
+    are kept.
+    """
     convert = partial(_redact_value, redactor=redactor, numbers=numbers)
     if isinstance(value, dict):
         return {
@@ -149,9 +156,11 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     if isinstance(tree, Mapping):
         for key, item in tree.items():
             yield from _secrets(item, secret or is_secret_name(key))
-    elif isinstance(tree, list | tuple | set | frozenset):
+    elif isinstance(tree, list | tuple | set | frozenset | deque):
         for item in tree:
             yield from _secrets(item, secret)
+    elif isinstance(tree, SimpleNamespace) or (is_dataclass(tree) and not isinstance(tree, type)):
+        yield from _secrets(vars(tree), secret)
     elif isinstance(tree, partial):
         yield from _secrets((tree.args, tree.keywords), secret)
     elif secret and _may_be_secret(tree):

@@ -1,6 +1,6 @@
-"""Helpers for sharded tensors (`DTensor`) that avoid importing `torch.distributed.tensor`.
+"""Helpers for sharded tensors (`DTensor`), which import `torch.distributed.tensor` only if a model is sharded.
 
-This import takes almost a second, and only a sharded model requires it.
+This import takes almost a second.
 """
 
 from __future__ import annotations

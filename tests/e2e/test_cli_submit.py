@@ -117,7 +117,7 @@ def test_other_options_are_passed_to_sbatch_unchanged():
 def test_invalid_argument_raises_an_error_before_submission(
     slipstream, sbatch, tmp_path, arguments, expected
 ):
-    sbatch("touch submitted; echo 1")
+    sbatch(": > submitted; echo 1")
     done = slipstream("submit", RECIPE, *arguments, status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert expected in done.stderr
@@ -151,7 +151,7 @@ def test_submit_prints_the_checkpoint_to_resume_from(slipstream, sbatch, tmp_pat
 
 
 def test_dry_run_prints_the_script_without_submitting(slipstream, sbatch, tmp_path):
-    sbatch("touch submitted")
+    sbatch(": > submitted")
     done = slipstream("submit", RECIPE, "--nodes", "2", "--dry-run")
     assert done.stdout == text("--nodes", "2", work_dir=tmp_path / "work_dirs" / RECIPE).replace(
         f"--chdir={Path.cwd()}", f"--chdir={tmp_path}"

@@ -182,7 +182,7 @@ def test_invalid_meta_in_the_newest_checkpoint_falls_back_to_the_previous_checkp
     other = run(tmp_path, resume=True, log_level="WARNING")
     assert other.iter == 10
     text = " ".join(capsys.readouterr().out.split())
-    assert "'meta.epoch' must be a non-negative integer, not -7" in text
+    assert "'meta.epoch' must be an integer from 0 to 2**40, not -7" in text
 
 
 @pytest.mark.parametrize("value", [[1], {3: torch.zeros(1)}, None, torch.zeros(2)], ids=str)

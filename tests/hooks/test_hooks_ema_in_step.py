@@ -49,9 +49,8 @@ def test_average_in_the_step_matches_average_in_the_hook(tmp_path, hook, accumul
         model=dict(type=Net, norm=True),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate),
     )
-    plain, plain_history = ema_run(tmp_path / "a", **changes, custom_hooks=[hook, history := History()])
-    plain_history = history
-    taken, history = UseOtherStep(), History()
+    plain_history, taken, history = History(), UseOtherStep(), History()
+    plain, _ = ema_run(tmp_path / "a", **changes, custom_hooks=[hook, plain_history])
     runner, _ = ema_run(tmp_path / "b", **changes, custom_hooks=[hook, taken, history])
     assert averages_in_step(plain)
     assert not averages_in_step(runner)

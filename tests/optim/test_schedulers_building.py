@@ -181,10 +181,11 @@ def test_slipstream_scheduler_has_priority_over_torch():
     assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
 
 
-def test_torch_schedulers_are_built_by_name_and_adapted():
+@pytest.mark.parametrize("options", [{}, {"end": None}], ids=str)
+def test_torch_schedulers_are_built_by_name_and_adapted(options):
     cfg = {"type": "CyclicLR", "base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4, "cycle_momentum": False}
     optimizer, plain = sgd(), sgd()
-    adapter = build_param_scheduler({**cfg, "by_epoch": False}, Wrapper(optimizer), max_iters=7)
+    adapter = build_param_scheduler({**cfg, **options, "by_epoch": False}, Wrapper(optimizer), max_iters=7)
     assert isinstance(adapter, TorchSchedulerAdapter)
     assert not adapter.by_epoch
     cfg.pop("type")

@@ -147,6 +147,11 @@ def test_interpolations_that_grow_exponentially_are_rejected_immediately(recipe,
         assert time.process_time() - begin < 1
 
 
+def test_long_lists_do_not_count_as_interpolations(recipe):
+    values = compose(str(recipe(f"{RECIPE}long: {list(range(20_000))}\nfirst: '${{long.0}}'\n")))
+    assert (len(values["long"]), values["first"]) == (20_000, 0)
+
+
 def test_interpolations_that_contain_themselves_are_rejected(recipe):
     for text in ("a: ${a}\n", "a: ${b}\nb: ${a}\n", "a: ['${a}']\n"):
         with pytest.raises(ConfigError):

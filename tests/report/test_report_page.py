@@ -147,7 +147,7 @@ def test_messages_show_fallbacks_and_the_number_of_omitted_messages():
     )
     text = text_of(page(record(messages=[message], dropped_messages=1234)))
     assert "several optimizers" in text
-    assert "1,234 more warnings" in text
+    assert "1,234 more messages" in text
 
 
 def test_accelerator_page_names_what_the_host_cannot_observe():

@@ -64,6 +64,14 @@ def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
     assert "cannot be locked" in warnings[0]
 
 
+def test_a_folder_in_place_of_the_lock_file_is_reported(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"work_dir: .*\.lock must be a file, but it is a folder; remove it"
+    ):
+        FolderLock(tmp_path, pytest.fail).lock(tmp_path, "work_dir")
+
+
 def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     left = [
         tmp_path / name

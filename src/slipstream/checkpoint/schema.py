@@ -211,6 +211,8 @@ _file = _must_be("a file name", lambda v: isinstance(v, str) and 0 < len(v) < 25
 _boolean = _must_be("True or False", lambda v: isinstance(v, bool))
 _number = _must_be("a number", is_real)
 _count = _must_be("a non-negative integer", _is_integer)
+_progress = _must_be("an integer from 0 to 2**40", lambda v: _is_integer(v) and v <= 2**40)
+"""Products of these numbers with batch sizes must fit in 64 bits."""
 _step = _must_be("a non-negative integer", _is_step)
 _positive = _must_be("a positive integer", lambda v: _is_integer(v, 1))
 _seed = _must_be("an integer", lambda v: _is_integer(v, -_MAX_INT))
@@ -241,9 +243,9 @@ _INFOS: Mapping[str, Rule] = {
 _META = _entries(
     {},
     {
-        "epoch": _count,
-        "iter": _count,
-        "inner_samples": _count,
+        "epoch": _progress,
+        "iter": _progress,
+        "inner_samples": _progress,
         "samples_per_step": _positive,
         "epoch_length": _optional(_positive),
         "num_workers": _count,

@@ -71,7 +71,7 @@ def _as_dict(row: Row) -> dict[str, str]:
 
 
 def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:
-    """Return the recipe's `num_workers` values by config path, or an empty dict if no recipe is given."""
+    """Return the recipe's integer `num_workers` values by config path, or an empty dict if no recipe is given."""
     if args.config is None:
         return {}
     cfg = load_config(args.config, args.overrides, args.config_dir, bool(args.trust)).cfg
@@ -141,7 +141,8 @@ def _launcher() -> Row:
         return (
             OK,
             "launcher",
-            "not started by a launcher; use train --nproc, submit, or --launcher pytorch, slurm or mpi",
+            "not started by a launcher; to start several processes, use train --nproc N, submit, or train "
+            "--launcher with torchrun, srun or mpirun",
         )
     try:
         placement = read_placement(launcher, os.environ)

@@ -1,4 +1,4 @@
-"""The checks of `slipstream doctor`: misconfigurations of the machine, and how to fix them."""
+"""Checks for `slipstream doctor`, which find misconfigurations of the machine and suggest fixes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Machine:
     temporary: str = "/tmp"
     temporary_free: int = 2**40
     nvidia_smi: bool = False
-    """Whether the NVIDIA driver is installed."""
+    """Whether the PATH contains `nvidia-smi`, which is installed with the NVIDIA driver."""
     compiler: str | None = None
     """Path of a C++ compiler."""
     inductor_problem: str | None = None
@@ -140,7 +140,7 @@ def _shared_memory(machine: Machine) -> Iterator[Row]:
             WARN,
             "/dev/shm",
             f"{machine.shm_total // 2**20} MiB is too small for data loader workers: use docker run --shm-size=8g, "
-            "or a memory volume at /dev/shm in Kubernetes",
+            "or in Kubernetes mount an emptyDir volume with medium: Memory at /dev/shm",
         )
     if machine.shm_speed is not None and machine.shm_speed < _MIN_SHM_SPEED:
         yield (

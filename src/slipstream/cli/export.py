@@ -78,7 +78,8 @@ class _ExportedNetwork(nn.Module):
 
     Args:
         model: the trained model.
-        params: normalization from the dataset's transforms, float32 (6,), or None.
+        params: normalization from the dataset's transforms, or None: float32 (6,), the scale and then the shift of each
+            channel.
     """
 
     scale: Tensor

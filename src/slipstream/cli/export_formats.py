@@ -27,7 +27,7 @@ class Format(NamedTuple):
 
     suffix: str
     write: Callable[[nn.Module, Tensor, bool, Path], None]
-    """Write a module, given an example input and whether its height and width may vary."""
+    """Write a module to a file, given an example input and whether the height and width of inputs may vary."""
     load: Callable[[Path], Callable[[Tensor], Tensor]]
 
 

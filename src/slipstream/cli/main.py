@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except SlipstreamError as error:
         return _fail(error, 1)
-    except SystemExit as error:  # `Preempted`, which can also be a KeyboardInterrupt
+    except SystemExit as error:  # comes first, because `Interrupted` is also a KeyboardInterrupt
         announce_preemption(error)
         raise
     except KeyboardInterrupt:

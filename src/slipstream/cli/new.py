@@ -15,7 +15,7 @@ _FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a dataset and a recipe that can be trained without changes.
+    """Write a recipe, its dataset and a README. The recipe can be used for training without changes.
 
     Raises:
         ConfigError: the folder cannot be created, or is not empty.

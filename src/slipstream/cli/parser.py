@@ -107,7 +107,7 @@ def build_parser() -> tuple[Parser, _Commands]:
     ):
         add(commands)
     doctor = commands.add_parser(
-        "doctor", help="show the versions and options of this machine, and report misconfigurations"
+        "doctor", help="show the installed versions and supported options, and report misconfigurations"
     )
     _add_recipe(doctor, nargs="?")
     _add_json(doctor)
@@ -550,7 +550,7 @@ def _seconds(text: str) -> float:
 def _gpus(text: str) -> str:
     if not re.fullmatch(r"([\w./-]+:)?0*[1-9]\d*", text, re.ASCII):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not a number of GPUs; use 8 or a100:8, or use --tasks-per-node to train without GPUs"
+            f"'{text}' must be N or TYPE:N, such as 8 or a100:8; to train without GPUs, use --tasks-per-node"
         )
     return text
 

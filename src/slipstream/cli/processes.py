@@ -56,7 +56,7 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
     """Run the command in `args.nproc` processes. Return the exit status of the first process that failed, or 0.
 
     If torchrun's PET_NNODES variable is greater than 1, the same command must run on PET_NNODES machines with different
-    values of PET_NODE_RANK. Rank 0 runs on the machine with address PET_MASTER_ADDR and PET_NODE_RANK=0.
+    values of PET_NODE_RANK. PET_MASTER_ADDR is the address of the machine with PET_NODE_RANK=0, which runs rank 0.
 
     The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM. If one process fails, the others
     are terminated.
@@ -162,7 +162,7 @@ def _count(text: str) -> int:
 
 
 def _silence_launcher() -> None:
-    """Disable the launcher's log, which reports each of its steps as a warning."""
+    """Discard the launcher's log messages. Failures are reported by the failed process or by `_report`."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
@@ -195,7 +195,10 @@ def in_launch() -> bool:
 
 
 def enter_process() -> None:
-    """Ensure that this process does not outlive the process that launched it, if any."""
+    """On Linux, ensure that this process does not outlive its launcher. Report a restart on local rank 0.
+
+    This has no effect if `launch` did not start this process.
+    """
     if not in_launch():
         return
     if sys.platform == "linux":

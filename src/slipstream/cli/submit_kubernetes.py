@@ -104,8 +104,9 @@ _HEADERS = {
 }
 
 _SCRIPT = """\
-# On SIGTERM, the training processes save their state, and each pod of the job exits with status {saved}. The operator
-# restarts a pod whose status is 128 or above, so this script changes {saved} to 143. Other errors end the job.
+# On SIGTERM, the training processes save their state, and the command in each pod exits with status {saved}. The
+# operator restarts a pod whose exit status is 128 or above, so this script changes {saved} to 143. Other errors end the
+# job.
 run= stopped=
 trap 'stopped=1; if [ "$run" ]; then kill -TERM "$run"; fi' TERM
 {command} &

@@ -119,7 +119,8 @@ def _resources(args: argparse.Namespace) -> dict[str, float]:
         resources["GPU"] = tasks
         kind, _, _ = args.gpus_per_node.rpartition(":")
         if kind:
-            # A node with this GPU type has one unit of this resource.
+            # A node with this GPU type has one unit of this resource. Like Ray's `accelerator_type` option, request a
+            # small fraction of it.
             resources[f"accelerator_type:{kind}"] = 0.001
     return resources
 

@@ -106,7 +106,7 @@ def summary(runner: Runner) -> str:
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
     last = _format(value)
-    # CheckpointHook sets this value if it saves the best checkpoint by this metric.
+    # CheckpointHook sets this value if it selects the best checkpoint by this metric.
     score = hub.get_info(f"best_score/{name}")
     best = last if score is None else _format(score)
     return f"{name} {last}" if best == last else f"{name} {last} (best {best})"

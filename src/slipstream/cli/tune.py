@@ -22,7 +22,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the options and write the plan, or measure what `--find` specifies; print the results.
+    """Measure the options and write the plan, or find a batch size or learning rate (`--find`). Print the results.
 
     Return 130 if Ctrl-C or SIGTERM stopped the search.
     """

@@ -174,8 +174,8 @@ def with_slipstream(work: Work, **options: Any) -> float:
 def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
     """Train with MMEngine's or Slipstream's Runner, with all default hooks except the checkpoint hook.
 
-    For loaders without a batch sampler, the sampler hook, which runs once per epoch, is also disabled, because
-    MMEngine's hook does not support them.
+    For loaders without a batch sampler, the sampler hook is also disabled, because MMEngine's sampler hook does not
+    support such loaders.
     """
 
     class Model(base_model):

@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def step(self) -> Estimate | None:
-        """Median step time in seconds with its interval."""
+        """Median step time in seconds, with its confidence interval."""
         return estimate(self.seconds) if self.seconds else None
 
 

@@ -25,7 +25,7 @@ class Base(NamedTuple):
 
 
 def find_base(name: str, path: Path) -> Base:
-    """Return the base file that the file `path` names in `_base_`.
+    """Return the base file for `name`, an entry of `_base_` in the file `path`.
 
     `name` is either a path relative to the folder of `path`, or has the form `LIBRARY::PATH`. A library's configuration
     files are in the `.mim/configs` folder of its package.

@@ -83,7 +83,7 @@ def check_override(
 
 
 def _is_open(node: dict[str, Any], parent: str, segment: str, known: set[str]) -> bool:
-    """Return whether a builder checks new keys of `node`, the dict at the dotted key `parent`."""
+    """Return whether `segment` may be added to `node`, the dict at the dotted key `parent`."""
     return "type" in node or segment == DELETE or f"{parent}.*" in known
 
 

@@ -78,7 +78,10 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class Loader(BoundedLoader):
-    """A `BoundedLoader` with the number syntax of YAML 1.2. Duplicate keys raise an error."""
+    """A `BoundedLoader` that parses `1e-3` as a number, and `12:30`, `017` and dates as strings.
+
+    Duplicate keys raise an error.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it this way
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]

@@ -1,7 +1,7 @@
 """Types of the dicts that `Runner` and `accelerate` accept, for editors and type checkers.
 
-Each docstring refers to the class that documents the keys. At run time, the values are built-in dicts, which are
-checked when they are read. For type checkers:
+Most docstrings name the class or function that documents the keys. At run time, the values are built-in dicts, which
+are checked when they are read. For type checkers:
 
 - mypy checks the keys and values of `dict(...)`, `{...}` and `SpeedCfg(...)`. pyright infers the type of `dict(...)`
   without its keys, so it checks only `SpeedCfg(...)` and `{...}` assigned to a variable of type `SpeedCfg`.

@@ -26,5 +26,5 @@ class AnyMapping(Protocol):
         def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
 
     else:
-        # With `ValidOption`, pyright rejects every `dict(...)`, because it does not match the call against a TypedDict.
+        # With `ValidOption`, pyright would reject every `dict(...)`: it does not match such calls against a TypedDict.
         def __getitem__(self, key: str, /) -> Any: ...

@@ -30,9 +30,10 @@ class PreparedImage:
     """The height and width of the image before the transforms."""
 
     def resize_to_image(self, ids: Tensor) -> Tensor:
-        """Return `ids`, the class ids of `inputs`, (H, W), cropped to `box` and resized to `size`, on the CPU.
+        """Return `ids` cropped to `box` and resized to `size` with nearest-neighbor interpolation, on the CPU.
 
-        The nearest pixels are used.
+        Args:
+            ids: class ids of the pixels of `inputs`, (H, W).
         """
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()

@@ -63,7 +63,7 @@ def announce_failure(text: str) -> None:
     """Notify the other ranks that this rank has failed, so that they also exit.
 
     Uncaught exceptions are announced automatically. A command-line program that prints its own error and calls
-    `sys.exit(1)` must call this function first, because Python does not expose the exit status to other code.
+    `sys.exit(1)` must call this function first, because exit handlers cannot read the exit status.
     """
     if _detector is not None:
         _detector.announce(text)

@@ -79,7 +79,8 @@ def gather_named_tensors(
 def own_or_mean(saved: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors that `rank` saved, or the mean over the saved ranks if the number of ranks has changed.
 
-    `saved` is a result of `gather_named_tensors`. Each element contains the tensors of one saved rank.
+    `saved` is a result of `gather_named_tensors`. Each element contains the tensors of one saved rank. For the
+    mean, a tensor that a rank did not save counts as zero.
     """
     if len(saved) == world_size:
         return dict(saved[rank])
@@ -129,6 +130,6 @@ def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
 def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     """Return a random seed that is the same on every rank."""
     generator = torch.Generator()
-    generator.seed()  # gets a seed from the operating system, so that it does not depend on the global generator
+    generator.seed()  # seeds from the operating system, so the result does not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])

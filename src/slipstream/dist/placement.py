@@ -176,8 +176,8 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
         return "127.0.0.1"
     count = f"{local_size} is not set" if local is None else f"{local_size}={local}"
     raise DistributedError(
-        f"launcher 'mpi' requires the environment variable MASTER_ADDR, because the {world} processes do not all run "
-        f"on this machine ({count}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` (Open "
+        f"launcher 'mpi' requires the environment variable MASTER_ADDR unless all {world} processes run on this "
+        f"machine ({count}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` (Open "
         "MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
     )
 
@@ -185,7 +185,7 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
 def _mpi_port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(read_int(environ, "MASTER_PORT", "mpi"))
-    # Two jobs on one machine need different ports. Open MPI sets a variable with the job's name; Hydra does not.
+    # Two jobs on one machine need different ports. Open MPI sets a variable that identifies the job; Hydra does not.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job:
         return DEFAULT_PORT

@@ -1,4 +1,4 @@
-"""Read the predictions that models return."""
+"""Read predictions and targets from the outputs of models."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class CheckpointHook(Hook):
             )
 
     def _warn_about_earlier_run(self, runner: Runner) -> None:
-        """Warn if the folder contains checkpoints of a run that this run does not continue, but may overwrite."""
+        """Warn if this run may overwrite checkpoints of an earlier run that it does not continue."""
         existing = min(self._folder.glob("*.pth"), default=None)
         if runner.checkpoints.resumed_from is not None or existing is None or not is_main_process():
             return
@@ -409,8 +409,8 @@ class CheckpointHook(Hook):
         name = self._name(runner, self.best_filename or f"{prefix}{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
-        # The name of the previous best checkpoint may come from a resumed run and refer to a file that this hook did
-        # not write.
+        # The name of the previous best checkpoint may come from the resumed checkpoint and refer to a file that this
+        # hook did not write.
         owns_previous = key in self._saved_best or self._owns_files
         surplus = (
             self._replace(runner, previous, name)

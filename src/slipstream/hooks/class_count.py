@@ -22,9 +22,9 @@ __all__ = ["ClassCountHook"]
 class ClassCountHook(Hook):
     """Set the number of classes of a `Segmentor`, `Classifier` or `SupervisedModel` from the dataset.
 
-    This is one of the default hooks (`class_count`). It runs before the first batch and skips datasets without
-    `classes` in their `metainfo`. A model with one class is also valid for a dataset with two classes: its only output
-    is the score of the second class.
+    This is one of the default hooks (`class_count`). It runs before training, validation and testing, and skips
+    datasets without `classes` in their `metainfo`. A model with one class is also valid for a dataset with two classes:
+    its only output is the score of the second class.
 
     Raises:
         ModelError: the model was built with a different number of classes.

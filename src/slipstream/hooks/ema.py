@@ -89,7 +89,7 @@ class EMAHook(Hook):
             self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
-        """Initialize the average from the model's weights, unless training is resumed, and add it to the step."""
+        """Initialize the average from the model unless training is resumed, and add its update to the step."""
         self._swap_in(average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.config_error(

@@ -57,7 +57,8 @@ class Hook:
 
     priority: int | str = "NORMAL"
     runs_last: ClassVar[bool] = False
-    """Whether the hook runs after all hooks without this flag, regardless of priority, because it may end the run."""
+    """Whether the hook runs after all hooks without this flag, regardless of priority. Set this flag for hooks that may
+    end the run."""
     reads_phases: ClassVar[bool] = False
     """Whether the hook reads `runner.phases`. The phases are timed only if a hook reads them."""
     source: Mapping[str, Any] | None = None

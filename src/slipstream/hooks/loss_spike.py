@@ -43,13 +43,14 @@ class LossSpikeHook(Hook):
     losses have heavier tails, so the default threshold is higher. Unlike the mean and the standard deviation, the
     median and the MAD change little if up to half of the values are spikes.
 
-    Training steps do not wait for the device: the hook uses values that are read for logging, at log intervals and
-    before checkpoints. With several processes, the hook uses the mean of their losses.
+    The hook checks the losses when the Runner reads them, at log intervals and before checkpoints, so it does not add a
+    device synchronization to training steps. With several processes, the hook uses the mean of their losses.
 
-    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips all batches from the
-    update before the spike to the last step whose loss was read. Chowdhery et al., *PaLM: Scaling Language Modeling
-    with Pathways* (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200
-    to 500 batches.
+    `rollback` works as in `nan_guard`: the run continues from its last good checkpoint, and skips the batches of all
+    steps from the optimizer update before the spike through the last step whose loss has been read. This update is
+    also skipped because it may have caused the spike. Chowdhery et al., *PaLM: Scaling Language Modeling with Pathways*
+    (2022), section 5.1, describe this remedy: they restart about 100 steps before the spike and skip 200 to 500
+    batches.
 
     Args:
         action: `warn` logs one warning for each spike. `rollback` restores a checkpoint.

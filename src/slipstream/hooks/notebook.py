@@ -124,7 +124,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
 
 
 def _chart(name: str, curve: Curve) -> str:
-    """Return a chart as an image, so that its style does not affect the notebook."""
+    """Return an `<img>` element with a chart. The style sheet of an inline SVG would apply to the whole notebook."""
     from html import escape
 
     from slipstream.report.style import svg_document

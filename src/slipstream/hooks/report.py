@@ -19,8 +19,8 @@ __all__ = ["ReportHook"]
 class ReportHook(Hook):
     """Write `report.json` and `report.html` to the run's log folder at the end of the run, even after an error.
 
-    The hook adds no work to a step. It copies values from the message hub when the Runner reads the losses, and after
-    each evaluation. The page is described in docs/report.md.
+    The hook does not add a device synchronization to training steps. It copies values from the message hub when the
+    Runner reads the losses, and after each evaluation. The report is described in docs/report.md.
 
     Args:
         peak_tflops: the peak throughput of the device in 10^12 operations per second at the run's precision, used to

@@ -135,7 +135,7 @@ def _precision(runner: Runner) -> Precision:
 
 
 def _uses_tf32() -> bool:
-    """Return whether float32 convolutions (as by default) or float32 matrix products use TF32 on NVIDIA GPUs."""
+    """Return whether float32 convolutions or matrix products use TF32 on NVIDIA GPUs; by default, convolutions do."""
     try:
         return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
     except RuntimeError:  # the settings were changed through torch's newer interface

@@ -61,7 +61,7 @@ class RunReport:
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
         self._num_read: dict[str, int] = {}
-        self._speed_start = 0, 0.0  # number of samples and seconds so far, without the first step
+        self._speed_start = 0, 0.0  # samples and seconds at the last speed point, without step 1
         self._last_memory_time = -math.inf
         self._confusions: dict[tuple[str, str], Confusion] = {}
         self._start: int | None = None

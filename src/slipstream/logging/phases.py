@@ -80,7 +80,7 @@ class PhaseTimes:
             self.switch(before)
 
     def end_step(self) -> None:
-        """Count a training step, and start waiting for the next batch."""
+        """Count a training step, and switch to the `data` phase. The times of the first step are moved to `first`."""
         self.switch("data")
         self.steps += 1
         if self.steps == 1:

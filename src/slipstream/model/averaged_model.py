@@ -47,7 +47,7 @@ class BaseAveragedModel(nn.Module):
         model: the model to average (unwrapped).
         interval: number of updates between changes to the average.
         device: device on which the average is stored. Default: the model's device.
-        update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
+        update_buffers: also average the floating-point buffers in `state_dict` that contain only finite values. Other
             buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
             already averages.
     """
@@ -241,7 +241,7 @@ class _AveragedTensors(NamedTuple):
     buffers: list[tuple[nn.Module, str]]
     """The owner and name of each buffer, instead of its tensor, because a forward pass may replace the tensor."""
     owned: list[dict[str, Any]]
-    """The dicts of submodules and of parameters of all modules in the model."""
+    """The `_modules` and `_parameters` dicts of all modules in the model."""
     values: list[Any]
     """The submodules and parameters in `owned`, in order."""
 

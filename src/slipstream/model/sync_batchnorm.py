@@ -124,7 +124,7 @@ def _save_in_low_precision(low: Tensor, full: Tensor) -> Iterator[None]:
 
 
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean and variance (C,) of each channel over all ranks, and the number of values (1,)."""
+    """Return the mean and variance (C,) of each channel over all ranks, and the number of values per channel (1,)."""
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
@@ -204,7 +204,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module.
 
     torch's `nn.SyncBatchNorm` does not store the original class, so it is replaced with a BatchNorm that accepts
-    inputs of any dimension.
+    inputs with any number of dimensions.
     """
     if isinstance(module, SyncBatchNorm):
         return _convert_batchnorm(module.original_class or nn.BatchNorm2d, module)
@@ -216,7 +216,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 class _AnyBatchNorm(_BatchNorm):
-    """BatchNorm that accepts inputs of any dimension."""
+    """BatchNorm that accepts inputs with any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         return

@@ -98,9 +98,9 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for a batch, which applies autocast to the forward pass and loss.
+        """Return a context manager that applies autocast to the forward pass and loss of the next batch.
 
-        It also applies `no_sync`, unless the batch ends its accumulation window.
+        The context manager also applies `no_sync`, unless the batch ends its accumulation window.
         """
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:

@@ -80,8 +80,8 @@ class DefaultOptimWrapperConstructor:
     Frozen parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before the
     optimizer is built, or add them with `optimizer.add_param_group`.
 
-    A subclass may override `add_params` to set the options of every parameter (for example, for layer-wise decay). The
-    override can read additional keys from `self.paramwise_cfg`.
+    A subclass may override `add_params` to set the options of every parameter (for example, for layer-wise learning
+    rate decay). The override can read additional keys from `self.paramwise_cfg`.
 
     Args:
         optim_wrapper_cfg: arguments for the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which

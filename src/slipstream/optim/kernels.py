@@ -1,4 +1,4 @@
-"""Selection of optimizer kernels: fused kernels, which update many tensors at once, or torch's defaults."""
+"""Selection of optimizer kernels: fused kernels or torch's default implementation."""
 
 from __future__ import annotations
 

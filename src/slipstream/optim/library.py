@@ -20,7 +20,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """Base class for optimizers that update all parameters of a dtype in a group at once, and count steps per group."""
+    """Base class for optimizers that update all parameters of the same group and dtype together."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -166,8 +166,9 @@ class BertAdam(_Foreach):
     ) -> None:
         _check_not_negative(dict(lr=lr, b1=b1, b2=b2, e=e, weight_decay=weight_decay))
         for name, value in (("b1", b1), ("b2", b2), ("warmup", warmup)):
-            if not (0 <= value < 1 or (name == "warmup" and value == -1)):
-                raise ConfigError(f"must be in [0, 1), not {value}", name)
+            disabled = " or -1" if name == "warmup" else ""
+            if not (0 <= value < 1 or (disabled and value == -1)):
+                raise ConfigError(f"must be in [0, 1){disabled}, not {value}", name)
         if schedule not in _SCHEDULES:
             raise ConfigError(f"must be one of {', '.join(_SCHEDULES)}, not {schedule!r}", "schedule")
         if t_total != -1 and t_total < 1:

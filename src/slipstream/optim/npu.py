@@ -89,8 +89,8 @@ def _use_fused_if_supported(optimizer: Optimizer) -> Optimizer:
 
 
 def _lamb(options: dict[str, Any]) -> dict[str, Any]:
-    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True disables bias
-    # correction of the step size; with False, the library divides the step size by `1 - beta1^t`.
+    # As in the paper, the trust ratio includes weight decay. Despite its name, adam_debias=True disables bias
+    # correction of the step size; with False, pytorch_optimizer divides the step size by `1 - beta1^t`.
     options = {"weight_decouple": False, "adam_debias": True, **options}
     if "use_global_grad_norm" in options:
         options["pre_norm"] = options.pop("use_global_grad_norm")
@@ -98,7 +98,7 @@ def _lamb(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamp(options: dict[str, Any]) -> dict[str, Any]:
-    return {"foreach": None, **options}  # the library's default loop causes a synchronization per weight
+    return {"foreach": None, **options}  # pytorch_optimizer's default loop synchronizes once per weight
 
 
 NpuFusedAdadelta = _register("Adadelta", "torch.optim")

@@ -370,7 +370,7 @@ class OptimWrapper:
         return min(ends) - self._window_start
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for a batch, which is `no_sync` unless the batch ends its accumulation window."""
+        """Return the context manager for the next batch: `no_sync`, or a null context at the end of a window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -382,7 +382,7 @@ class OptimWrapper:
         """Return the context manager for autocast, which has no effect in this class."""
         return _NO_CONTEXT
 
-    # ---- for training steps that implement these features themselves ------------------------------------
+    # ---- properties that compiled steps, guards and checkpoints read ------------------------------------
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:

@@ -171,7 +171,7 @@ def _searchpath(
 def hydra_overrides(
     path: Path, overrides: Iterable[str], config_dir: str | Path | None = None, trust: bool = False
 ) -> list[str]:
-    """Return overrides that make `hydra.main` read a recipe without creating output folders.
+    """Return overrides with which `hydra.main` composes a recipe and creates an output folder only for sweeps.
 
     The overrides that shortcuts expand to are added, so that `--cfg job` shows their effect.
 

@@ -20,7 +20,7 @@ def set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: 
 
     The common parent of all hard-coded folders is replaced, so the subfolders of training and validation images are
     kept. For example, `data_root_dir=DIR` changes /data/imagenet/train and /data/imagenet/val to DIR/train and DIR/val.
-    Folders that the recipe derives from `data_root_dir`, or that another override sets, do not change. A warning is
+    Folders that the recipe derives from `data_root_dir`, or that another override sets, are not replaced. A warning is
     logged if the recipe sets no dataset folder.
 
     Args:

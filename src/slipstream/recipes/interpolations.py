@@ -16,12 +16,12 @@ _Key = tuple[Any, ...]
 
 
 def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
-    """Limit the number of values that OmegaConf reads to resolve all interpolations in `tree`.
+    """Check that OmegaConf reads at most 10,000 additional values to resolve all interpolations in `tree`.
 
     Every key inside an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
 
     Raises:
-        ConfigError: if there are more than 10,000 values. The message names `source` and the key.
+        ConfigError: if OmegaConf would read more values. The message names `source` and the key.
     """
     costs: dict[_Key, int] = {}
 
@@ -33,7 +33,7 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
                 total += cost(inner, value)
             for inner in _references(tree, key, node):
                 total += cost(inner, _find(tree, inner))
-            if total > _MAX_REFERENCES:
+            if total > limit:
                 raise ConfigError(
                     f"its interpolations refer to more than {_MAX_REFERENCES:,} values; simplify them ({source})",
                     ".".join(map(str, key)),
@@ -42,9 +42,14 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
         return costs[key]
 
     try:
+        limit = _MAX_REFERENCES + _count_values(tree)
         cost((), tree)
     except RecursionError:
         raise ConfigError(f"{source}: the interpolations are nested too deeply; simplify them") from None
+
+
+def _count_values(node: Any) -> int:
+    return 1 + sum(_count_values(value) for _, value in _children((), node))
 
 
 def _children(key: _Key, node: Any) -> Iterator[tuple[_Key, Any]]:

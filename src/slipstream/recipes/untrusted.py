@@ -23,7 +23,7 @@ _CALLABLE_KEYS = ("_target_", "()", "class", "factory")
 
 
 def check_files(path: Path, overrides: Iterable[str], folders: Iterable[Path]) -> None:
-    """Check that a recipe and the files in its defaults lists are within limits, which Hydra does not enforce.
+    """Check a recipe and the files selected by defaults lists or overrides against limits that Hydra does not enforce.
 
     Raises:
         ConfigError: if a file is not valid YAML, or exceeds the limits on depth, aliases and interpolations.

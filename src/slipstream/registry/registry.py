@@ -443,8 +443,8 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations in other packages are often inexact, so arguments are not checked against them. Numbers in torch.nn
-    # are an exception, because its layers accept any object.
+    # Annotations in other packages are often inexact, so arguments are not checked against them. Numeric parameters in
+    # torch.nn are an exception, because its layers accept any object for them.
     module = str(getattr(target, "__module__", ""))
     if not module.startswith(("slipstream.", "torch.nn.")):
         return

@@ -53,7 +53,7 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
     """Build an optimizer after checking its options.
 
-    torch's optimizers do not reject NaN, and their error messages do not name the configuration key.
+    Some of torch's optimizers accept NaN, and their error messages do not name the configuration key.
     """
     if isinstance(cfg, Mapping):
         try:
@@ -66,7 +66,7 @@ def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> 
 
 
 def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
-    """Check that options with a bool as default, such as `nesterov`, are bools. Optimizers do not check this."""
+    """Check that options whose default is a bool, such as `nesterov`, are bools. Optimizers do not check this."""
     kind = cfg.get("type")
     target = registry.get(kind) if isinstance(kind, str) else kind
     parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}

@@ -26,7 +26,7 @@ _MIN_WAIT_SHARE = 0.05
 _MIN_STEPS = 11
 """Minimum number of steps for recommendations.
 
-The time breakdown of a shorter run is a poor predictor for longer runs.
+The time breakdown of a shorter run does not predict the time breakdown of a longer run well.
 """
 
 

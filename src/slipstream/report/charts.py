@@ -31,13 +31,13 @@ def curve_charts(record: RunRecord) -> str:
     )
     return (
         f'<div class="charts">{"".join(charts)}</div><p class="note">Each point of a training curve is the mean over '
-        "the steps since the previous point; the band shows their minimum and maximum. Long curves are shortened by "
+        "the steps since the previous point; the band shows the minimum and maximum. Long curves are shortened by "
         f"merging points. A cross at the upper edge marks values that are NaN or infinite.</p>{more}"
     )
 
 
 def _groups(record: RunRecord) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the title, unit and curves of each chart, starting with the most important chart."""
+    """Yield the title, unit and curve names of each chart, starting with the most important chart."""
     names = list(record.curves)
     rates = [name for name in names if is_learning_rate(name)]
     training = [name for name in names if name.startswith("train/") and name not in rates]

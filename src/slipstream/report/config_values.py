@@ -53,10 +53,9 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_unknown_value(value: Any) -> bool:
-    """Return whether a value from `flat_config` is ambiguous.
+    """Return whether a value from `flat_config` is ambiguous, that is, may represent different objects.
 
-    Objects that are represented by the name of their class cannot be distinguished, nor can the lambdas in a function,
-    the closures of a local function, and secrets.
+    This applies to secrets, lambdas, local functions, and objects that are represented by the name of their class.
     """
     return isinstance(value, str) and _UNKNOWN_VALUE.fullmatch(value) is not None
 

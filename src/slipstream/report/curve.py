@@ -23,7 +23,7 @@ class Curve:
     When the curve reaches `limit` points, adjacent points are merged, so the extremes are kept for runs of any length.
 
     Attributes:
-        limit: maximum number of points, an even number.
+        limit: maximum number of points; should be even.
         x: the iteration of each point's latest value.
         mean: the mean of each point's finite values; None if there are none.
         low, high: the minimum and maximum of each point's finite values; None if there are none.
@@ -159,7 +159,7 @@ def _parse(value: Any) -> Any:
 
 
 def _is_finite_or_none(value: Any) -> bool:
-    # Larger integers cannot be converted to float.
+    # Integers greater than the largest float cannot be converted to float.
     return value is None or (is_real(value) and abs(value) <= sys.float_info.max)
 
 

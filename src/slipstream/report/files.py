@@ -51,7 +51,7 @@ def _read(path: Path) -> RunRecord:
 
 
 def write_report(record: RunRecord, folder: Path) -> Path:
-    """Write `report.json` and `report.html` to a run folder atomically, and return the path of the page."""
+    """Write `report.json` and `report.html` to a run folder, each atomically, and return the path of the page."""
     from slipstream.report.page import page
 
     write_file(folder / JSON, json.dumps(record.to_json(), allow_nan=False, indent=None) + "\n")

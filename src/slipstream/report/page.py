@@ -221,8 +221,8 @@ def _time_notes(record: RunRecord) -> list[str]:
         notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
     if "step" in record.phases.seconds and record.settings.get("compile"):
         notes.append(
-            "A step compiled as one graph is not split into phases. Its time includes the compilation and "
-            "verification of the graph after the first step."
+            "A step compiled as one graph is not split into phases. Its time includes the time for compiling and "
+            "verifying the graph, which happens after the first step."
         )
     if note := utilization_note(record):
         notes.append(note)
@@ -230,7 +230,7 @@ def _time_notes(record: RunRecord) -> list[str]:
 
 
 def _picture(folder: Path | None) -> str:
-    """Return the newest image of predictions in the run folder as an inline image."""
+    """Return the newest image of predictions in the run folder as an inline image, or an empty string."""
     if folder is None:
         return ""
     pictures = folder.glob("vis_data/vis_image/predictions_*.png")
@@ -259,7 +259,7 @@ def _messages(record: RunRecord) -> str:
     if record.dropped_messages:
         count = record.dropped_messages
         lines.append(
-            f'<p class="note">{count:,} more warning{"s are" if count > 1 else " is"} in the log file.</p>'
+            f'<p class="note">{count:,} more message{"s are" if count > 1 else " is"} in the log file.</p>'
         )
     return "\n".join(lines)
 

@@ -31,7 +31,7 @@ def parse_json(text: str, allow_nan: bool = True) -> Any:
 
 def _integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise ValueError(f"an integer has {len(text)} digits")
+        raise ValueError(f"an integer has {len(text)} digits, but at most {_MAX_DIGITS} are allowed")
     return int(text)
 
 

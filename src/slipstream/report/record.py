@@ -112,7 +112,7 @@ class TunedOptions:
     """Step time of the configuration divided by the step time with these options."""
     low: NonNegative
     high: NonNegative
-    """Bounds of the interval for `ratio`."""
+    """Bounds of the confidence interval of `ratio`; see also `is_product`."""
     is_product: bool
     """Whether `ratio` and its bounds are products of the results for individual options."""
 

@@ -245,7 +245,7 @@ class Checkpoints:
             self.random_state = states[get_rank()]
 
     def restore_counts(self) -> None:
-        """After a resume, restore the number of batches that each optimizer wrapper has counted."""
+        """Initialize the number of batches that each optimizer wrapper has counted; after a resume, restore it."""
         runner = self._runner
         assert runner.optim_wrapper is not None
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)

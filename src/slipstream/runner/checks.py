@@ -106,8 +106,8 @@ def warn_of_unknown_length(runner: Runner) -> None:
 def warn_of_sampler_state(loader: DataLoader[Any], epoch: int, warn: Callable[[str], None]) -> None:
     """Warn if the order of the loader's sampler depends on state that a resume or a rollback cannot restore.
 
-    Call this function before the epoch at which the run continues. It draws the first indices of this epoch twice and
-    compares them. The loader of an iterable dataset has no such sampler, but its persistent workers keep random state.
+    Call this function before the epoch in which the run continues. The first indices of this epoch are drawn twice
+    and compared. The loader of an iterable dataset has no such sampler, but its persistent workers keep random state.
     """
     batches = loader.batch_sampler
     if not isinstance(batches, EpochBatchSampler):

@@ -23,7 +23,7 @@ may still be running."""
 
 
 class FolderLock:
-    """Hold an exclusive lock on each output folder from `lock` to `release`.
+    """An exclusive lock on each output folder, held from the call to `lock` until the call to `release`.
 
     The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
     that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, so that runs with a
@@ -47,8 +47,8 @@ class FolderLock:
             key: configuration key that sets this folder, used in error messages.
 
         Raises:
-            ConfigError: another run uses the folder, or it belongs to a run with a different work_dir; raised on every
-                rank.
+            ConfigError: the folder is in use by another run, or belongs to a run with a different work_dir. The error
+                is raised on every rank.
         """
         folder = folder.resolve()
         problem: list[str | None] = [None]
@@ -69,6 +69,8 @@ class FolderLock:
         if os.name != "posix":
             return None
         folder.mkdir(parents=True, exist_ok=True)
+        if (folder / LOCK_FILE).is_dir():
+            return f"{folder / LOCK_FILE} must be a file, but it is a folder; remove it"
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="surrogateescape")
         deadline = time.monotonic() + _TIMEOUT
         while (failure := _try_lock(file)) is not None:
@@ -101,7 +103,7 @@ class FolderLock:
 
 
 def _unlock(file: IO[str]) -> None:
-    """Release the lock, also for the child processes that share it."""
+    """Release the lock, even if child processes share it."""
     import fcntl
 
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -48,7 +48,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
     """Return the limits that a Runner's arguments set, and the arguments as modified by `fast_dev_run`.
 
     Raises:
-        ConfigError: an option is invalid, or two options are mutually exclusive.
+        ConfigError: an option is invalid, or two mutually exclusive options are set.
     """
     for name in _LIMIT_OPTIONS:
         check(arguments[name], PositiveInt | None, name)
@@ -73,7 +73,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
 def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Return the arguments for a run of `count` steps, with one validation run and without checkpoints.
 
-    The run also saves no state after a signal, because a later `resume=True` would continue from this state.
+    `PreemptionHook` is removed as well, because a later `resume=True` would resume from the checkpoint that it saves.
     """
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):

@@ -51,7 +51,7 @@ __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", 
 
 
 class _TrainLoop(BaseLoop):
-    """Base class for both training loops, which runs the training step and schedules validation."""
+    """Base class of the training loops. It runs the training step and schedules validation."""
 
     counts_epochs = True
     """Whether training is epoch-based."""
@@ -66,7 +66,7 @@ class _TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Number of batches per epoch, the same on every rank; None if the dataset has no length."""
+        """Number of batches per epoch, the same on every rank; None if it is unknown on any rank."""
         check(val_begin, NonNegativeInt, "val_begin")
         check(val_interval, PositiveInt, "val_interval")
         self.val_begin = val_begin
@@ -182,7 +182,7 @@ class _TrainLoop(BaseLoop):
         if used_samples:
             rest = samples - used_samples + repeated
             logger.warning(
-                f"The checkpoint was written in the middle of a batch of {samples} samples, so the next step uses only "
+                f"With {samples} samples per step, this run resumes in the middle of a batch, so the next step uses "
                 f"{rest} sample{'' if rest == 1 else 's'}"
                 + (f", including {repeated} that training has already used" if repeated else "")
             )

@@ -41,7 +41,9 @@ __all__ = [
 
 
 def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
-    """Return the speed options set by a Runner's arguments, or by `cfg` for keys that are not arguments.
+    """Return the speed options from a Runner's arguments and from `cfg`, the complete configuration.
+
+    If the `speed` argument is None, `cfg["speed"]` is used.
 
     Raises:
         ConfigError: see `SpeedPlan.read`.

@@ -49,7 +49,7 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.sharding import is_sharded, local_shard, mesh_of, shard_like
 
 STRIP_WRAPPER = ((r"^module\.", ""),)
-"""A (pattern, replacement) pair that removes a wrapper's prefix from weight names."""
+"""(pattern, replacement) pairs that remove a wrapper's prefix from weight names."""
 
 __all__ = [
     "STRIP_WRAPPER",

@@ -118,7 +118,10 @@ class Rollback:
     # ---- faults and checkpoints ------------------------------------------------------------------------
 
     def enable(self, kind: type[Fault], max_rollbacks: int, skip_before: int) -> None:
-        """Recover from errors of this class, at most `max_rollbacks` times in a run."""
+        """Recover from errors of this class, at most `max_rollbacks` times in a run.
+
+        Each recovery skips `skip_before` steps in addition to those that are always skipped.
+        """
         self._policies[kind] = _Policy(max_rollbacks, skip_before)
 
     def disable(self, kind: type[Fault]) -> None:

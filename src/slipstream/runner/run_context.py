@@ -25,7 +25,7 @@ __all__ = ["RunContext"]
 class RunContext:
     """Context managers for building, training and evaluating with a Runner.
 
-    Each Runner keeps its own random state, so several Runners in one process do not affect each other.
+    Each Runner keeps its own random state, so Runners in the same process do not affect each other's random numbers.
 
     Args:
         runner: the Runner.

@@ -85,7 +85,7 @@ class Runner:
         param_scheduler: one or more schedulers.
         default_hooks: hooks that replace the default hooks of the same name; None removes a hook.
         custom_hooks: additional hooks.
-        data_preprocessor: data preprocessor for a model that is built from a configuration.
+        data_preprocessor: data preprocessor for a model that is built from a configuration or used with `loss_fn`.
         load_from: a checkpoint to load weights from.
         resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
             that checkpoint.

@@ -84,8 +84,9 @@ def accelerate(
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches (calls to the step, not weight updates) in the whole training run; required for
             `ema` of type 'exp'. With `accumulate`, the last accumulation window then ends with the last batch, even if
-            it contains fewer batches. If neither this argument nor `batches_per_epoch` is set, the gradients of an
-            incomplete last window are not applied. A warning is logged if training continues after this many batches.
+            this window is smaller than the others. If neither this argument nor `batches_per_epoch` is set, the
+            gradients of an incomplete last window are not applied. A warning is logged if training continues after this
+            many batches.
         batches_per_epoch: number of batches per epoch (`len(loader)`). With `accumulate`, the last accumulation window
             then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
@@ -307,8 +308,8 @@ class TrainStep:
     def updated(self) -> bool:
         """Whether the last call updated the weights; with `accumulate`, whether it ended an accumulation window.
 
-        The value is known on the host. It is False before the first batch. With float16, it is also True if the update
-        was skipped because a gradient overflowed.
+        Reading this property does not synchronize with the device. The value is False before the first batch. With
+        float16, it is also True if the update was skipped because a gradient overflowed.
         """
         return self.steps > 0 and self.optim.begins_window()
 

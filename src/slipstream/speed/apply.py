@@ -304,7 +304,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
     """Cache the code that is compiled within the context.
 
-    When the context ends, log graph breaks and recompiles, and stop a compilation of the model in the background.
+    When the context ends, log graph breaks and recompiles, and stop any background compilation of the model.
     """
     if plan.compile is None:
         yield
@@ -325,9 +325,8 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
             yield
     finally:  # count torch's compilations until the context ends
         summary = report.finish()
-        stop = getattr(
-            core._compiled_call_impl, "stop", None
-        )  # it exists if the model compiles in the background
+        # `stop` exists if the model can be compiled in the background.
+        stop = getattr(core._compiled_call_impl, "stop", None)
         if stop is not None:
             stop()
     (logger.warning if summary.has_problems else logger.info)(summary.text())

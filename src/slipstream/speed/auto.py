@@ -132,4 +132,4 @@ def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
         reason = "compilation can take minutes, but reduces the step time by 10% to 40%; try compile=True"
         return Choice("compile", reason, enabled=False)
-    return Choice("compile", "compilation can take minutes; measure compile=True", enabled=False)
+    return Choice("compile", "compilation can take minutes; try compile=True", enabled=False)

@@ -27,12 +27,12 @@ class Switch:
 
     If a module runs inside `torch.utils.checkpoint`, its recomputation must use compiled code if and only if the
     forward pass did, because compiled and eager code save different tensors for the backward pass. The recomputation
-    takes place after the model's call has returned.
+    takes place after the call to the model has returned.
     """
 
     def __init__(self, on: bool) -> None:
         self.on: bool | None = on
-        """Whether the current call of the model runs compiled code; None outside a call."""
+        """Whether the current call to the model runs compiled code; None outside a call."""
         self.recompute_compiled = False
         """Whether the recomputation of modules inside a checkpoint runs compiled code."""
         self.only_existing = False

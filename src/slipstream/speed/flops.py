@@ -142,7 +142,7 @@ def training_flops(
 
     Raises:
         ModelError: the parameters are sharded, the model or the loss is data-dependent (it reads tensor values, for
-            example to select pixels), or torch cannot count the operations of one of its operators.
+            example to select pixels), or torch has no operation count for an operator.
         Exception: the model cannot be copied, or cannot run without data, for another reason.
     """
     from torch._subclasses.fake_tensor import (

@@ -214,7 +214,7 @@ class EarlyStop(EarlyStoppingHook):
         check_finite: whether to stop when the metric is NaN or infinite.
         threshold: stop as soon as the metric reaches this value.
         verbose: whether to log the best value after each validation run.
-        strict: whether a missing metric is an error. If False, it is a warning.
+        strict: whether to raise an error if the metric is missing. If False, log a warning instead.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class CrossEntropyLoss(CrossEntropy):
     pixels is divided by the number of pixels that are not ignored; without `smooth_eps`, it is divided by the sum of
     their weights. Targets that are class probabilities are not smoothed.
 
-    There is one exception: for logits (N, classes, H, W), SuperGradients smooths over W instead of over the classes.
+    The results differ in one case: for logits (N, classes, H, W), SuperGradients smooths over W, not over the classes.
 
     Args:
         weight, ignore_index: see `CrossEntropy`.

@@ -38,7 +38,7 @@ class LRSchedule:
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i in the last of min(`lr_warmup_steps`, L)
     warm-up batches. If the warm-up lasts a single batch, the rate keeps its first value until `lr_mode` changes it. An
-    initial rate of 0 stays 0. There is one exception: in SuperGradients, the rate of a cosine schedule after a
+    initial rate of 0 stays 0. One case differs from SuperGradients, where the rate of a cosine schedule after a
     batch-based warm-up increases again during the cool-down.
 
     Raises:

@@ -89,7 +89,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
-        """Append `{"params": [parameter], **options}` for each parameter of the model."""
+        """Append `{"params": [parameter], **options}` for each trainable parameter of the model."""
         rates = _rates_by_prefix(module, self.paramwise_cfg)
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()

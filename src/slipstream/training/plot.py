@@ -212,7 +212,7 @@ def _shorten(label: str) -> str:
 
 
 def _spans_decades(curves: Sequence[Sequence[float]]) -> bool:
-    """Return whether a curve spans more than two decades, or the maxima of the curves differ by a factor above 30.
+    """Return whether a curve spans more than two decades, or the maxima differ by more than a factor of 30.
 
     The lowest 10% of each curve is ignored, because a decay to zero looks best on a linear axis.
     """

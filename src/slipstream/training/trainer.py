@@ -209,7 +209,7 @@ class Trainer:
     def _test_trained(
         self, test_loader: Any, metrics: list[Any] | None, silent_mode: bool
     ) -> dict[str, float]:
-        """Test with the Runner of the last training run, whose model is on its device and may have EMA weights."""
+        """Test with the Runner of the last training run; its model is on the device and may have EMA weights."""
         assert self.runner is not None
         loop = self.runner.test_loop
         before = loop.dataloader, loop.evaluator

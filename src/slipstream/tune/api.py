@@ -183,7 +183,8 @@ def find_batch_size(
 ) -> BatchSizes:
     """Find the largest batch size that fits in memory, and the fastest batch size.
 
-    Each size is measured in its own process, so the model, the optimizer, memory and all random states are unchanged.
+    Each size is measured in its own process, which frees its memory on exit. The model, the optimizer and all random
+    states of the calling process are unchanged.
 
     If a process group exists, all of its ranks must call this function with the same arguments. They try the same sizes
     together, with data-parallel training, and return the same result. Batch sizes are per process. A size that fails

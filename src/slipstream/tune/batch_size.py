@@ -40,7 +40,7 @@ class BatchSizeRow:
     """Total throughput in samples per second: the samples of all processes divided by the time of the slowest
     process."""
     peak_mib: float | None = None
-    """Peak memory of the process that needs the most."""
+    """Peak memory in MiB, the largest value across all processes."""
     reason: str = ""
 
 

@@ -70,11 +70,12 @@ class LrRange:
 
     def __str__(self) -> str:
         suggestion = self.suggestion
-        text = (
-            "The loss did not fall at any of these rates; check the model and the data"
-            if suggestion is None
-            else f"Suggested learning rate: {suggestion:.2g}"
-        )
+        if suggestion is not None:
+            text = f"Suggested learning rate: {suggestion:.2g}"
+        elif len(_before_divergence(self.losses)) < _MIN_STEPS:
+            text = f"The loss diverged within {_MIN_STEPS} steps; start at a lower learning rate"
+        else:
+            text = "The loss did not fall at any of these rates; check the model and the data"
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
     def plot(self, path: str | Path) -> Path:

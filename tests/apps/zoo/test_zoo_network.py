@@ -14,6 +14,7 @@ from torch import nn
 
 from slipstream.apps.zoo import models, predicting
 from slipstream.apps.zoo.fusion import fuse_batch_norms
+from slipstream.apps.zoo.network import _with_outputs
 from slipstream.errors import ConfigError, DataError, ModelError
 
 Image = pytest.importorskip("PIL.Image")
@@ -146,6 +147,13 @@ def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone
     network(torch.randn(2, 3, 64, 64))
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         network.replace_head(0)
+
+
+def test_a_replaced_layer_keeps_its_other_options():
+    layer = nn.Conv2d(8, 4, 3, stride=2, padding=1, dilation=2, groups=2, bias=False, padding_mode="circular")
+    replaced = _with_outputs(layer.double(), 6)
+    assert str(replaced) == str(layer).replace("(8, 4,", "(8, 6,")
+    assert (replaced.weight.shape, replaced.weight.dtype) == ((6, 4, 3, 3), torch.float64)
 
 
 def test_the_layers_that_supergradients_replaces_are_initialized_again():

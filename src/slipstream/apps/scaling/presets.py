@@ -1,4 +1,4 @@
-"""Hardware presets, and the profile of a SegFormer that is computed from formulas."""
+"""Presets for hardware, and the cost profile of a SegFormer with one billion parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ NETWORKS = {
     "eth100": Network(12.5e9, False, (30e-6, 30e-6)),
     "eth25": Network(3.125e9, False, (30e-6, 30e-6)),
 }
-_LAUNCH = 8e-6  # NCCL's base latency for a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
+_LAUNCH = 8e-6  # between NCCL's base latencies for a ring: LL 6.6 us, Simple 8.4 us (src/graph/tuning.cc)
 
 
 def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> Cluster:
@@ -99,13 +99,14 @@ def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
 
 
 def segformer_1b(height: int, width: int) -> Model:
-    """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
+    """Return the profile of a SegFormer (arXiv 2105.15203) with one billion parameters.
 
-    Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention downsamples
-    keys and values by factors of 8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens
-    and contain a 3x3 depthwise convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C
-    with reduction R has `12 C^2 + 36 C + (R C)^2` weights (the last term only if R > 1), not counting biases and
-    LayerNorms, and saves `20 C` elements per token.
+    The costs are computed from formulas, without building the network. Widths are four times those of B5 (256, 512,
+    1280, 2048), and depths are 3, 6, 30 and 3. Attention downsamples keys and values by factors of 8, 4, 2 and 1
+    per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3 depthwise convolution.
+    The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
+    `12 C^2 + 36 C + (R C)^2` weights (the last term only if R > 1), not counting biases and LayerNorms, and saves
+    `20 C` elements per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, in_channels, decoder, hidden, classes = [], 3, 0, 768, 19

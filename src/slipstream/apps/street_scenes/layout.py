@@ -137,7 +137,7 @@ def _ground(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: Color) -> None:
-    """Paint patches and manholes, the cross street with its zebra crossing, and a grass median or tram rails."""
+    """Paint patches and manhole covers and, in some scenes, a grass median and a cross street with a zebra crossing."""
     for _ in range(r.randint(1, 6)):
         x, z = r.uniform(s.left + 1, s.right - 1), r.uniform(4, 30)
         size = r.choice((0.35, 0.35, 0.9))
@@ -171,7 +171,7 @@ def _is_in_junction(s: Street, z: float, margin: float = 0.0) -> bool:
 
 
 def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place trees, posts, signs, shrubs and clutter in the strip beside each curb."""
+    """Place trees, lamp posts, signs, shrubs, clutter and traffic lights between each curb and the houses."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
         leaves = leaf_colors(r)
         strip = curb + sign * 0.7
@@ -198,7 +198,7 @@ def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _parked_vehicles(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place parked cars along the curbs and parked two-wheelers on the sidewalks."""
+    """Place parked cars and trucks along the curbs, and parked two-wheelers on the sidewalks."""
     for sign, x, has_parking in ((-1, s.left + 1.15, s.parking[0]), (1, s.right - 1.15, s.parking[1])):
         occupancy = r.uniform(0.45, 0.95)
         for z in _positions_along(r, 5, 70, (5.6, 6.6)) if has_parking else ():

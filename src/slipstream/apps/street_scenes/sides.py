@@ -138,7 +138,7 @@ def _roof(canvas: Canvas, r: Random, side: Side, x: float, z: tuple[float, float
 def _shop_front(
     canvas: Canvas, r: Random, side: Side, z: tuple[float, float], floor: float, lit: float
 ) -> None:
-    """Paint a signboard and awnings in bright colors above the ground floor."""
+    """Paint a signboard for each shop on the ground floor, and awnings for some of them."""
     point, z0 = canvas.point, z[0]
     while z0 < z[1] - 3:
         z1 = min(z0 + r.uniform(4, 8), z[1])
@@ -170,7 +170,7 @@ def _balconies(
 
 
 def _background(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
-    """Draw trees or a house behind a wall or fence."""
+    """Draw trees or a house behind a wall, a fence or a hedge, or in a gap."""
     if r.random() < 0.35:
         x = side.x + side.sign * r.uniform(4, 10)
         paint = tint(random_color(r, 0.4, 0.45, 0.05), _face_light(canvas, side))

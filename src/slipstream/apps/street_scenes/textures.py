@@ -1,4 +1,7 @@
-"""The textures of a street scene: the appearance of each material at a world position."""
+"""The textures of a street scene: the appearance of each material at a world position.
+
+A texture function returns the weight of the second color and the brightness of each pixel.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +75,13 @@ def _plain(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _glass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return a reflection of the street in a window: brighter at the top, with soft diagonal streaks."""
+    """Compute the reflection of the street in a window: brighter at the top, with soft diagonal streaks."""
     n = noise(p.s * 40 + p.y * 30, p.y * 10, True)
     return np.clip(0.12 + 0.08 * n + 0.22 * (p.y - 1.1), 0.02, 0.6), np.ones_like(n)
 
 
 def _facade(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return rows of windows with frames and curtains, shop windows below them, and plaster or brick in between."""
+    """Compute rows of windows with frames and curtains, shop windows on the ground floor, and plaster in between."""
     period, floor, window_fraction, phase = p.params
     u, v = p.s / period + phase + 64, p.y / floor
     column, level = np.floor(u), np.floor(v)
@@ -129,7 +132,7 @@ def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
 
 
 def _asphalt(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return grain, wear and lane markings with `params` = (offset, lane width, solid, wear)."""
+    """Compute grain, wear and lane markings. `params` is (offset, lane width, solid, wear)."""
     offset, lane, solid, wear = p.params
     lane_position = (p.x - offset) / np.maximum(lane, 0.1)
     distance = np.abs(lane_position - np.round(lane_position)) * lane
@@ -161,7 +164,7 @@ def _grass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _foliage(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return clumps of leaves, lit from above. `params` = (holes, phase, center height, radius)."""
+    """Compute clumps of leaves, lit from above. `params` is (holes, phase, center height, radius)."""
     _, phase, middle, radius = p.params
     clump = noise(p.s * 50 + phase * 5, p.y * 50, True)
     leaf = noise(p.s * 40, p.y * 40 + phase)

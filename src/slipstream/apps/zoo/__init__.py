@@ -1,4 +1,4 @@
-"""Networks and losses used by the recipes, registered by name in `MODELS`."""
+"""Networks and losses, registered by name in `MODELS`."""
 
 from slipstream.apps.zoo.binary_losses import BCEDiceLoss, FocalLoss
 from slipstream.apps.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39

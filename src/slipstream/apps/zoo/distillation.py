@@ -65,7 +65,7 @@ class NormalizationAdapter(nn.Module):
 
 @MODELS.register_module()
 class KDklDivLoss(nn.Module):
-    """The Kullback-Leibler divergence of the student's probabilities from the teacher's, divided by the batch size.
+    """The Kullback-Leibler divergence KL(teacher || student) of the probabilities, divided by the batch size.
 
     For logits (N, classes, H, W), the divergence is summed over all pixels, as in SuperGradients.
     """
@@ -180,9 +180,9 @@ class SegKDLoss(nn.Module):
     """The sum of `kd_loss_weights[0] * ce_loss + kd_loss_weights[1] * kd_loss` over the outputs, weighted by `weights`.
 
     Args:
-        kd_loss: `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
+        kd_loss: a callable `loss(student, teacher, targets)`, such as `ChannelWiseKnowledgeDistillationLoss`, or its
             configuration.
-        ce_loss: `loss(student, targets)`, or its configuration.
+        ce_loss: a callable `loss(student, targets)`, or its configuration.
         weights: one factor for each output of the networks. Outputs without a factor are ignored.
         kd_loss_weights: factors for `ce_loss` and `kd_loss`, in this order.
 

@@ -39,7 +39,7 @@ def read_prefetch(value: Any) -> int:
 def feed(
     loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
 ) -> DeviceFeed[Batch]:
-    """Return an iterable of the batches of `loader` on `device` (default: the accelerator, or else the CPU)."""
+    """Return an iterable of the batches of `loader` on `device`, which defaults to the accelerator or the CPU."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 

@@ -293,7 +293,8 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
         isinstance(as_map_style(existing.dataset), IterableDataset) or existing.batch_sampler is None
     ):
         raise ConfigError(
-            "requires a DataLoader with a batch sampler; remove this option", f"{name}.num_batch_per_epoch"
+            "requires a DataLoader with a batch sampler and a map-style dataset; remove this option",
+            f"{name}.num_batch_per_epoch",
         )
     return limit
 
@@ -518,7 +519,8 @@ def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
     """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch.
 
-    A loader for an iterable dataset, or without a batch sampler, is returned unchanged.
+    Some loaders are returned unchanged: loaders for iterable datasets (except supported MosaicML datasets), loaders
+    without a batch sampler and, if `limit` is None, loaders that `build_dataloader` has already wrapped.
     """
     batches = loader.batch_sampler
     options = _copied_options(loader)
@@ -544,7 +546,7 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
 
 
 def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of `DataLoader`, except the dataset and the arguments that select samples."""
+    """Return a loader's arguments for `DataLoader`, except the dataset, the generator and those that select samples."""
     return {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

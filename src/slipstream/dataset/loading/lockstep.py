@@ -25,9 +25,10 @@ _END = object()
 
 
 def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int | None:
-    """Return the smallest number of batches per epoch across all ranks, and limit the loader to this number.
+    """Return the smallest number of batches per epoch across all ranks.
 
-    The result is None if the length of the loader is unknown on at least one rank. Every rank must call this function.
+    If the loader has an `EpochBatchSampler`, the sampler is limited to this number. The result is None if the length of
+    the loader is unknown on at least one rank. Every rank must call this function.
     """
     lengths = all_gather_object(length(loader))
     if None in lengths:
@@ -72,8 +73,8 @@ def until_one_ends(
 ) -> Iterator[Any]:
     """Yield this rank's batches until any rank has no more batches.
 
-    While the current batch is in use, the next batch is drawn, and an asynchronous all-reduce checks that every rank
-    has a next batch. Loaders that are known to have the same length on every rank need no all-reduce.
+    Before a batch is yielded, the next batch is drawn and an asynchronous all-reduce is started, which checks whether
+    every rank has a next batch. Loaders that are known to have the same length on every rank need no all-reduce.
     """
     if get_world_size() == 1 or _has_equal_lengths(loader):
         yield from batches

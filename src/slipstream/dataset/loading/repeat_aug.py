@@ -33,8 +33,8 @@ class RepeatAugSampler(Sampler[int]):
     """SuperGradients' sampler for repeated augmentation (arXiv 1902.05509).
 
     In the shuffled dataset, each sample is repeated `num_repeats` times in a row. Rank r of R reads items r, r + R and
-    so on, so the repetitions of a sample are on different ranks. An epoch has about as many samples as the dataset.
-    The augmentation of a sample depends on (seed, epoch, index, repetition).
+    so on, so the repetitions of a sample are distributed across the ranks. An epoch has about as many samples as the
+    dataset. The augmentation of a sample depends on (seed, epoch, index, repetition).
 
     Args:
         dataset: any object with a length.

@@ -101,7 +101,7 @@ class SamplerState:
         """Return the names of the attributes that an iteration has changed, such as `Weighted.position`.
 
         These are numbers, strings and containers whose values have changed since this object was created, and all
-        iterators. Generators and the attributes that the training loop sets are not included.
+        iterators. Generators and `epoch`, which the training loop sets, are not included.
         """
         before = self._attributes
         return [

@@ -38,7 +38,7 @@ class Loading:
     """One pass over a loader.
 
     A thread warns if no batch arrives for `stall_warning` seconds, and again each time the waiting time has doubled.
-    If the batch arrives within this time, the overhead is a clock read and a few assignments.
+    For a batch that arrives in time, the overhead is one clock read and a few assignments.
 
     Args:
         loader: the loader. Its worker processes start immediately.

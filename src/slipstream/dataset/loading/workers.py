@@ -90,7 +90,7 @@ def with_workers(
     if not auto_workers and not auto_prefetch:
         return chosen
     drawn = [list(batch) for batch in islice(batches, _TRIAL_BATCHES)]
-    if not drawn:  # the run raises the error
+    if not drawn:  # the sampler yields no batches; the run raises an error
         return {**chosen, "num_workers": 0}
     trials = _Trials(dataset, options, drawn)
     messages = [f"{name}: a batch takes {1e3 * trials.batch_seconds:.3g} ms in one process"]
@@ -160,7 +160,9 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int, required: int = 0) -> dict[int, float]:
-        """Return samples/s for each number of workers, measured until adding workers no longer helps or time runs out.
+        """Return the throughput in samples/s for each number of workers.
+
+        The measurement stops when adding workers no longer helps or time runs out.
 
         Args:
             limit: the largest number of workers to try.

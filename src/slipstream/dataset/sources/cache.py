@@ -33,7 +33,7 @@ _MAX_TEMPORARY_AGE = 3600  # seconds after which a temporary file counts as aban
 
 
 class DecodeCache:
-    """Disk cache of decoded images and masks, with one file per sample. All processes that use the folder share it.
+    """Disk cache of decoded images and masks, with one file per sample. Processes that use the same folder share it.
 
     A file is written under a temporary name and then renamed, so several processes can fill the cache at the same
     time and never read a partial file. A file contains the version of its sample and is rewritten when the version

@@ -116,7 +116,7 @@ class CityscapesDataset(ImageMaskPairs):
 
 @DATASETS.register_module()
 class CityscapesConcatDataset(ConcatDataset):
-    """Cityscapes images from several list files, such as the training images and automatically labeled images.
+    """Cityscapes images from several list files, such as the training list and a list of automatically labeled images.
 
     Args:
         root_dir: see `CityscapesDataset`.

@@ -1,4 +1,4 @@
-"""Semantic masks from COCO's instance annotations, with SuperGradients' arguments."""
+"""COCO segmentation dataset with masks made from the instance annotations. Arguments are named as in SuperGradients."""
 
 from __future__ import annotations
 

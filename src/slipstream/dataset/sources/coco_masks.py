@@ -37,7 +37,7 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
         if isinstance(value, list):
             polygons = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in value]
             if not all((np.abs(points) < _MAX_COORDINATE).all() for points in polygons):
-                raise ValueError(f"its coordinates must be numbers below {_MAX_COORDINATE}")
+                raise ValueError(f"its coordinates must be between -{_MAX_COORDINATE} and {_MAX_COORDINATE}")
             return polygons
         counts = np.array(value["counts"], np.int64)
         pixels = shape[0] * shape[1]
@@ -56,7 +56,7 @@ def read_outline(value: Any, shape: tuple[int, int]) -> Outline:
 
 
 def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return a mask of the pixels inside a polygon, (height, width), by the even-odd rule.
+    """Return a (height, width) mask of the pixels inside a polygon, using the even-odd rule.
 
     The outline is drawn on a grid with 5 x 5 cells per pixel. In each column of pixels, a run of pixels starts or
     ends where the outline steps from the center cell to the cell to its right.
@@ -85,7 +85,7 @@ def fill_polygon(points: NDArray[np.float64], shape: tuple[int, int]) -> NDArray
 
 
 def fill_runs(counts: Sequence[int] | Ints, shape: tuple[int, int]) -> NDArray[np.bool_]:
-    """Return a mask of alternating runs of 0 and 1, (height, width), in column-major order."""
+    """Return the (height, width) mask for the lengths of alternating runs of 0 and 1 in column-major order."""
     values = np.arange(len(counts)) % 2 == 1
     return np.repeat(values, counts).reshape(shape[1], shape[0]).T
 

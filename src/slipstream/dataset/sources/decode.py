@@ -27,7 +27,7 @@ __all__ = ["MAX_PIXELS", "ImageBytes", "check_readable", "open_image", "read_ima
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file. Pillow raises an error above the same limit.
 
-Even a small file can describe a huge image.
+Even a small file can decode to a huge image.
 """
 _GRAY, _RGB = 0, 2  # PNG color types
 _JPEG = b"\xff\xd8\xff"  # the first bytes of a JPEG file
@@ -66,8 +66,8 @@ class ImageBytes:
 def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB, in the orientation that its EXIF metadata specifies.
 
-    Plain PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
-    installed (the `png` extra), which is three times as fast as Pillow. Other files, and files in which pywuffs finds
+    Plain RGB PNGs (8 bits per channel, no transparency, no animation, no orientation) are decoded with pywuffs if it is
+    installed (the `png` extra); pywuffs is three times as fast as Pillow. Other files, and files in which pywuffs finds
     an error, are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such
     as a color profile. For color images with more than 8 bits per channel, only the high bytes are used.
 
@@ -92,7 +92,8 @@ def read_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
 def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return the pixel values of a single-channel 8-bit file (grayscale or palette) as uint8 (H, W).
 
-    The file is decoded and oriented as in `read_image`.
+    The mask is oriented as in `read_image`. Plain grayscale PNGs are decoded with pywuffs if it is installed; other
+    files are decoded with Pillow.
 
     Raises:
         DataError: the file cannot be read, has more than `max_pixels` pixels (None means no limit), or is not a
@@ -246,8 +247,8 @@ def _decode_plain_jpeg(path: Path | ImageBytes, max_pixels: int | None) -> NDArr
 def _jpeg_decoder() -> Callable[..., Any] | None:
     """Return simplejpeg's decoder, or None if it is not installed or its pixels may differ from Pillow's.
 
-    Both decode with libjpeg-turbo; simplejpeg uses version 3. Pillow builds with another library or with an older
-    version may return different pixels.
+    simplejpeg decodes with libjpeg-turbo 3. Pillow builds that use another library or an older version may return
+    different pixels.
     """
     if importlib.util.find_spec("simplejpeg") is None:
         return None

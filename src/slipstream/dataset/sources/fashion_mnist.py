@@ -105,7 +105,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def independent_of_global_rng(self) -> bool:
-        """Whether samples never use the global random generators. If True, the loader does not seed them."""
+        """Whether reading a sample never uses the global random generators. If True, the loader does not seed them."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:

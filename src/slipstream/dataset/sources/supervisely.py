@@ -1,4 +1,4 @@
-"""Supervisely Persons dataset, read from SuperGradients list files."""
+"""Supervisely Persons dataset, read from CSV list files in SuperGradients' format."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class TarMember(NamedTuple):
 
     name: str
     offset: int
-    """Offset of the first byte in the archive."""
+    """Offset of the file's first byte from the start of the archive."""
     size: int
 
 
@@ -71,8 +71,8 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
         start = position + _BLOCK
         if length > end - start:
             raise DataError(
-                f"'{path}' is incomplete: {_quote(name or header.name)} has {length:,} bytes, but the file ends after "
-                f"{max(0, end - start):,} of them; copy the file again"
+                f"'{path}' is incomplete: {_quote(name or header.name)} has {length:,} bytes, but the archive ends "
+                f"after {max(0, end - start):,} of them; copy the archive again"
             )
         position = start + length + -length % _BLOCK
         if header.kind in (_LONG_NAME, _ATTRIBUTES):
@@ -92,7 +92,7 @@ def _members(file: BinaryIO, path: Path, end: int) -> Iterator[TarMember]:
 
 
 def _check_end(file: BinaryIO, path: Path, position: int) -> None:
-    """Raise an error if a file contains nonzero bytes after the block at `position`, which ends the archive.
+    """Raise an error if the file contains nonzero bytes after the block at `position`, which ends the archive.
 
     Writers pad an archive with zeros to a multiple of the record size. If there are more zeros than fit in a record,
     issue a warning.
@@ -107,7 +107,8 @@ def _check_end(file: BinaryIO, path: Path, position: int) -> None:
         zeros += len(content)
     if zeros > _RECORD:
         warnings.warn(
-            f"'{path}' ends with {zeros:,} zero bytes; if the file was not copied completely, samples are missing",
+            f"'{path}' ends with {zeros:,} zero bytes, more than normal padding. It may be an incomplete copy with "
+            "missing samples; compare its size with that of the original",
             stacklevel=2,
         )
 

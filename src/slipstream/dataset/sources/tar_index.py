@@ -49,8 +49,8 @@ class ShardIndex:
 def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
     """Return the index of a shard from the cache, or build the index from the shard headers and cache it.
 
-    The index is rebuilt if the size or the modification time of the shard changes. If the folder is not writable, this
-    function issues a warning and does not store the index.
+    The index is rebuilt if the size or the modification time of the shard changes. If the index cannot be written to
+    the cache, this function issues a warning and still returns the index.
 
     Args:
         path: the tar file.
@@ -138,7 +138,7 @@ def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
 
 
 def _is_consistent(index: ShardIndex, size: int) -> bool:
-    """Return whether all files in the index lie within a shard of `size` bytes."""
+    """Return whether all sample numbers, extension numbers, offsets and sizes are valid for a shard of `size` bytes."""
     parts = index.parts
     if parts.ndim != 2 or parts.shape[1] != 4:
         return False

@@ -40,8 +40,8 @@ class WebDataset(Dataset[dict[str, Any]]):
 
     A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
-    contains `"device_params"`, the parameters of the device transforms. Samples are ordered as in the shards;
-    augmentation depends only on the seed, epoch and index of a `SampleIndex`.
+    contains `"device_params"`, the parameters of the device transforms. Samples have the same order as in the
+    shards; augmentation depends only on the seed, epoch and index of a `SampleIndex`.
 
     Args:
         shards: paths of the tar files, which must not be compressed. A path may contain `*`, or ranges such as
@@ -55,7 +55,7 @@ class WebDataset(Dataset[dict[str, Any]]):
         index: cache folder for the sample positions, which are determined when a shard is first used; by default, a
             folder in the user's cache.
         max_pixels: maximum number of pixels in an image; None for no limit.
-        max_bytes: maximum size of a file in a shard.
+        max_bytes: maximum size, in bytes, of a file that is read from a shard.
 
     Raises:
         DataError: a shard is missing, damaged, incomplete or compressed, or contains a link, or a sample has no file
@@ -211,9 +211,9 @@ class WebSegmentationDataset(SegmentationDataset):
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name and a version.
+        """Return the sample's name and version.
 
-        The name contains the dataset class, the shard, the position and the file names; the version contains the
+        The name contains the dataset class, the shard, the byte offset and the file names; the version contains the
         shard's version, the number of classes, and `ignore_index`.
         """
         path = self.shards.path(index)

@@ -185,7 +185,7 @@ def _inner_index(index: int, inner: int, repeat: int = 0, times: int = 1) -> Sam
 def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
     for key in sorted((first.keys() | other.keys()) - ignored):
         first_value, other_value = first.get(key), other.get(key)
-        # Tuples, lists and arrays with the same values count as identical.
+        # Tuples, lists and arrays with the same values are considered equal.
         if not np.array_equal(first_value, other_value):  # type: ignore[arg-type]
             raise DataError(
                 f"metainfo['{key}'] of dataset {position} is {other_value!r}, but dataset 0 has {first_value!r}; "

@@ -1,8 +1,8 @@
 """Device transforms: color jitter and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
-`device_params`, as a float32 tensor of shape (K,). K determines the layout, so finding the layout
-does not require reading a value from the device:
+`device_params`, as a float32 tensor of shape (K,). No value has to be read from the device to find the layout, because
+K determines it:
 
     13  color:     left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
@@ -107,8 +107,8 @@ def check_same_params(samples: Sequence[Any]) -> None:
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
             "a batch mixes samples with and without color jitter (SegColorJitter) or normalization (SegStandardize, "
-            "SegNormalize, ToTensor); use the same steps in the transforms of all datasets, or normalize in the data "
-            "preprocessor"
+            "SegNormalize, ToTensor); use the same color jitter and normalization in the transforms of all datasets, "
+            "or normalize in the data preprocessor"
         )
 
 

@@ -1,8 +1,8 @@
 """Transforms for image-mask pairs, named as in SuperGradients.
 
 A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's random
-generator, and returns a new sample. Sizes are (width, height), as in SuperGradients recipes. Images are resampled
-bilinearly (with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
+generator, and returns the transformed sample. Sizes are (width, height), as in SuperGradients recipes. Images are
+resampled bilinearly (with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
 A dataset does not call the transforms one by one. It composes the geometric transforms into one `CropRegion`. Color
 jitter and normalization run on the device (see `pipeline.py`).

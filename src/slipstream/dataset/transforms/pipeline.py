@@ -47,8 +47,8 @@ def apply_transforms(
     a device transform. Color jitter is also a device transform if only geometric transforms, normalization and
     SegConvertToTensor follow it; otherwise, it runs on the CPU with Pillow.
 
-    Random numbers are drawn in the order of the transforms. Color jitter does not affect the padding. Contrast changes
-    use the mean of the visible pixels.
+    Random numbers are drawn in the order of the transforms. On the device, color jitter does not affect the padding,
+    and contrast changes use the mean of the visible pixels of the image, without the padding.
 
     Raises:
         DataError: the sample, or the output of a custom transform, has the wrong dtype or shape.

@@ -80,7 +80,10 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Disable gradient synchronization, except before the first synchronization of a static graph."""
+        """Disable gradient synchronization.
+
+        With `static_graph=True`, the first backward pass is synchronized anyway.
+        """
         # torch records a static graph during the first synchronized backward pass, and fails if an earlier backward
         # pass was not synchronized. Early synchronization only changes the order of summation over the accumulation
         # window.
@@ -183,7 +186,10 @@ def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` is a DDP wrapper, or its class is in `MODEL_WRAPPERS` or one of its child registries."""
+    """Return whether `model` is a wrapper.
+
+    The wrappers are DDP, `DataParallel` and the classes in `MODEL_WRAPPERS` and its child registries.
+    """
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or MODEL_WRAPPERS.contains_object(type(model))
 
@@ -200,5 +206,5 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def device_ids(device: torch.device) -> list[int] | None:
-    """Return DDP's `device_ids` argument: the index of the accelerator, or None for the CPU."""
+    """Return DDP's `device_ids` argument: the index of the current accelerator, or None for the CPU."""
     return None if device.type == "cpu" else [torch.accelerator.current_device_index()]

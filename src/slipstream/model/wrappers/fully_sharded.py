@@ -76,9 +76,8 @@ class FullyShardedOptions:
 class MMFullyShardedDataParallel(nn.Module):
     """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP if `shard_size` is less than the world size).
 
-    See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). A
-    step produces the same result as a single process with the whole batch. Parameters become `DTensor`s; names
-    and buffers do not change.
+    See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). As in
+    DDP, gradients are averaged over all processes. Parameters become `DTensor`s; names and buffers do not change.
 
     Args:
         module: the model, already on its device; the weights of rank 0 are broadcast to all ranks.
@@ -310,8 +309,8 @@ def _select_large(candidates: list[nn.Module], min_params: int) -> list[nn.Modul
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, inner blocks first.
 
-    A repeated block is a child of a `ModuleList` or `Sequential` that has children and whose class occurs at least
-    twice in this container.
+    A repeated block is a child of a `ModuleList` or `Sequential`. It has children of its own, and its class occurs at
+    least twice in the container.
     """
     found: set[nn.Module] = set()
     for container in model.modules():

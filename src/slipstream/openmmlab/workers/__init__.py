@@ -1,4 +1,4 @@
-"""A folder to add to `sys.path`.
+"""A folder in `sys.path` from which spawned worker processes import `mmengine`.
 
-Worker processes do not inherit the import finder, so they import `mmengine` from this folder.
+These processes inherit `sys.path`, but not the import finder that replaces `mmengine` in the main process.
 """

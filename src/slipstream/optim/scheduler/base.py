@@ -208,8 +208,8 @@ class _ParamScheduler(metaclass=_RemembersAttributes):
     def _catch_up(self) -> None:
         """Perform the step that a completed run omitted.
 
-        By default, `end` is the length of the run, and no step is performed after the last epoch. This step is due if
-        the run is resumed with more epochs, and therefore with a larger `end`.
+        If the configuration does not set `end`, it is the length of the run, and no step is performed after the last
+        epoch. If the run is then resumed with more epochs, `end` is larger, and the omitted step must be performed.
         """
         due = min(self._global_step, self.end - 1) + self._offset
         if self.begin <= self._global_step and self.last_step == due - 1:

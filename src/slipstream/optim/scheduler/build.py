@@ -43,7 +43,7 @@ class TorchSchedulerAdapter:
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Advance by one step, and update the learning rates until `end`."""
+        """Advance by one step, and update the learning rates if the step is before `end`."""
         self._global_step += 1
         if self._global_step < self.end:
             self.scheduler.step()
@@ -87,10 +87,10 @@ def build_param_scheduler(
 
     Args:
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
-            `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
-            iterations. `dict(scheduler=..., by_epoch=...)` wraps a torch scheduler object. Without `by_epoch`,
-            torch schedulers step as the torch documentation recommends: `OneCycleLR` and `CyclicLR` after each
-            iteration, and most others after each epoch.
+            `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, `begin`, `end` and the other numbers of
+            steps are specified in epochs and converted to iterations. `dict(scheduler=..., by_epoch=...)` wraps a
+            torch scheduler object. Without `by_epoch`, torch schedulers step as the torch documentation recommends:
+            `OneCycleLR` and `CyclicLR` after each iteration, and most others after each epoch.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default `end` of epoch-based schedulers.
@@ -190,5 +190,5 @@ def _build_torch(
     by_epoch = cfg.get("by_epoch")
     if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
         by_epoch = counts_epochs(scheduler)
-    end = ends[0 if by_epoch else 1]
-    return TorchSchedulerAdapter(scheduler, bool(by_epoch), cfg.get("end", INF if end is None else end))
+    end = cfg.get("end") or ends[0 if by_epoch else 1]
+    return TorchSchedulerAdapter(scheduler, bool(by_epoch), INF if end is None else end)

@@ -78,7 +78,7 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
         if self.last_step == 0:
             return value
         after_minimum = (self.last_step - 1 - self.T_max) % (2 * self.T_max) == 0
-        if after_minimum:  # `_fall` would divide 0 by 0
+        if after_minimum:  # `_fall` would divide by zero
             return value + (base - low) * (1 - math.cos(math.pi / self.T_max)) / 2
         return self._fall(value, low, self.last_step, self.T_max)
 

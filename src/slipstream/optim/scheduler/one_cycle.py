@@ -27,7 +27,7 @@ class OneCycleParamScheduler(_ParamScheduler):
         eta_max: peak value, either one number for all groups or one for each group.
         total_steps: length of the cycle in steps; `end - begin` by default.
         pct_start: fraction of the cycle during which the value increases.
-        anneal_strategy: shape of each phase, cosine or linear.
+        anneal_strategy: shape of each phase, `cos` (cosine) or `linear`.
         div_factor: ratio of the peak value to the start value.
         final_div_factor: ratio of the start value to the final value.
         three_phase: whether to insert a phase after the first one. It has the same length as the first phase, and

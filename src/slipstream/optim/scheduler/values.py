@@ -1,4 +1,4 @@
-"""Read and write an option of every parameter group without synchronizing with the device."""
+"""Read and write an option of every parameter group, synchronizing with the device as rarely as possible."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["BetaValues", "ParamValues"]
 class ParamValues:
     """One option (`lr`, `momentum`, `weight_decay`) of an optimizer's parameter groups, as floats.
 
-    The option may be a 0-dim tensor, which avoids recompiling a compiled step. The tensor is filled in place, and its
-    value is cached on the host. Reading the option synchronizes with the device only the first time, and after other
-    code has changed the tensor. The cache is an attribute of the optimizer, so all of the optimizer's schedulers share
-    it.
+    The option may be a 0-dim tensor, so that a compiled step is not recompiled when the value changes. The tensor is
+    updated in place, and its value is cached on the host. Reading the option synchronizes with the device only the
+    first time, and after other code has changed the tensor. The cache is an attribute of the optimizer, so all of the
+    optimizer's schedulers share it.
 
     Args:
         optimizer: an object with `param_groups`; for an `OptimWrapper`, the cache is stored on its inner optimizer.
@@ -62,9 +62,9 @@ class ParamValues:
                 self._store(current, value)
 
     def restore(self, values: Sequence[float]) -> None:
-        """Cache each value for its tensor if the two are equal after rounding to the tensor's dtype.
+        """Cache each value for its tensor if the value, rounded to the tensor's dtype, equals the tensor.
 
-        Otherwise, a resumed run would continue from the rounded value of a float32 learning rate.
+        Without the cached value, a resumed run would continue from a learning rate that has been rounded to float32.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)

@@ -1,4 +1,4 @@
-"""A folder on the import path of worker processes.
+"""A folder in `sys.path` from which spawned worker processes import `super_gradients`.
 
-These processes do not inherit the finder, so they import `super_gradients` from this folder.
+These processes inherit `sys.path`, but not the import finder that replaces `super_gradients` in the main process.
 """

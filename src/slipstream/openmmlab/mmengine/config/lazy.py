@@ -65,7 +65,7 @@ class LazyObject(_Lazy):
     `import a.b as x` becomes `LazyObject("a.b")`, and `from a import b` becomes `LazyObject("a", "b")`.
 
     Args:
-        module: the module, or a list of all modules of a package that are imported by `import` statements without `as`.
+        module: the module or, for `import` statements without `as`, the list of all imported modules of a package.
         imported: the name that is imported from the module, if any.
         location: file and line of the import statement.
 

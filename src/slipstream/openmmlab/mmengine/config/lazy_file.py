@@ -29,7 +29,10 @@ _CODE_TYPES = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, 
 
 @dataclass(frozen=True)
 class LazyFile:
-    """The variables in a file, the names of imported variables, and the source text of all files, bases first."""
+    """The variables of a file, the names defined by imports, and the source text of all files, bases first.
+
+    `imported` includes the names that base files import, but not variables that are imported from base files.
+    """
 
     variables: dict[str, Any]
     imported: frozenset[str]

@@ -1,4 +1,4 @@
-"""Models in the metafiles of installed libraries: `model-index.yml` and the files that it lists."""
+"""Read the models listed in the metafiles of installed libraries (`model-index.yml` and the files that it imports)."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def repo_or_mim_folder(library: str) -> Path:
     """Return the folder that contains a library's `configs` folder: its source folder, or `.mim` in its package.
 
     Raises:
-        ConfigError: if the library is not installed, or has no configurations.
+        ConfigError: if the library is unknown, is not installed or has no configurations.
     """
     if library not in MODULE2PACKAGE:
         raise ConfigError(f"'{library}' is not one of {', '.join(MODULE2PACKAGE)}", "scope")
-    package = library_folder(library, f"pip install {MODULE2PACKAGE[library]}")
+    package = library_folder(library, f"{library} (pip install {MODULE2PACKAGE[library]})")
     for folder in (package.parent, package / ".mim"):
         if (folder / "configs").is_dir():
             return folder
@@ -48,6 +48,6 @@ def repo_or_mim_folder(library: str) -> Path:
 
 
 def iter_models(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of all models listed in the folder's `model-index.yml`."""
+    """Yield the model entries from the metafiles that the folder's `model-index.yml` imports."""
     for path in load(str(folder / "model-index.yml"))["Import"]:
         yield from load(str(folder / path)).get("Models") or ()

@@ -74,7 +74,7 @@ def force_full_init(old_func: Callable[..., Any]) -> Any:
 
 
 class _PackedSamples:
-    """Pickled samples in one byte array, which forked worker processes share without copying."""
+    """Pickled sample descriptions in one byte array, which forked worker processes share without copying."""
 
     def __init__(self, samples: Sequence[bytes]) -> None:
         self.data = np.frombuffer(b"".join(samples), dtype=np.uint8)
@@ -89,8 +89,8 @@ class BaseDataset(Dataset[Any]):
 
     Args:
         ann_file: annotation file, relative to `data_root`.
-        metainfo: entries that override those in the `METAINFO` class attribute; a string is the path to a file with one
-            value per line or, if the file does not exist, the value itself.
+        metainfo: entries that override those in the `METAINFO` class attribute; a string value is the path to a file
+            with one item per line or, if the file does not exist, the value itself.
         data_root: root folder.
         data_prefix: maps sample keys to folders. Each folder, relative to `data_root`, is prepended to the path
             stored under its key.
@@ -152,7 +152,7 @@ class BaseDataset(Dataset[Any]):
         self._fully_initialized = True
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """Return the descriptions in the annotation file, and add the file's metainfo to the dataset.
+        """Return the descriptions in the annotation file, and add those entries of its metainfo that are not set.
 
         Raises:
             DataError: if the file is not in the OpenMMLab format, or `parse_data_info` returns neither a dict nor
@@ -311,8 +311,8 @@ def _positions(indices: Indices, length: int) -> Sequence[int]:
         return range(length)[:indices] if indices >= 0 else range(length)[indices:]
     if not isinstance(indices, Sequence):
         raise TypeError(f"indices must be an int or a sequence of ints, not {type(indices)}")
-    if any(not -length <= index < length for index in indices):
-        raise IndexError(f"an index is out of range for {length} samples: {list(indices)[:10]}")
+    if outside := [index for index in indices if not -length <= index < length]:
+        raise IndexError(f"indices out of range for {length} samples: {outside[:10]}")
     return [range(length)[index] for index in indices]
 
 

@@ -28,7 +28,7 @@ class FileClient:
     def infer_client(
         cls, file_client_args: Mapping[str, Any] | None = None, uri: str | Path | None = None
     ) -> FileClient:
-        """Return a client with the arguments `file_client_args` or, if they are None, a client for the path `uri`."""
+        """Return a client built from `file_client_args` or, if this argument is None, a client for the path `uri`."""
         if file_client_args is not None:
             return cls(**file_client_args)
         return cls(prefix=str(uri).split("://")[0] if "://" in str(uri) else None)

@@ -159,7 +159,8 @@ def load(
 ) -> Any:
     """Return the contents of a JSON, YAML or pickle file.
 
-    Pickle files may contain only built-in types, NumPy arrays and tensors, because other pickles can execute code.
+    Pickle files may contain only built-in types, NumPy arrays and tensors, because unpickling other objects can
+    execute code.
 
     Args:
         file: a path or an open file.

@@ -56,7 +56,7 @@ _LAYER_INITIALIZERS = (
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """Apply initializers as in Slipstream, but ignore layer initializers that set neither `layer` nor `override`."""
+    """Apply initializers as Slipstream does, but ignore layer initializers that set neither `layer` nor `override`."""
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         kind = cfg.get("type")
         target = WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind
@@ -92,7 +92,7 @@ def xavier_init(module: nn.Module, gain: float = 1, bias: float = 0, distributio
 
 
 def normal_init(module: nn.Module, mean: float = 0, std: float = 1, bias: float = 0) -> None:
-    """Draw the weight from N(mean, std), and fill the bias with `bias`."""
+    """Draw the weight from N(mean, std^2), and fill the bias with `bias`."""
     if (weight := _weight(module)) is not None:
         nn.init.normal_(weight, mean, std)
     _set_bias(module, bias)
@@ -101,7 +101,7 @@ def normal_init(module: nn.Module, mean: float = 0, std: float = 1, bias: float 
 def trunc_normal_init(
     module: nn.Module, mean: float = 0, std: float = 1, a: float = -2, b: float = 2, bias: float = 0
 ) -> None:
-    """Draw the weight from N(mean, std) truncated to [a, b], and fill the bias with `bias`."""
+    """Draw the weight from N(mean, std^2) truncated to [a, b], and fill the bias with `bias`."""
     if (weight := _weight(module)) is not None:
         trunc_normal_(weight, mean, std, a, b)
     _set_bias(module, bias)
@@ -143,6 +143,6 @@ def bias_init_with_prob(prior_prob: float) -> float:
 def trunc_normal_(
     tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Tensor:
-    """Fill `tensor` with values from N(mean, std) truncated to [a, b], and return `tensor`."""
+    """Fill `tensor` with values from N(mean, std^2) truncated to [a, b], and return `tensor`."""
     with torch.no_grad():
         return nn.init.trunc_normal_(tensor, mean, std, a, b)

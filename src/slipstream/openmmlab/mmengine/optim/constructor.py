@@ -26,8 +26,8 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
     With `paramwise_cfg`, each trainable parameter has its own group. Without it, a single group contains all
     parameters, including frozen ones. A group contains the settings of the custom key that applies to its parameter.
 
-    Custom keys that do not match any parameter are logged instead of raising an error, because stock configurations
-    contain such keys, for example for other variants of a network.
+    A custom key that does not match any parameter causes a log message instead of an error, because stock
+    configurations contain such keys, for example for other variants of a network.
     """
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -86,7 +86,7 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 
 @CheckpointLoader.register_scheme(prefixes=("http://", "https://"))
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """Download a checkpoint to the torch cache, and read it without executing code from it."""
+    """Download a checkpoint to the `torch.hub` cache, and read it without executing code from it."""
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     target = folder / filename.rsplit("/", 1)[-1]
     if not target.is_file():

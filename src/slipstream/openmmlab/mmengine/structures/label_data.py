@@ -17,7 +17,7 @@ class LabelData(BaseDataElement):
         """Convert a 1-dim tensor of zeros and ones to class ids, which are the indices of the ones.
 
         Raises:
-            ValueError: if the tensor has more than one dimension, or values outside [0, 1].
+            ValueError: if the tensor does not have exactly one dimension, or contains values outside [0, 1].
         """
         assert isinstance(onehot, torch.Tensor)
         if onehot.ndim != 1 or onehot.max().item() > 1 or onehot.min().item() < 0:

@@ -279,8 +279,8 @@ class Visualizer(OwnVisualizer, ManagerMixin):
         Args:
             featmap: the feature map.
             overlaid_image: an RGB image; the feature map is resized to its size.
-            channel_reduction: `squeeze_mean` (mean of the channels), `select_max` (the strongest channel), or None
-                for a grid of the strongest channels.
+            channel_reduction: `squeeze_mean` (mean of the channels), `select_max` (the channel with the largest sum),
+                or None for a grid of the channels with the largest sums.
             topk: number of channels in the grid.
             arrangement: numbers of rows and columns in the grid.
             resize_shape: height and width of the image of each channel.

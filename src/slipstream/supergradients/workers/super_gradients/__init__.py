@@ -1,4 +1,4 @@
-"""Replace this module with Slipstream's `super_gradients`, in a process that has not installed the finder yet."""
+"""Replace this module with Slipstream's `super_gradients` in processes that have not imported the replacement."""
 
 import importlib
 import sys
