@@ -298,7 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only-check", action="store_true", help="train and resume, but do not measure times"
     )
-    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="write Markdown to this file and JSON next to it, and keep earlier results of other configurations",
+    )
     args = parser.parse_args(argv)
     names = args.cases or list(CASES)
     if unknown := set(names) - set(CASES):
@@ -307,17 +311,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = environment_info(
         ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
     )
-    info |= {"compile budget": args.budget}
     budget = None if args.only_check else read_duration(args.budget, "budget")
-    cases = []
+    cases = earlier_cases(args.out) if args.out else {}
     for index, name in enumerate(names):
         now = time.monotonic()
-        cases.append(run(name, (end - now) / (len(names) - index), budget))
-        text = summary(cases)
-        print(text.splitlines()[1 + len(cases)], flush=True)
+        case = run(name, (end - now) / (len(names) - index), budget)
+        cases[name] = case | {"date": info["date"], "budget": args.budget}
+        rows = [cases[name] for name in CASES if name in cases]
+        text = summary(rows)
+        print(next(line for line in text.splitlines() if f"| {name} |" in line), flush=True)
         if args.out:
-            write_result(args.out, "OpenMMLab's libraries", info, text, {"cases": cases})
+            write_result(args.out, "OpenMMLab's libraries", info, text, {"cases": rows})
     return 0
+
+
+def earlier_cases(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the cases in an existing result by name. A run replaces only the cases that it measures."""
+    try:
+        return {case["name"]: case for case in json.loads(out.with_suffix(".json").read_text())["cases"]}
+    except FileNotFoundError:
+        return {}
 
 
 if __name__ == "__main__":

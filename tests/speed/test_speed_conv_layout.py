@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
+from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
 from slipstream.speed.inductor_options import inductor_options
 
@@ -226,3 +227,54 @@ def test_inductor_code_matches_eager_without_transposing_activations():
     assert "extern_kernels.convolution(" in code
     assert "(512, 1, 64, 8)" in code  # channels-last strides of activations
     assert "(512, 64, 8, 1)" not in code
+
+
+class WithGraphBreak(nn.Module):
+    """Convolutions before and after a graph break, and a second input with a different layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = residual(), nn.Sequential(nn.Dropout(0.5), Residual(4), pixelwise_of(4))
+
+    def forward(self, x, y):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x + self.first(y))
+
+
+def pixelwise_of(channels):
+    return nn.Sequential(nn.Conv2d(channels, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, groups=3, stride=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_compiled_model_with_layouts_computes_the_gradients_of_the_eager_model(scope, monkeypatch):
+    torch._dynamo.reset()
+    graphs = []
+
+    def lay_out(_, graph):
+        graphs.append(graph)
+        lay_out_convolutions(graph)
+
+    monkeypatch.setattr(LayOutConvolutions, "__call__", lay_out)
+    torch.manual_seed(0)
+    eager = WithGraphBreak()
+    compiled = copy.deepcopy(eager)
+    blocks = ["first", "second"] if scope == "block" else []
+    compile_model(compiled, CompileOptions(scope=scope, blocks=blocks), pytest.fail)
+    x, y = torch.randn(2, 3, 12, 12), torch.randn(2, 3, 12, 12).to(memory_format=LAST)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        expected, found = trained(eager, x, y), trained(compiled, x, y)
+    assert len(graphs) >= 4  # the forward and the backward graph of both parts
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def trained(model, x, y):
+    """Return the losses, the gradients and the buffers after two steps, and the outputs in evaluation mode."""
+    losses = []
+    for step in range(2):
+        torch.manual_seed(step)
+        loss = model(x, y).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, [p.grad for p in model.parameters()], list(model.buffers()), model.eval()(x, y)

@@ -15,6 +15,7 @@ from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_budget import BudgetedCall, Switch
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
+from slipstream.speed.inductor_options import inductor_options
 from slipstream.step.leaves import clone_tensors
 
 __all__ = ["compile_modules"]
@@ -94,11 +95,14 @@ def _compile(
     clones = options.mode in ("reduce-overhead", "max-autotune") or (options.options or {}).get(
         "triton.cudagraphs"
     )
+    defaults: dict[str, Any] = {}
+    if options.backend == "inductor":
+        param = next(modules[0].parameters(), None)
+        defaults = inductor_options("cpu" if param is None else param.device.type)
+    settings = defaults | backend_options(options)
     for module in modules:
         try:
-            compiled = torch.compile(
-                _call_of(module, options.fullgraph), options=backend_options(options) or None, **kwargs
-            )
+            compiled = torch.compile(_call_of(module, options.fullgraph), options=settings or None, **kwargs)
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return
