@@ -441,8 +441,9 @@ def openmmlab() -> str:
     info = result("openmmlab")
     loads = [case["load"] for case in info["cases"] if "load" in case]
     load = f"load average before each case: {min(loads)} to {max(loads)}" if loads else "no case was run"
+    commands = " and ".join(dict.fromkeys(f"`{case['command']}`" for case in info["cases"]))
     text = (
-        f"{summary(info['cases'])}\n\n`{info['command']}`, MMEngine {info['mmengine']}, torch {info['torch']}; "
+        f"{summary(info['cases'])}\n\n{commands}, MMEngine {info['mmengine']}, torch {info['torch']}; "
         f"{machine('openmmlab')}; {load}."
     )
     phases = [phase for case in info["cases"] for phase in case.get("phases", ())]

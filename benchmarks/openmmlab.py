@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for index, name in enumerate(names):
         now = time.monotonic()
         case = run(name, (end - now) / (len(names) - index), budget)
-        cases[name] = case | {"date": info["date"], "budget": args.budget}
+        cases[name] = case | {"date": info["date"], "command": info["command"]}
         rows = [cases[name] for name in CASES if name in cases]
         text = summary(rows)
         print(next(line for line in text.splitlines() if f"| {name} |" in line), flush=True)

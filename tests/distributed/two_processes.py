@@ -39,7 +39,7 @@ def run_in_two(functions, folder, timeout=60, world=2, start_method="forkserver"
 
     If a function raises an error, its result is the traceback, and the process does not call the remaining functions.
     `world` sets the number of processes and results. With `start_method="spawn"`, each process imports torch itself.
-    Tests of environment variables that are read during this import require it.
+    Use it to test environment variables that torch reads when it is imported.
     """
     ranks = range(world)
     context = torch.multiprocessing.get_context(start_method)

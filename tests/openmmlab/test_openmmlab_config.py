@@ -241,7 +241,7 @@ def test_a_base_from_an_installed_library_has_the_scope_of_the_library(tmp_path,
     [
         ("mmyolo::detectr.py", r"mmyolo has no configuration 'detectr\.py'.*detector\.py"),
         ("mmyolo::../../../../secret.py", "is outside the folder"),
-        ("not_installed_library::a/b.py", "the package 'not_installed_library' is not installed"),
+        ("not_installed_library::a/b.py", "requires the package 'not_installed_library'"),
         ("mmyolo::a::b.py", "must have the form"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test that SuperGradients' learning rate keys set the same rate at each step, and that invalid keys raise errors."""
+"""Tests of the learning rate keys: the rate at each step is that of SuperGradients, and invalid keys raise errors."""
 
 from __future__ import annotations
 

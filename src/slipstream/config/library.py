@@ -62,7 +62,7 @@ def library_folder(library: str, source: str) -> Path:
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"{source}: the package '{library}' is not installed; install it")
+        raise ConfigError(f"{source}: requires the package '{library}', which is not installed")
     return Path(spec.origin).parent
 
 

@@ -62,7 +62,7 @@ def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
     world = read_int(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:
         raise DistributedError(
-            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in the salloc "
+            f"{size}={world}, but SLURM_STEP_ID is not set: this process is running in the batch script or the salloc "
             "shell, where Slurm starts only one process; start the program with srun"
         )
     nodes = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")

@@ -174,7 +174,7 @@ class OptimWrapper:
             self.update()
 
     def _warn_of_other_gradients(self) -> None:
-        """Warn once if there are gradients from another wrapper's loss, which the update includes, as in MMEngine."""
+        """Warn once if the update includes gradients from another wrapper's loss. MMEngine also includes them."""
         name = self._key
         if not self._warned and has_gradients(self.parameters()) and not self.overrides_zero_grad:
             self._warned = True
@@ -289,7 +289,7 @@ class OptimWrapper:
         return self.ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether the next batch ends its accumulation window, so that backward must synchronize gradients."""
+        """Return whether backward must synchronize gradients, because the next batch ends its accumulation window."""
         return self.ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:

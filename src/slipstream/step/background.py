@@ -62,7 +62,7 @@ class BackgroundCompiler:
         self.seconds: float | None = None
         """Duration of the last function call in seconds; None if the call failed."""
         self.exceeded = False
-        """Whether the last function call exceeded the timeout, so that its process was killed."""
+        """Whether the process of the last function call was killed because it exceeded the timeout."""
 
     @property
     def started(self) -> bool:

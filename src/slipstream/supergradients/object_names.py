@@ -38,7 +38,7 @@ class Models(metaclass=_Networks):
     """Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
 
     Raises:
-        MissingNetworkError: when an attribute is accessed, if Slipstream does not provide this network.
+        MissingNetworkError: if an accessed attribute does not name one of Slipstream's networks.
     """
 
 
