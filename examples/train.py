@@ -1,9 +1,9 @@
 """Train a ResNet-18 on Fashion-MNIST to more than 90% test accuracy in two epochs on a CPU.
 
-    python examples/train.py [--data FOLDER | --download] [--launcher none|pytorch|slurm|mpi]
+    python examples/train.py [--data FOLDER [--download]] [--launcher none|pytorch|slurm|mpi]
 
 The data is read from the Debian package dataset-fashion-mnist or from a folder with the four IDX files. With
---download, missing files are downloaded, and their checksums are verified.
+--download, missing files are downloaded to FOLDER, and their checksums are verified.
 """
 
 import argparse
@@ -32,6 +32,8 @@ def main():
     parser.add_argument("--batches", type=int, help="maximum number of batches per epoch")
     parser.add_argument("--work-dir", default="./work_dirs/fashion_mnist")
     args = parser.parse_args()
+    if args.download and args.data is None:
+        parser.error("--download requires --data FOLDER")
 
     train_set = FashionMNIST(args.data, "train", download=args.download)
     test_set = FashionMNIST(args.data, "test", download=args.download)

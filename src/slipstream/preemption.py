@@ -69,9 +69,9 @@ class Preemption:
                     sys.exit(slipstream.preemption.EXIT_STATUS)
 
     A second signal, more than one second after the first, has its default effect and terminates the process. Signals
-    that the process ignores (`nohup`), or for which it has already installed a handler, are not handled. Outside the
-    main thread, where Python cannot handle signals, this process reacts only to signals that other ranks receive. All
-    ranks must enter the block.
+    that the process ignores (`nohup`), or for which it has already installed a handler, are not handled. Python can
+    handle signals only in the main thread; if the block is entered in another thread, this process reacts only to
+    signals that other ranks receive. All ranks must enter the block.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Remove secrets from text that is written to files and logs.
 
 Secrets are the values of environment variables and configuration keys whose names indicate a secret (`WANDB_API_KEY`,
-`password`), and strings in the format of known tokens (`ghp_...`).
+`password`), and strings in known token formats (`ghp_...`).
 """
 
 from __future__ import annotations

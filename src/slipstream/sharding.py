@@ -1,6 +1,6 @@
-"""Helpers for sharded tensors (`DTensor`), which import `torch.distributed.tensor` only if a model is sharded.
+"""Helpers for sharded tensors (`DTensor`).
 
-This import takes almost a second.
+`torch.distributed.tensor` is imported only if a model is sharded, because this import takes almost a second.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_varia
         ("unresolved", "MASTER_ADDR=no-such-host.invalid could not be resolved"),
         ("elsewhere", "MASTER_ADDR=no-such-host.invalid"),
         ("taken", "is in use on this machine"),
-        ("silent", "the program that listens at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ("silent", "the program listening at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ("beyond", "RANK=2 must be less than WORLD_SIZE=2"),
     ],
 )

@@ -230,7 +230,7 @@ def test_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("batches", "text"), [(3, "one compiled graph"), (0, "eager, because its compilation")]
+    ("batches", "text"), [(3, "one compiled graph"), (0, "eager, because compilation did")]
 )
 def test_a_graph_that_no_batch_used_is_reported_as_eager(batches, text):
     step = Mock(spec=CompiledStep, uses_graph=True, batches=batches)

@@ -141,7 +141,7 @@ def test_interpolations_that_grow_exponentially_are_rejected_immediately(recipe,
     for read in (lambda: compose(str(path)), lambda: hydra_overrides(path, [])):
         begin = time.process_time()
         with pytest.raises(
-            ConfigError, match=r"^a\d+.*: its interpolations refer to more than 10,000 values"
+            ConfigError, match=r"^a\d+.*: the interpolations refer to more than 10,000 values"
         ):
             read()
         assert time.process_time() - begin < 1

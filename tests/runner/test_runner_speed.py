@@ -134,7 +134,7 @@ def test_plan_that_contradicts_an_existing_wrapper_is_rejected(tmp_path, speed):
             Runner(**training(tmp_path, optim_wrapper=wrapper, speed=speed))
         has_type = isinstance(wrapper, dict) and "type" in wrapper
         assert ("the key 'optimizer'" in str(caught.value)) is isinstance(wrapper, OptimWrapper)
-        assert ("remove its 'type' key" in str(caught.value)) is has_type
+        assert ("remove the 'type' key" in str(caught.value)) is has_type
         assert ("pass dtype='bfloat16' to AmpOptimWrapper" in str(caught.value)) is (word == "precision")
 
 

@@ -39,7 +39,7 @@ _EXTRAS = {
     "openvino": "openvino",
 }
 _STATES = {OK: "ok", NO: "not available", WARN: "warning"}
-_GAINS = {"png": ", which decodes PNGs faster (docs/performance.md)"}
+_GAINS = {"png": " for faster PNG decoding (docs/performance.md)"}
 
 
 def run(args: argparse.Namespace) -> int:

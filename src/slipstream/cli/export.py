@@ -78,8 +78,8 @@ class _ExportedNetwork(nn.Module):
 
     Args:
         model: the trained model.
-        params: normalization from the dataset's transforms, or None: float32 (6,), the scale and then the shift of each
-            channel.
+        params: normalization from the dataset's transforms, float32 (6,): the scales of all channels, followed by the
+            shifts. None if the transforms do not normalize.
     """
 
     scale: Tensor

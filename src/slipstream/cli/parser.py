@@ -469,7 +469,9 @@ def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = No
         "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )
     parser.add_argument(
-        "--config-dir", metavar="FOLDER", help="folder with your recipes, which take precedence"
+        "--config-dir",
+        metavar="FOLDER",
+        help="folder with your recipes, which take precedence over built-in recipes",
     )
     _add_trust(parser)
 

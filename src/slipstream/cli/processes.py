@@ -169,7 +169,7 @@ def _silence_launcher() -> None:
 
 
 def _report(failures: Mapping[int, Any], printed: bool) -> int:
-    """Return the exit status of the first process that failed. Print an error if no process printed one."""
+    """Return the exit status of the first process that failed, and print an error, unless that process printed one."""
     # The launcher terminates the remaining processes with SIGTERM after a failure.
     rank, first = min(
         failures.items(),

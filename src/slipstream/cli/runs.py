@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _MAX_METRICS = 3
-"""Number of metrics shown as columns."""
+"""Maximum number of metrics shown as columns."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +81,10 @@ def _equals(value: Any, text: str) -> bool:
 
 
 def _sort(rows: Sequence[RunRow], key: str, descending: bool) -> list[RunRow]:
-    """Return the rows sorted by a value: numbers before strings, and rows with a missing or NaN value at the end."""
+    """Return the rows sorted by a value. Rows with a missing or NaN value are always at the end.
+
+    In ascending order, numbers come before strings.
+    """
     known = [row for row in rows if not _is_missing(row.value(key))]
     known.sort(key=lambda row: _sort_key(row.value(key)), reverse=descending)
     return [*known, *(row for row in rows if _is_missing(row.value(key)))]

@@ -42,6 +42,6 @@ def check_secrets(overrides: Sequence[str], file: str) -> None:
         if is_secret_name(key.rpartition(".")[2]) and value and "{{" not in value and "${" not in value:
             raise ConfigError(
                 f"the {file} would contain this secret; write {{{{ $NAME }}}} in the configuration, and set the "
-                "environment variable NAME before you submit",
+                "environment variable NAME before you submit; on Kubernetes, also pass `--secret`",
                 key,
             )

@@ -27,7 +27,7 @@ __all__ = ["run"]
 _POLL_INTERVAL = 0.2
 """Seconds between checks for a signal."""
 _MESSAGE_DELAY = 5.0
-"""Seconds of waiting after which a message reports the nodes that the job requires."""
+"""Seconds to wait for the nodes before a message reports what the job requires."""
 _TIMEOUT = 10.0
 """Seconds to wait for a connection to the cluster."""
 

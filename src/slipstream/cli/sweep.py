@@ -179,10 +179,10 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
 
 
 def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
-    """Restore the results of runs that an earlier call completed.
+    """Restore the results of runs that an earlier invocation completed.
 
     Raises:
-        ConfigError: the earlier call used other overrides, so its results belong to other settings.
+        ConfigError: the earlier invocation used different overrides, so its results do not apply to these settings.
     """
     try:
         earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
@@ -314,7 +314,7 @@ def _metric_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _column_names(keys: Sequence[str]) -> Sequence[str]:
-    """Return the last parts of the keys, or the keys if two last parts are equal."""
+    """Return the last parts of the keys, or the full keys if the last parts of two keys are equal."""
     short = [key.rpartition(".")[2] for key in keys]
     return short if len(set(short)) == len(keys) else keys
 

@@ -182,7 +182,7 @@ def _insert_path(path: Any, source: str, trust: bool) -> None:
         raise ConfigError(f"must be an existing folder, not {path!r} ({source})", "custom_imports.path")
     if not trust:
         raise ConfigError(
-            f"{source} is not trusted to execute code, so it must not set this key. {_TRUST}",
+            f"{source} is not trusted to execute code, so it cannot set this key. {_TRUST}",
             "custom_imports.path",
         )
     folder = str(Path(path).resolve())

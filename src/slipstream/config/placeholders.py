@@ -44,7 +44,7 @@ class Placeholders:
     Args:
         source: the text of the file.
         path: the path of the file.
-        quote: whether tokens outside strings need quotes, because the format has no unquoted strings (JSON, TOML).
+        quote: whether tokens outside strings need quotes, as in formats without unquoted strings (JSON, TOML).
     """
 
     def __init__(self, source: str, path: Path, *, quote: bool) -> None:

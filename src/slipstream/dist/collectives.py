@@ -227,7 +227,7 @@ def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | N
     other = next(rank for rank, rank_call in enumerate(calls) if rank_call != calls[0])
     raise DistributedError(
         f"{function}: every rank must call the same function with the same options, shapes and dtypes, but rank 0 "
-        f"calls {_format(calls[0])}, and rank {other} calls {_format(calls[other])}"
+        f"called {_format(calls[0])}, and rank {other} called {_format(calls[other])}"
     )
 
 

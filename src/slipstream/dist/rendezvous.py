@@ -59,8 +59,8 @@ def _serve(placement: Placement, seconds: float) -> Store:
                 "another job or another rank 0; set MASTER_PORT to a free port, and use the same port for every process"
             ) from error
         raise DistributedError(
-            f"rank 0 runs on {socket.gethostname()!r}, but could not connect to itself at {_master(placement)} within "
-            f"{seconds:g} s; set MASTER_ADDR to the address of this machine"
+            f"rank 0 is running on {socket.gethostname()!r}, but could not connect to itself at {_master(placement)} "
+            f"within {seconds:g} s; set MASTER_ADDR to the address of this machine"
         ) from error
 
 
@@ -79,7 +79,7 @@ def _connect(placement: Placement, seconds: float) -> Store:
         store = result.get(timeout=3 * seconds + 10)
     except queue.Empty:
         raise DistributedError(
-            f"the program that listens at {_master(placement)} does not respond; set MASTER_PORT to a free port, and "
+            f"the program listening at {_master(placement)} did not respond; set MASTER_PORT to a free port, and "
             "use the same port for every process"
         ) from None
     if isinstance(store, dist.DistError):

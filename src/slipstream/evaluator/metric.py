@@ -40,7 +40,7 @@ class BaseMetric(ABC):
             raise ConfigError(f"must be 'cpu' or 'gpu', not {collect_device!r}", "collect_device")
         if collect_dir is not None and collect_device != "cpu":
             raise ConfigError(
-                "requires collect_device='cpu'; remove collect_dir, or set collect_device='cpu'",
+                "requires collect_device='cpu'; remove collect_dir or collect_device",
                 "collect_dir",
             )
         self.collect_device = collect_device

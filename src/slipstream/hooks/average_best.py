@@ -98,7 +98,7 @@ class AverageBestHook(Hook):
                 )
 
     def after_rollback(self, runner: Runner) -> None:
-        """Restore the checkpoint's list of best epochs, and remove the files that were written later."""
+        """Restore the checkpoint's list of best epochs, and remove the files written after the checkpoint."""
         abandoned = [name for _, name in self._best]
         current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
         self._replaced.restore(runner, abandoned, current)

@@ -221,7 +221,7 @@ class CheckpointHook(Hook):
         if read_origin(existing)[0] != self._run_id:
             runner.logger.warning(
                 f"CheckpointHook: {self._folder} contains checkpoints of an earlier run, such as {existing.name}. "
-                "This run overwrites checkpoints with the same names. To keep them, set a different work_dir; to "
+                "This run will overwrite checkpoints with the same names. To keep them, set a different work_dir; to "
                 "continue the earlier run, set resume=True"
             )
 

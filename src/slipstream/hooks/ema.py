@@ -167,7 +167,9 @@ class EMAHook(Hook):
                 "decay_type",
             )
         if self.begin_epoch:
-            raise self.config_error(f"requires a training loader with a length; {remedy}", "begin_epoch")
+            raise self.config_error(
+                f"requires a training loader with a length; {remedy} with begin_iter", "begin_epoch"
+            )
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""

@@ -194,7 +194,7 @@ class LossSpikeHook(Hook):
 
 def _median(values: Iterable[float]) -> float:
     from statistics import (
-        median,  # imported here, because it imports decimal and fractions, which are slow to import
+        median,  # imported here, because `statistics` imports decimal and fractions, which are slow to import
     )
 
     return median(values)

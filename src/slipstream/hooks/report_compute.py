@@ -50,7 +50,7 @@ class ComputeCount:
         if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
             return
 
-        # Use a nested function. If the model is copied, a bound method would be copied together with its object.
+        # Use a nested function, because copying the model would copy a bound method together with its object.
         def observe(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
             if module is preprocessor and (options.get("training") or arguments[1:2] == (True,)):
                 self._observe(outputs, getattr(runner.train_loop, "step_samples", 0) // get_world_size())

@@ -359,7 +359,7 @@ def _describe_step(runner: Runner) -> str:
     step = getattr(runner, "step", None)
     if isinstance(step, CompiledStep):
         if step.uses_graph:
-            return "one compiled graph" if step.batches else "eager, because its compilation did not finish"
+            return "one compiled graph" if step.batches else "eager, because compilation did not finish"
         return "eager, because the step cannot be compiled as one graph; see the log"
     if isinstance(step, EagerStep):
         compiled = getattr(unwrap_model(runner.model), "_compiled_call_impl", None) is not None

@@ -91,7 +91,7 @@ class HistoryBuffer:
 
     @classmethod
     def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Register `method(history, ...)` by its name for use in `statistics`; can be used as a decorator."""
+        """Register `method(history, ...)` under its name for use in `statistics`; can be used as a decorator."""
         cls._statistics[method.__name__] = method
         return method
 

@@ -73,7 +73,7 @@ class MessageHub:
             elif "value" in value:
                 self.update_scalar(key, value["value"], value.get("count", 1), resumed)
             else:
-                raise DataError(f"the dict for the scalar '{key}' must have a 'value' key, not {value!r}")
+                raise DataError(f"the dict for the scalar '{key}' must have a 'value' key, but is {value!r}")
 
     def update_metric(self, key: str, value: Any) -> None:
         """Append an evaluation result; log lines show the latest result, not the mean of several results."""
@@ -164,7 +164,7 @@ class MessageHub:
             saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "the state dict is not a saved MessageHub: it requires 'log_scalars' and 'runtime_info'; "
+                "the state dict is not a saved MessageHub: it must contain 'log_scalars' and 'runtime_info'; "
                 "pass the result of MessageHub.state_dict"
             ) from error
         histories = {key: _load_history(key, history) for key, history in saved.items()}

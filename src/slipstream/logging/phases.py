@@ -26,7 +26,7 @@ STEP_PHASES: tuple[Phase, ...] = (
 
 
 class PhaseTimes:
-    """A timer that is always in exactly one phase, so that the phases of a run add up to its duration.
+    """A timer that is always in exactly one phase, so the phases of a run add up to its duration.
 
     The timer reads the host clock and never causes a device synchronization. On an accelerator, a phase that only
     launches kernels is short, and the phase that reads their results includes the time the host waits for them.

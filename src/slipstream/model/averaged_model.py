@@ -79,7 +79,7 @@ class BaseAveragedModel(nn.Module):
         self.update_buffers = update_buffers
         self.steps = 0
         self.swapped = False
-        """Whether the weights are swapped, so that the model contains the average and `module` the training weights."""
+        """Whether the weights are swapped; if so, the model contains the average and `module` the training weights."""
         self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
         self._cached: tuple[nn.Module, _AveragedTensors, _AveragedTensors] | None = None
 
@@ -317,7 +317,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module without a `forward` method that contains copies of a sharded model's tensors.
+    """Return a module that contains copies of a sharded model's tensors and has no `forward` method.
 
     `deepcopy` does not support sharded tensors.
     """

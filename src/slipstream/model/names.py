@@ -25,8 +25,8 @@ def build_part(part: Any, kind: Kind) -> nn.Module:
     """Return a model's network or loss, built if `part` is a configuration.
 
     Raises:
-        UnknownNameError: the `type` is not registered; the message suggests only names of the same kind.
-        ConfigError: `part` is neither a module nor a configuration, or cannot be built.
+        UnknownNameError: if the `type` is not registered; the message suggests only names of the same kind.
+        ConfigError: if `part` is neither a module nor a configuration, or cannot be built.
     """
     if not callable(part) and not isinstance(part, Mapping):
         raise ConfigError(f"must be a module or a dict with a 'type', not {short_repr(part)}", kind)

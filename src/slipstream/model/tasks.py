@@ -25,7 +25,7 @@ class Task(BaseModel):
     """A network and a loss, built from modules or configurations."""
 
     num_classes: int | None = None
-    """Number of classes in the dataset, if known; `check_classes` compares the network's outputs with this number."""
+    """Number of classes in the dataset, if known; `check_classes` checks the network's outputs against this number."""
     _checked_labels = False
 
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:

@@ -68,7 +68,7 @@ def compose(
         name: name of a recipe, or path of a YAML file.
         overrides: Hydra overrides: `key=value`, `group=option`, `+key=value`, `~key`.
         config_dir: folder with your own recipes and groups, which take precedence over built-in recipes and groups.
-        trust: whether the recipe's `hydra.searchpath` may contain any package (`pkg://`), which Hydra imports.
+        trust: whether the recipe's `hydra.searchpath` may contain arbitrary packages (`pkg://`), which Hydra imports.
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.

@@ -35,7 +35,7 @@ def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
                 total += cost(inner, _find(tree, inner))
             if total > limit:
                 raise ConfigError(
-                    f"its interpolations refer to more than {_MAX_REFERENCES:,} values; simplify them ({source})",
+                    f"the interpolations refer to more than {_MAX_REFERENCES:,} values; simplify them ({source})",
                     ".".join(map(str, key)),
                 )
             costs[key] = total

@@ -60,7 +60,7 @@ def comparison_page(runs: Sequence[ComparedRun]) -> str:
             "Results",
             table(["", *labels], [[name, *map(_format, row)] for name, row in _results(runs)], numeric),
         ),
-        section("Time breakdown, percent of training", _time_breakdown(runs)),
+        section("Time breakdown, percent of training time", _time_breakdown(runs)),
         section("Settings that differ", _settings(runs)),
         section("Curves", _charts(runs)),
     ]

@@ -107,7 +107,8 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: b
         lr_scaled: whether `auto_scale_lr` has changed the learning rates.
 
     Raises:
-        ConfigError: a scheduler is invalid, never steps, or was created before the learning rates were scaled.
+        ConfigError: a scheduler is invalid or was created before the learning rates were scaled, or a torch scheduler
+            never steps or ends too early.
     """
     if lr_scaled:
         _check_no_scheduler_objects(cfg)

@@ -68,7 +68,7 @@ class Checkpoints:
         self._structure: dict[str, Any] = {}
         self._changed: set[str] = set()  # structural changes that have been reported
         self.resuming = False
-        """Whether the run is being resumed from a checkpoint, so that hooks restore their state from it."""
+        """Whether the run is being resumed from a checkpoint, in which case hooks restore their state from it."""
         self.resumed_from: Path | None = None
         """The checkpoint from which the run was resumed, or None."""
         self.random_state: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class Checkpoints:
         resume.restore_counts(runner.optim_wrapper, *self._counts)
 
     def restore_random_state(self) -> None:
-        """Restore the random state from the checkpoint just before the first step. Later calls have no effect."""
+        """Restore `random_state` and set it to None. If it is already None, do nothing."""
         if self.random_state is not None:
             set_random_state(self.random_state)
             self.random_state = None

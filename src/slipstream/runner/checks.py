@@ -141,7 +141,7 @@ def warn_of_generators(model: nn.Module, loader: DataLoader[Any], warn: Callable
     if names:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         warn(
-            f"Checkpoints do not contain the state of the random generators in {', '.join(names[:_MAX_NAMES])}{more}. "
+            f"Checkpoints do not contain the state of the random generators {', '.join(names[:_MAX_NAMES])}{more}. "
             "If training draws from them, a resumed run differs from an uninterrupted one; draw from the global "
             "generators of torch, NumPy or Python instead"
         )

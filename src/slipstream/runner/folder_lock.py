@@ -25,9 +25,9 @@ may still be running."""
 class FolderLock:
     """An exclusive lock on each output folder, held from the call to `lock` until the call to `release`.
 
-    The operating system releases the lock when the process ends, even if it is killed. On Windows and on file systems
-    that do not support locks, `lock` has no effect. The lock file also records the run's work_dir, so that runs with a
-    different work_dir cannot use the folder.
+    The operating system releases the lock when the process ends, even if it is killed. On Windows, `lock` has no
+    effect; on file systems that do not support locks, it calls `warn` and does not lock the folder. The lock file also
+    records the run's work_dir, so that runs with a different work_dir cannot use the folder.
 
     Args:
         work_dir: output folder of the run.

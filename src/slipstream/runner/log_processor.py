@@ -39,8 +39,8 @@ class LogProcessor:
         custom_cfg: additional statistics, each configured by a dict. `data_src` is the scalar's name without its mode,
             such as `loss`. `method_name` is a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a
             registered statistic. `window_size` is a number, `"epoch"` or `"global"`; the default is the whole history.
-            `log_name` is the name to log; the default is `data_src`, so that the statistic replaces the scalar. Other
-            keys are arguments of the method.
+            `log_name` is the name to log; the default is `data_src`, in which case the statistic replaces the scalar.
+            Other keys are arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
         mean_pattern: regular expression that matches the names of the scalars to average.

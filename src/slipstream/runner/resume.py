@@ -152,7 +152,7 @@ def _check_access(path: Path) -> None:
 def read_if_intact(
     model: nn.Module, path: Path
 ) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
-    """Read a checkpoint for the unwrapped `model`. If a rank cannot read it, all ranks return the error."""
+    """Read a checkpoint for the unwrapped `model`. If a rank cannot read the file, all ranks return the error."""
     problem = checkpoint = None
     try:
         _check_access(path)

@@ -48,7 +48,7 @@ def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:
             "from it; use load_from"
         )
     if "epoch" not in meta:
-        raise CheckpointError(f"{source}: 'meta.epoch' is missing; use load_from to start from its weights")
+        raise CheckpointError(f"{source}: 'meta.epoch' is missing; use load_from to start from the weights")
 
 
 def check_matches(
@@ -186,7 +186,7 @@ def _check_optim(
         integer = isinstance(value, int) and 0 <= value < 2**31
         if key in ("growth_interval", "_growth_tracker") and not integer:
             raise CheckpointError(
-                f"{source}: '{path}.loss_scaler.{key}' must be an integer below 2**31, not {value}"
+                f"{source}: '{path}.loss_scaler.{key}' must be a non-negative integer below 2**31, not {value}"
             )
         if key in ("scale", "growth_factor", "backoff_factor", "growth_interval") and not 0 < value < float(
             "inf"

@@ -214,9 +214,9 @@ class Rollback:
     def _range(self, error: Fault, skip_before: int) -> tuple[int, int, bool]:
         """Return the first and the last step to skip, and whether the fault directly follows skipped steps.
 
-        A fault that follows skipped steps may be caused by the update before them, if that update made the weights
-        large but finite. In this case, a checkpoint written after this update is not good, so the run rolls back
-        further and also skips this update.
+        A fault that follows skipped steps may have been caused by the update before them, if that update made the
+        weights large but finite. In this case, a checkpoint written after this update is not good, so the run rolls
+        back further and also skips this update.
         """
         assert error.iteration is not None
         optim = self._runner.optim_wrapper

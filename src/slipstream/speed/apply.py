@@ -161,7 +161,7 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         if isinstance(cfg, Mapping):
-            remedy = ", or remove its 'type' key" if "optimizer" in cfg else ""
+            remedy = ", or remove the 'type' key" if "optimizer" in cfg else ""
         else:
             several = isinstance(cfg, OptimWrapperDict)
             remedy = "" if several else ", or set optim_wrapper to a dict with the key 'optimizer'"

@@ -1,4 +1,4 @@
-"""The inputs of model FLOPs utilization: operations per training step, and the peak throughput of accelerators."""
+"""Inputs to model FLOPs utilization: operations per training step, and the peak throughput of accelerators."""
 
 from __future__ import annotations
 

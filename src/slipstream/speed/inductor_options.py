@@ -14,10 +14,10 @@ __all__ = ["inductor_options"]
 def inductor_options(device_type: str) -> dict[str, Any]:
     """Return inductor's options for code on this device type, in the format of `torch.compile(options=...)`.
 
-    Measured CPU time of a step as one graph, relative to an eager loop in channels_last (benchmarks/one_graph.py, one
-    core of an AMD EPYC with AVX2, torch 2.13, batches of 4x3x64x64): PP-LiteSeg-T 1.18 with inductor's default layouts,
-    0.86 with the model and the batch in channels_last, 0.66 with these options. Other networks with these options:
-    STDC1 0.68, RegSeg 0.74, SegFormer-B0 0.81, DDRNet-23-slim 0.62.
+    Measured CPU time of a step compiled as one graph, relative to an eager loop in channels_last
+    (benchmarks/one_graph.py, one core of an AMD EPYC with AVX2, torch 2.13, batches of 4x3x64x64): PP-LiteSeg-T 1.18
+    with inductor's default layouts, 0.86 with the model and the batch in channels_last, 0.66 with these options. Other
+    networks with these options: STDC1 0.68, RegSeg 0.74, SegFormer-B0 0.81, DDRNet-23-slim 0.62.
     """
     if device_type != "cpu":
         # Inductor before torch 2.13 fails with an AssertionError if it tries to reorder the loops of foreach operations

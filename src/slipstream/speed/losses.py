@@ -74,9 +74,10 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
     if isinstance(batch, Mapping):
         return _as_dict(loss_fn(call_model(module, batch), batch))
     if not isinstance(batch, list | tuple) or len(batch) < 2:
+        length = f" of length {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise DataError(
-            f"a batch must be (inputs, targets) or a dict, not {type(batch).__name__}; change the loader's dataset or "
-            "collate_fn"
+            f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}{length}; change the loader's "
+            "dataset or collate_fn"
         )
     *inputs, targets = batch
     return _as_dict(loss_fn(module(*inputs), targets))

@@ -183,7 +183,7 @@ class StepGuard:
             raise self._explain(error) from error
 
     def _explain(self, error: RuntimeError) -> Exception:
-        """Return a ModelError if a buffer cannot be restored, because its shape has changed; otherwise `error`."""
+        """Return a ModelError if a buffer cannot be restored because its shape has changed; otherwise `error`."""
         for name, buffer in self._model.named_buffers():
             if name in self._saved_buffers and (before := self._saved_buffers[name].shape) != buffer.shape:
                 return ModelError(
@@ -333,7 +333,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _store_counts_on_device(optimizer: Optimizer) -> None:
-    """Store the step counts of torch's optimizers on the accelerator, where a skipped step can be undone."""
+    """Store the step counts of torch's optimizers on the accelerator, so that a skipped step can be undone."""
     supported = _get_capturable_supported_devices()
     for group in optimizer.param_groups:
         if "capturable" not in group or group.get("fused"):

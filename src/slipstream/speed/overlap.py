@@ -56,7 +56,7 @@ def send_early(graph: fx.Graph) -> None:
 
 
 OVERLAP_OPTIONS = {
-    # If enabled, these options move the weight gradients, and therefore the buckets, to the end of the step.
+    # If enabled, the `reorder` options move the weight gradients, and therefore the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),

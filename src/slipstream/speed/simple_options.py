@@ -32,7 +32,8 @@ def read_accumulate(value: Any) -> int:
         return 1
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"must be the number of batches per optimizer step, at least 1, not {value!r}", "accumulate"
+            f"the number of batches per optimizer step must be an int of at least 1, not {value!r}",
+            "accumulate",
         )
     return value
 

@@ -77,6 +77,6 @@ def check_compiled_backward(error: RuntimeError) -> None:
     if any(part in str(error) for part in _UNSUPPORTED):
         raise ModelError(
             "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
-            "the model's outputs (retain_graph=True), which torch.compile does not support for a compiled model; set "
-            "compile=False, or compile=dict(scope='step') if the whole step can be compiled as one graph"
+            "the model's outputs (retain_graph=True), neither of which a compiled model supports; set compile=False, "
+            "or compile=dict(scope='step') if the whole step can be compiled as one graph"
         ) from error

@@ -68,8 +68,8 @@ class GraphStep(CompiledStep):
     The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
     optimizer's state. On the second batch, the step is captured and compiled. The graph is then verified on copies of
     all its inputs, while the eager step trains on the original inputs. The compiled code runs on all later batches.
-    Each new graph is verified in the same way. A batch that verifies a graph therefore runs the user's Python code only
-    once, and a failure before the end of the verification has no side effects.
+    Each new graph is verified in the same way. The verification therefore does not run the user's Python code a second
+    time, and a failure before the end of the verification has no side effects.
 
     On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until these
     batches are frequent enough to justify a graph with dynamic shapes. With several ranks, every shape uses a graph:
@@ -187,7 +187,7 @@ class GraphStep(CompiledStep):
     # ---- the step --------------------------------------------------------------------------------------
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the function to compile. If `compiled` is true, the function raises an error without Dynamo."""
+        """Return the function to compile. If `compiled` is true, calling it outside Dynamo raises an error."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
@@ -394,7 +394,9 @@ class GraphStep(CompiledStep):
             captured.kinds.add(self._compiling)
             self._compile_seconds = self.background.seconds
             if self._compile_seconds is None:
-                self.info("Background compilation failed. Training waits for compilation in the foreground")
+                self.info(
+                    "Background compilation failed. Training will wait for compilation in the foreground"
+                )
             if not self.verify:
                 self._log_switch()
         if kind in captured.kinds:

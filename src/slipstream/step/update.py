@@ -29,7 +29,7 @@ _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer's class, and its `step` has no hooks and was not replaced."""
+    """Return whether the optimizer is of a supported class, and its `step` has no hooks and was not replaced."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED

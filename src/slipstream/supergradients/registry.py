@@ -28,7 +28,7 @@ def _register_in(target: registry.Registry) -> Register[Any]:
     def register(name: str | None = None, deprecated_name: str | None = None) -> Callable[[T], T]:
         """Return a decorator that registers a class or a function under `name` and, if set, `deprecated_name`.
 
-        The default of `name` is the name of the class or function.
+        `name` defaults to the name of the class or function.
 
         Raises:
             UnknownNameError: if another class or function is registered under one of the names.

@@ -131,7 +131,7 @@ def test_the_losses_compile_to_one_graph(loss):
 
 def test_other_outputs_and_arguments_are_rejected():
     logits, targets = mask_batch()
-    with pytest.raises(ModelError, match=r"one channel, but its shape is \(3, 2, 5, 4\); set num_classes=1"):
+    with pytest.raises(ModelError, match=r"but the output has shape \(3, 2, 5, 4\); set num_classes=1"):
         BCEDiceLoss()(logits.expand(3, 2, 5, 4), targets)
     with pytest.raises(ModelError, match=r"network returns 2 in training.*use_aux_heads=False"):
         BCEDiceLoss()((logits, logits), targets)

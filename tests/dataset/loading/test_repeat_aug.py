@@ -72,3 +72,5 @@ def test_repetitions_of_a_sample_get_different_random_numbers(workers):
 def test_an_empty_epoch_is_rejected():
     with pytest.raises(DataError, match="set selected_round=0"):
         RepeatAugSampler(range(8))
+    with pytest.raises(DataError, match="the dataset must contain samples"):
+        RepeatAugSampler([], selected_round=0)

@@ -108,7 +108,7 @@ class Cluster:
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ConfigError(
                 f"the number of GPUs ({self.gpus}) is not a multiple of the number of GPUs per node "
-                f"({self.gpus_per_node}); use a multiple of {self.gpus_per_node}"
+                f"({self.gpus_per_node}); use at most {self.gpus_per_node} GPUs or a multiple of {self.gpus_per_node}"
             )
 
     @property

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 FIRST_BUCKET_BYTES = 2**20
-"""Size of the first bucket in torch's DDP, which is small so that the reduction starts early."""
+"""Size of the first bucket in torch's DDP. It is small so that the reduction starts early."""
 SYNC_BN_MAX_ELEMENTS = 2**18
 """Maximum number of elements for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
 _STATISTICS_BYTES = 4

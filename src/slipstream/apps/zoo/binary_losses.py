@@ -134,7 +134,7 @@ def _one_channel(outputs: Any, loss: str) -> Tensor:
         )
     if outputs.ndim < 2 or outputs.shape[1] != 1:
         raise ModelError(
-            f"{loss} requires an output with one channel, but its shape is {tuple(outputs.shape)}; set num_classes=1 "
-            "for the network"
+            f"{loss} requires an output with one channel, but the output has shape {tuple(outputs.shape)}; set "
+            "num_classes=1 for the network"
         )
     return torch.squeeze(outputs, 1)

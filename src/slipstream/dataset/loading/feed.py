@@ -74,7 +74,7 @@ class DeviceFeed(Generic[Batch]):
     prefetching.
 
     On accelerators with streams, a side stream copies from pinned memory. If the loader does not set `pin_memory=True`,
-    a thread pins its batches. Up to `prefetch` + 2 batches are in device memory: the current batch and `prefetch` + 1
+    a thread pins the batches. Up to `prefetch` + 2 batches are in device memory: the current batch and `prefetch` + 1
     later batches.
 
     Args:

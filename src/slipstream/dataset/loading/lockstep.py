@@ -71,7 +71,7 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
 def until_one_ends(
     batches: Iterable[Any], loader: DataLoader[Any], warn: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Yield this rank's batches until any rank has no more batches.
+    """Yield this rank's batches until any rank runs out of batches.
 
     Before a batch is yielded, the next batch is drawn and an asynchronous all-reduce is started, which checks whether
     every rank has a next batch. Loaders that are known to have the same length on every rank need no all-reduce.
@@ -125,8 +125,8 @@ def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[t
 def _any_batch(loader: DataLoader[Any]) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"rank {get_rank()} has no data to evaluate, but a sharded model requires every rank in each forward pass; "
-            "give every rank at least one batch"
+            f"rank {get_rank()} has no data to evaluate, but every rank must take part in each forward pass of a "
+            "sharded model; give every rank at least one batch"
         )
     return next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))
 

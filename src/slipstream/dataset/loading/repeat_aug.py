@@ -67,9 +67,10 @@ class RepeatAugSampler(Sampler[int]):
         else:
             self.num_samples = math.ceil(self.size / divisor)
         if self.num_samples == 0:
+            remedy = "set selected_round=0" if selected_round else "the dataset must contain samples"
             raise DataError(
-                f"RepeatAugSampler: an epoch of {self.size} samples, rounded down to a multiple of {selected_round}, "
-                "is empty; set selected_round=0"
+                f"RepeatAugSampler: each rank would receive no sample of the {self.size} samples in the dataset (with "
+                f"selected_round={selected_round} and {divisor} shards); {remedy}"
             )
         self.epoch = 0
 

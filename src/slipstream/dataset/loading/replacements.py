@@ -1,4 +1,4 @@
-"""Record the samples that were replaced because they raised an error, in memory shared with the workers."""
+"""Record, in memory shared with the workers, the samples that were replaced because they raised an error."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Loading:
             stop_workers(self._iterator)
 
     def _check_connection(self, error: Exception) -> None:
-        """Raise a DataLoaderError if the error was raised while this process received a batch from a worker."""
+        """Raise a DataLoaderError if the error was raised while this process was receiving a batch from a worker."""
         in_worker = str(error).startswith("Caught ")  # torch's prefix for an error raised in a worker
         if hasattr(self._iterator, "_workers") and not in_worker:
             raise DataLoaderError(
@@ -217,7 +217,7 @@ def _shared_memory() -> str:
 
 
 def _scarce_shared_memory() -> str:
-    """Return a hint if shared memory is nearly full or has only a container's default size, or else an empty string."""
+    """Return a hint if shared memory is nearly full or has only a container's default size; otherwise, return ''."""
     if not _SHM.is_dir():
         return ""
     usage = shutil.disk_usage(_SHM)

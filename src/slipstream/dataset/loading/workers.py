@@ -40,7 +40,10 @@ _MAX_VALUE = 1024
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
-    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`."""
+    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`.
+
+    With an iterable dataset (`streamed`), `auto` also raises the error.
+    """
     for key, minimum in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(key)
         if isinstance(value, str) and value == _AUTO:
@@ -58,8 +61,8 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
 def end_workers(loader: DataLoader[Any]) -> None:
     """Stop the persistent workers of a loader; the next epoch starts new workers.
 
-    If workers are not stopped explicitly, the traceback of an error may keep them alive, or garbage collection takes
-    five seconds per worker, because it closes their queues first.
+    If workers are not stopped explicitly, the traceback of an error may keep them alive, or garbage collection may
+    take five seconds per worker, because it closes their queues first.
     """
     if getattr(loader, "_iterator", None) is not None:
         stop_workers(loader._iterator)

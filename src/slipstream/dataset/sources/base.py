@@ -1,4 +1,4 @@
-"""Base class for segmentation datasets, which loads, caches and transforms samples and converts them to tensors."""
+"""Base class for segmentation datasets: it loads, caches and transforms samples, and converts them to tensors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _SATURATIONS, _VALUES = (0.75, 0.55, 0.95), (0.95, 0.7, 0.85)
 def default_palette(count: int) -> list[list[int]]:
     """Return `count` colors (at most 256) that are easy to tell apart; none of them is black.
 
-    The hue of each color is the previous hue plus the golden ratio, so that successive hues are far apart. Three levels
+    The hue of each color is the previous hue plus the golden ratio, so successive hues are far apart. Three levels
     of saturation and of brightness distinguish colors with similar hues.
     """
     hues = [(_FIRST_HUE + _GOLDEN_RATIO * index) % 1 for index in range(count)]

@@ -57,9 +57,9 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
         or inputs.shape[1] != 3
     ):
         raise DataError(
-            f"'device_params' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires "
-            "6, 13 or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization) and "
-            "images of shape (N, 3, H, W)"
+            f"'device_params' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it must "
+            "have 6, 13 or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization), "
+            "and the images must have shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
     # On the CPU, processing one image at a time keeps the image in the cache, which halves the time.

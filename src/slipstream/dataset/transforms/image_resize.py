@@ -76,8 +76,8 @@ class RandomResizedCropAndInterpolation:
     """Crop a random box and resize it to a fixed size.
 
     The area of the box is a uniformly random fraction of the image's area, and the logarithm of its aspect ratio is
-    uniformly random. If ten random boxes do not fit in the image, the largest centered box with an allowed aspect ratio
-    is used.
+    uniformly random. If none of ten random boxes fits in the image, the largest centered box with an allowed aspect
+    ratio is used.
 
     Args:
         size: (height, width) of the result, or one number for both.

@@ -35,7 +35,7 @@ class PowerSGDOptions:
     rank: int = 2
     """Number of columns in each factor; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
-    """Number of initial steps with exact gradients, because compressing gradients early in training is harmful. About
+    """Number of initial steps with exact gradients; compressing gradients early in training is harmful. About
     10% of all steps is a good value."""
 
     def __post_init__(self) -> None:

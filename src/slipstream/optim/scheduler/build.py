@@ -83,7 +83,9 @@ def build_param_scheduler(
     max_epochs: int | None = None,
     max_iters: int | None = None,
 ) -> _ParamScheduler | TorchSchedulerAdapter:
-    """Build a scheduler from its configuration; a scheduler object is returned unchanged.
+    """Build a scheduler from its configuration, or adapt a scheduler object.
+
+    A torch scheduler object is wrapped in a `TorchSchedulerAdapter`; other scheduler objects are returned unchanged.
 
     Args:
         cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in

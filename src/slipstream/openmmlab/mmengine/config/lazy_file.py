@@ -206,7 +206,7 @@ def _take_bases(tree: ast.Module, path: Path) -> dict[str, Path]:
 
 
 def _base_file(node: ast.ImportFrom, path: Path) -> Path:
-    """Return the path of a base module's file, relative to the importing file or in an installed package."""
+    """Return the path of a base module's file, resolved relative to the importing file or in an installed package."""
     parts = (node.module or "").split(".")
     if node.level:
         folder = path.parent.joinpath(*[".."] * (node.level - 1))
