@@ -4,7 +4,8 @@
     python benchmarks/figures.py --check    # exit with status 1 if a region differs from the results
 
 A region starts with `<!-- figures: NAME -->` and ends with `<!-- end -->`. NAME selects a function in
-REGIONS. Each function reports all cases of its benchmark, including those in which Slipstream is slower.
+REGIONS. Except for `readme`, which makes a selection, each function reports all cases of its benchmark, including those
+in which Slipstream is slower.
 """
 
 from __future__ import annotations

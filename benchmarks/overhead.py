@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
-In each round, every contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
-and differences are computed within each round, so that changes in machine speed affect all contenders equally.
+In each round, every contender trains a fresh copy of the network for one epoch (with `--compiled`, for two epochs, the
+second of which is timed). The order rotates between rounds, and differences are computed within each round, so that
+changes in machine speed affect all contenders equally.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def describe(case: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="training steps per epoch")
-    parser.add_argument("--rounds", type=int, default=5, help="number of epochs per contender")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each contender")
     parser.add_argument("--threads", type=int, default=2, help="number of torch threads of each contender")
     parser.add_argument(
         "--compiled",

@@ -51,7 +51,7 @@ class Line(BaseModel):
 class FailOnRank1(Hook):
     """A hook that calls its method `how` on rank 1 at the start of `epoch`, except in a restarted job.
 
-    If `epoch` is -1, the hook calls the method at the start of training, also in a restarted job.
+    If `epoch` is -1, the hook calls the method at the start of training, even in a restarted job.
     """
 
     def __init__(self, how, epoch=1):

@@ -1,6 +1,6 @@
 """Run Python commands in forks of a server that has imported torch, because the import takes seconds.
 
-The server imports no other package, so that a command still fails if Slipstream does not import a module that it uses.
+The server imports no other package, so a command still fails if Slipstream uses a module without importing it.
 """
 
 import json
@@ -86,7 +86,7 @@ class ForkedPython:
 
 
 def _serve(number: int) -> "tuple[dict[str, object], list[int]] | None":
-    """Fork for each request. Return the request and its output files in the child process.
+    """Fork for each request. In the child process, return the request and its output files.
 
     In the server, return None when the client has closed the connection.
     """

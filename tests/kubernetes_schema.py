@@ -1,4 +1,4 @@
-"""Validate Kubernetes objects like `kubectl create --validate=strict`.
+"""Validate Kubernetes objects as `kubectl create --validate=strict` does.
 
 Only the rules that the schemas use are implemented.
 """

@@ -77,7 +77,7 @@ def by_hand(
         gradients: `gradients(model, params, loss_of)` returns the gradients of a batch.
         change: `change(params, grads)` returns the modified gradients of an accumulation window.
         groups: `groups(model, optimizer)` modifies the optimizer's parameter groups, one for each parameter.
-        together: accumulate and clip gradients and average the weights, like the options in `TOGETHER`.
+        together: accumulate and clip gradients and average the weights, as the options in `TOGETHER` do.
     """
     model = Net() if model is None else model
     params = list(model.parameters())

@@ -1,4 +1,4 @@
-"""Select ports for distributed tests that no other test or connection uses.
+"""Select ports for distributed tests. No other test or connection uses these ports.
 
 The ports are between 10000 and 19999. The operating system may assign a free port to a connection before the test's job
 listens on it, but it assigns only ports from 32768 upwards. Under Slurm and MPI, Slipstream uses ports from 20000 to

@@ -1,4 +1,4 @@
-"""Tests of the benchmark that measures the plans found by `slipstream tune` again."""
+"""Tests of the benchmark that remeasures the plans found by `slipstream tune`."""
 
 import json
 import sys

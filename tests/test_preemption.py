@@ -154,7 +154,7 @@ def test_user_handlers_and_ignored_signals_are_not_changed():
 
 def test_forked_processes_can_be_terminated():
     with Preemption() as preemption:
-        for _ in range(100):  # SIGTERM arrives while Python still initializes some of the processes
+        for _ in range(100):  # SIGTERM arrives while Python is still initializing some of the processes
             pid = os.fork()
             if pid == 0:
                 time.sleep(60)

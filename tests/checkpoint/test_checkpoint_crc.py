@@ -1,4 +1,4 @@
-"""Test that `combine_checksums` computes the checksum of the whole data from the checksums of its chunks."""
+"""Test that `combine_checksums` computes the checksum of all the data from the checksums of its chunks."""
 
 import random
 import zlib

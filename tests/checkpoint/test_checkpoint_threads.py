@@ -1,5 +1,5 @@
-"""`run_in_threads` distributes tasks among threads. Without errors, each task runs once; when the function raises, no
-task is still running."""
+"""Test that `run_in_threads` runs each task once unless a task fails, and that no task is still running when it raises
+an error."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Test that a compiled step uses the new object when the loop replaces one, and that batches may contain objects."""
+"""Test that if the loop replaces an object, a compiled step uses the new one, and that batches may contain objects."""
 
 import copy
 from functools import partial

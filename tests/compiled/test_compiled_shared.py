@@ -99,7 +99,7 @@ def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
 
 
 def train_both(parts, steps, first=0):
-    """Train both networks on each batch. The discriminator's step computes no gradients of the generator."""
+    """Train both networks on each batch. The discriminator's step computes no gradients for the generator."""
     losses = []
     for x, y in batches(STEPS):
         for number in (first, 1 - first):

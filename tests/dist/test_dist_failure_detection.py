@@ -11,7 +11,7 @@ def address(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("slipstream.dist.failure_detection.dist.get_world_size", lambda: 2)
     listener, hosts = _listen()
-    assert hosts == ["127.0.0.1"], "a single-machine job does not listen only on the loopback address"
+    assert hosts == ["127.0.0.1"], "a single-machine job listens on addresses other than loopback"
     address = listener.getsockname()
     detector = FailureDetector(0, "secret", listener)
     yield address

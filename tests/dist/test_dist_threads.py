@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires glibc"
 
 
 def as_gloo(function, *args):
-    """Start a thread that is named like gloo's threads. Return the thread once it runs."""
+    """Start a thread that is named like gloo's threads. Return the thread once it is running."""
     started = threading.Event()
 
     def run():

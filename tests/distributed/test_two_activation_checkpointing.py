@@ -34,7 +34,7 @@ class SyncNet(nn.Module):
 
 
 def sync_steps(model, backend=None):
-    """Run six steps on the gradients summed over the ranks.
+    """Run six steps with gradients summed over the ranks.
 
     Return the losses and the final state, and the number of eager calls to `traceable_sum`.
     """

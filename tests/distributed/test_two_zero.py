@@ -62,7 +62,7 @@ def with_loss_scaler(folder):
 
 
 def mixed(folder):
-    """Train parameters of two dtypes. One of the groups has no parameter on one rank."""
+    """Train parameters of two dtypes. One of the groups has no parameters on one rank."""
 
     def network():
         torch.manual_seed(0)

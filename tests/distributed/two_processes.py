@@ -30,7 +30,7 @@ def _child(rank, port, folder, functions, world, environ):
             answers[function.__name__] = function(own)
         except Exception:
             answers[function.__name__] = traceback.format_exc()
-            break  # the other process may wait for this one, so later results are not reliable
+            break  # the other process may be waiting for this one, so later results are not reliable
     (folder / f"{rank}.pkl").write_bytes(pickle.dumps(answers))
 
 

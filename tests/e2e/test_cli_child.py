@@ -1,4 +1,4 @@
-"""Tests of child processes of a command: the reason for a failure is returned, and they end with the command."""
+"""Tests of a command's child processes: they end with the command, and the reason for a failure is returned."""
 
 import os
 import signal

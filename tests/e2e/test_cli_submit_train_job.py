@@ -27,7 +27,7 @@ def job(*arguments, api="v2"):
 def changed_pod(job):
     (patch,) = job["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node", "the job is not named as in the runtimes for torch"
+    assert replicated["name"] == "node", "the job's name is not the one that the torch runtimes use"
     return replicated["template"]["spec"]["template"]["spec"]
 
 

@@ -21,7 +21,7 @@ def cells():
 def test_cells_match_the_script(cells):
     found = [(cell["cell_type"], cell["source"]) for cell in cells]
     assert found == [(kind, text.rstrip()) for kind, text in make_notebook.CELLS], (
-        "the notebook does not match docs/make_notebook.py; run this script"
+        "the notebook does not match docs/make_notebook.py; run that script"
     )
 
 

@@ -67,7 +67,7 @@ def run(tmp_path, hooks=(), speed=None, max_epochs=2, resume=False, **optim):
 
 @pytest.fixture(autouse=True)
 def _exact_float32(monkeypatch):
-    """Disable TF32, which convolutions use by default on CUDA, and restore the sync mode."""
+    """Disable TF32, which convolutions use by default on CUDA, and restore the sync mode after the test."""
     if IS_CUDA:
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     yield

@@ -54,7 +54,7 @@ def parent(cfg: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutated(cfg: dict[str, Any], rng: random.Random, count: int) -> tuple[dict[str, Any], list[Mutation]]:
-    """Return a copy of `cfg` with `count` random mutations, and these mutations."""
+    """Return a copy of `cfg` with `count` random mutations, and a list of the mutations."""
     cfg = copied(cfg)
     done = []
     for _ in range(count):

@@ -17,8 +17,8 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 
 
 def require_mounts(folder):
-    """Skip the test if the user may not mount file systems. In continuous integration, fail instead if the user is
-    root."""
+    """Skip the test if the user is not allowed to mount file systems. In continuous integration, fail instead if the
+    user is root."""
     if shutil.which("unshare") is None:
         pytest.skip("requires unshare from util-linux")
     mount = [*NAMESPACE, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -116,7 +116,7 @@ ROWS: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def run(selected: Iterable[str], log: Path) -> None:
-    """Run tests, whose names are relative to `tests/`, and write their results to a JUnit file."""
+    """Run the selected tests, whose names are relative to `tests/`, and write their results to a JUnit file."""
     words = [
         "-m",
         "pytest",

@@ -473,7 +473,7 @@ def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
 
 
 def test_file_that_replaced_a_checkpoint_of_the_run_is_not_removed(tmp_path):
-    """The user overwrites checkpoints of this run with files of another run, whose modification times are kept."""
+    """The user overwrites checkpoints of this run with files of another run and keeps the files' modification times."""
     trained(tmp_path / "other", interval=1, epochs=2)
     folder = tmp_path / "run"
     trained(folder, interval=1, max_keep_ckpts=2, epochs=3, values=[0.3, 0.2, 0.1], save_best="acc")

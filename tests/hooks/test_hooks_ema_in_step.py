@@ -11,7 +11,7 @@ from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class OtherStep:
-    """A step that leaves the update of the average to the hook, like that of a model that overrides `train_step`."""
+    """A step that leaves updating the average to the hook, like the step of a model that overrides `train_step`."""
 
     def __init__(self, step):
         self.step = step

@@ -37,7 +37,7 @@ def triple_runs(processes):
 
 
 def refused_runs(processes):
-    """Return each combination that raises an error, for each network with which it does."""
+    """Return each combination that raises an error, once per network for which it does."""
     return [
         (net, tuple(options))
         for *options, only in REFUSED

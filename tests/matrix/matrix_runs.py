@@ -190,7 +190,7 @@ def train_all(runs, folder, processes=2):
             found[net, options] = train(net, options, folder / str(number), processes)
         except Exception:
             found[net, options] = traceback.format_exc()
-            break  # another process may wait for this one
+            break  # another process may be waiting for this one
     return found
 
 

@@ -36,7 +36,7 @@ def all_options(processes, net):
 
 
 def some_of_all_options():
-    """Return runs with all options. On each network, they include every precision and every compilation scope."""
+    """Yield runs with all options. On each network, they include every precision and every compilation scope."""
     for (i, half), (j, scope), (k, net) in product(*map(enumerate, (HALVES, SCOPES, NETS))):
         if (i + j) % 3 == k:
             yield net, everything(1, net, half, scope)

@@ -12,4 +12,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker(pytest.mark.npu)
         if device is None or device.type != "npu":
-            item.add_marker(pytest.mark.skip(reason="requires an NPU; make npu uses the simulated NPU"))
+            item.add_marker(pytest.mark.skip(reason="requires an NPU; run make npu to use the simulated one"))

@@ -31,7 +31,7 @@ FIRST = 8
 
 
 class Steps(Hook):
-    """Records the operations that make the host wait in each step, without those of the hooks."""
+    """Records the operations that make the host wait in each step, excluding those of the hooks."""
 
     priority = "LOWEST"
 

@@ -92,7 +92,7 @@ def names_of(text):
 
 
 def is_set(cls, name):
-    """Return whether a class has an attribute, or a method assigns it to `self`."""
+    """Return whether a class has an attribute, or one of its methods sets it on `self`."""
     if hasattr(cls, name):
         return True
     own = [kind for kind in cls.__mro__ if kind.__module__.startswith("slipstream.")]

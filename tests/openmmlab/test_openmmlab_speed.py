@@ -95,7 +95,7 @@ class Classifier(nn.Module):
         self.net = nn.Linear(6, 3).double()
 
     def forward(self, inputs, data_samples):
-        """Read metainfo and nested elements like OpenMMLab's heads."""
+        """Read metainfo and nested elements, as OpenMMLab's heads do."""
         metas = [sample.metainfo for sample in data_samples]
         scale = sum(meta["img_shape"][0] for meta in metas) / 8
         target = torch.stack([sample.gt.label for sample in data_samples])

@@ -141,7 +141,7 @@ def test_resumed_values_match_an_uninterrupted_run(make, names, done):
     ids=["cosine", "exponential", "multistep"],
 )
 def test_a_run_that_is_extended_continues_the_schedule_without_a_delay(make):
-    """By default, `end` is the length of the run. A run omits its last step, so the extended run must perform it."""
+    """By default, `end` is the run's length. A run omits its last scheduler step; an extended run must perform it."""
     done = 2
 
     def values(scheduler, steps):

@@ -77,7 +77,7 @@ def test_background_writes_are_recommended_only_if_they_are_off():
 
 
 def probed(rates, **changes):
-    """Return the advice for a run that loads 100 samples/s with two workers and waits half of the time for data."""
+    """Return the advice for a run that loads 100 samples/s with two workers and waits for data half of the time."""
     phases = PhaseSplit({"data": 10.0, "forward": 10.0}, {}, 100, 2000)
     found = [LoadingRate(count, rate) for count, rate in rates.items()]
     (item,) = advice(record(phases=phases, loading_rates=found, **changes))

@@ -33,7 +33,7 @@ def arguments(work_dir, model=None, **changes):
 
 
 def by_hand(model, loss_of, epochs=2, window=1, decay=None):
-    """Train with a plain loop. Return the exponential moving average of the weights, or the weights without `decay`."""
+    """Train with a plain loop. Return the moving average of the weights, or the final weights if `decay` is None."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs, targets = data().tensors
     average, number = None, 0

@@ -115,7 +115,7 @@ def test_run_without_the_faulty_batches_matches_a_plain_loop(tmp_path, cfg, samp
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_the_window_with_the_fault_and_the_preceding_window_are_skipped(tmp_path):
+def test_the_whole_accumulation_window_with_the_fault_is_skipped(tmp_path):
     torch.manual_seed(3)
     model = Breaks(broken=[12])
     runner = recovering(tmp_path, 5, model, **{**WARM_UP, "speed": dict(nan_guard="rollback", accumulate=2)})
@@ -138,7 +138,7 @@ def test_pending_gradients_of_a_skipped_window_are_dropped(tmp_path):
 
 
 class Skip(Hook):
-    """A hook that makes the run skip the batches of steps `first` to `last`, although no rollback occurs."""
+    """A hook that makes the run skip the batches of steps `first` to `last` without a rollback."""
 
     def __init__(self, first, last):
         self.range = [first, last]

@@ -186,7 +186,7 @@ def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, lo
     augmented(tmp_path / "between", loader=loader, resume=str(tmp_path / "epoch_1.pth"))
     with pytest.raises(KeyboardInterrupt):
         augmented(tmp_path, default_hooks=hooks, custom_hooks=[dict(type=Stop, priority="LOWEST")])
-    if not loader:  # as if two processes had written it
+    if not loader:  # make the checkpoint look like one from two processes
         file = tmp_path / "iter_7.pth"
         checkpoint = torch.load(file, weights_only=True)
         checkpoint["meta"]["random_state"] *= 2

@@ -230,7 +230,7 @@ class Scaled(nn.Module):
 
 
 def with_others(speed):
-    """Return a head, a loss, and a step whose optimizer also contains their parameters. Both are outside the model."""
+    """Return a head and a loss outside the model, and a step whose optimizer also contains their parameters."""
     body, head, loss = nn.Linear(4, 8), nn.Linear(8, 4), Scaled()
 
     class Body(nn.Module):

@@ -124,7 +124,7 @@ def test_20_steps_match_training_without_checkpointing(dtype, momentum):
 def test_one_graph_with_checkpointing_matches_eager(dtype):
     """The block has dropout and an in-place ReLU. aot_eager draws the same random numbers as eager."""
     # With bfloat16, the expected values also come from a graph, because a graph rounds at different points than eager
-    # execution, with and without recomputation.
+    # execution, regardless of recomputation.
     expected = train(Net(), dtype is not None, dtype, 6)
     torch._dynamo.reset()
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
@@ -251,7 +251,7 @@ def test_compiler_warning_about_context_fn_is_filtered(caplog):
 
 
 def kept_bytes(model):
-    """Return the number of bytes that eager autograd stores for backward, without the parameters.
+    """Return the number of bytes that eager autograd stores for backward, excluding the parameters.
 
     Each storage is counted once.
     """

@@ -12,7 +12,7 @@ AFTER = "the bucket is sent after the next gradient is computed"
 
 
 def step(graph, layers):
-    """Add a backward pass through `layers` layers, followed by one all-reduce for every two layers, to the graph.
+    """Add to the graph a backward pass through `layers` layers, followed by one all-reduce for every two layers.
 
     Return the node that computes the gradient of the input.
     """

@@ -183,7 +183,7 @@ def test_finetune_rejects_an_optimizer_object():
 
 
 def resumed(folder, **params):
-    """Train one epoch and resume for a second one. Return both networks and the states when the second run starts."""
+    """Train one epoch and resume for a second one. Return both networks and the state at the start of the second."""
 
     class State(Hook):
         def before_train(self, runner):

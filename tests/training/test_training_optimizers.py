@@ -69,7 +69,7 @@ def build(model: nn.Module, **keys: Any) -> OptimWrapper:
 
 
 def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]:
-    """Return the group's value of `key` for each parameter name. Check that no parameter is in two groups."""
+    """Return the value of `key` in each parameter's group, by name. Check that no parameter is in two groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = [(names[id(p)], group[key]) for group in wrapper.param_groups for p in group["params"]]
     assert len(found) == len(dict(found))

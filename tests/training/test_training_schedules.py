@@ -1,4 +1,4 @@
-"""Tests of the learning rate keys: the rate at each step is that of SuperGradients, and invalid keys raise errors."""
+"""Tests of the learning rate keys: each step has the same rate as in SuperGradients, and invalid keys raise errors."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Named(Dataset):
 
 
 def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
-    """Train in plain PyTorch as SuperGradients documents it. The loss is averaged over each accumulation window."""
+    """Train in plain PyTorch as in SuperGradients' documentation. Losses are averaged over each accumulation window."""
     groups = [
         dict(params=[p], start=rates[n[0] == "0"], weight_decay=decay * (p.ndim > 1), lr=0.0)
         for n, p in net.named_parameters()

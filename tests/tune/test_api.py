@@ -29,7 +29,7 @@ from slipstream.tune.search import Outcome
 
 @pytest.fixture
 def own():
-    """Return the user's objects: a model that has trained, a shuffling loader, an optimizer with state, and a loss."""
+    """Return the user's objects: a trained model, a shuffling loader, an optimizer with state, and a loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -18,7 +18,7 @@ from slipstream.tune.search import Search, _launch_hint
 
 
 def search(scripts, names=("channels_last", "fused", "precision"), budget=60, speed=None, rows=None):
-    """Run a search. `scripts` maps the names of the enabled options, joined by '+', to the script of that trial.
+    """Run a search. `scripts` maps the names of the enabled options, joined by '+', to the trial's script.
 
     Without an entry, a trial has the script of the baseline, whose key is ''.
     """

@@ -98,8 +98,8 @@ def _is_torch_file(path: Path) -> bool:
 def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
-    `name` may come from an untrusted checkpoint. Therefore, this function removes only paths inside `folder`. It
-    removes a folder only if it has the suffix `.sharded`. A symlink is removed, but not its target.
+    `name` may come from an untrusted checkpoint. Therefore, this function removes only paths inside `folder`, and
+    a folder only if its name ends with `.sharded`. A symlink is removed, but not its target.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):

@@ -9,7 +9,7 @@ __all__ = ["LOCK_FILE", "describe_owner", "folder_owner"]
 
 LOCK_FILE = ".lock"
 """The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
-folder, which remains valid if both are moved together."""
+folder. This path remains valid if both are moved together."""
 
 
 def describe_owner(folder: Path, work_dir: Path) -> str:

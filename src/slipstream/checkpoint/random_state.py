@@ -41,7 +41,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 def random_state_problem(state: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the key of the first invalid entry and the reason why it is invalid, or None if all entries are valid.
 
-    The entries are loaded into new generators, so the random state of the process does not change.
+    The CPU entries are loaded into new generators, and only the dtype and the number of dimensions of the
+    accelerator's entry are checked, so the random state of the process does not change.
     """
     attempts: dict[str, Callable[[Any], object]] = {
         "python": _try_python,

@@ -104,8 +104,8 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
             checkpoints from other runs, which are not used.
 
     Raises:
-        CheckpointError: `last_checkpoint` cannot be read, or it refers to a checkpoint that does not exist or
-            belongs to another run; and this run has no other checkpoint.
+        CheckpointError: this run has no other checkpoint, and `last_checkpoint` either cannot be read or refers to
+            a checkpoint that does not exist or belongs to another run.
     """
     folder, latest, error = Path(folder), None, None
     try:

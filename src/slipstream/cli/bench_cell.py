@@ -37,7 +37,7 @@ class Cell:
     averaging: bool
     """Whether SyncBN and EMA are enabled."""
     synthetic: bool
-    """Whether every step uses the same batch, so that no data is loaded."""
+    """Whether every step uses the same batch, in which case no data is loaded after the first batch."""
     warmup: int
     steps: int
     batch_size: int | None

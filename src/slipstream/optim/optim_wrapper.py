@@ -289,7 +289,7 @@ class OptimWrapper:
         return self.ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether backward must synchronize gradients, because the next batch ends its accumulation window."""
+        """Return whether the next batch ends its window, in which case backward must synchronize gradients."""
         return self.ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""SuperGradients' `KDModule`: a student and a teacher whose outputs a distillation loss receives."""
+"""SuperGradients' `KDModule`: a student and a teacher whose outputs are passed to a distillation loss."""
 
 from __future__ import annotations
 

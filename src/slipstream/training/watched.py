@@ -45,7 +45,8 @@ class Watched:
 def watched_value(requested: str, params: TrainingParams, config_path: str) -> Watched:
     """Return the metric or loss with this name, ignoring case and punctuation.
 
-    A loss is named after its class, or `class/component`. The component name alone is also accepted.
+    The name of a loss is that of its class; a component is named `class/component`, and the component name alone is
+    also accepted.
 
     Raises:
         UnknownNameError: if no metric or loss has this name, and no metric object chooses its names at run time.

@@ -71,7 +71,7 @@ def tune(
         options: the names in `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
-            store the result of this call. If False, the objects are not inspected. The cache is also not used if an
+            store the result of this call. If False, the objects are not inspected. The cache is also bypassed if an
             object has an attribute whose state cannot be read completely, such as a lock.
         report: called with each row as soon as it is measured.
 

@@ -145,7 +145,7 @@ def sweep_lr(
     budget: float,
     start_time: float | None = None,
 ) -> LrRange:
-    """Run the range test in a separate process, so that the model, the optimizer and all random states are unchanged.
+    """Run the range test in a separate process, so the model, the optimizer and all random states remain unchanged.
 
     Args:
         make_job: a function that returns the run for a setting.

@@ -68,7 +68,7 @@ class TrialError(Exception):
     """A trial ended without a result.
 
     Args:
-        status: `out of memory`, `timed out` or `failed`.
+        status: `out of memory`, `timed out`, `failed` or `not measured`.
         reason: a one-line description.
         warmup_seconds: durations of the completed steps, in seconds.
     """

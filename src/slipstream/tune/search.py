@@ -468,7 +468,7 @@ def _is_cut_off(row: Row) -> bool:
 
 
 def _is_decided(ratios: Sequence[float]) -> bool:
-    """Return whether the result is clear, so that no more rounds are needed."""
+    """Return whether the result is clear, in which case no more rounds are needed."""
     if len(ratios) >= 3 and max(ratios) < _EARLY_STOP_RATIO:
         return True
     if len(ratios) < _MIN_ROUNDS:

@@ -102,7 +102,7 @@ def test_parameter_count_of_the_cifar10_resnet_matches_the_original():
     assert sum(p.numel() for p in network.parameters()) == 11_173_962
 
 
-@pytest.mark.exhaustive  # each kind of network has a slow test with its smallest network
+@pytest.mark.exhaustive  # for each kind of network, a slow test covers the smallest one
 @pytest.mark.parametrize(
     "name", ["pp_lite_b_seg", "stdc2_seg", "ddrnet_39", "segformer_b1", "resnet18_cifar"]
 )

@@ -19,8 +19,8 @@ from slipstream.errors import ConfigError, DataError, ModelError
 
 Image = pytest.importorskip("PIL.Image")
 
-# The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number that fusion cannot remove
-# because their input is the output of a pooling layer, a sum or a concatenation.
+# The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number of BatchNorms that fusion
+# cannot remove, because their input is the output of a pooling layer, a sum or a concatenation.
 NETWORKS = {
     "pp_lite_t_seg": ("encoder", 46, 0),
     "stdc1_seg": ("cp", 38, 0),

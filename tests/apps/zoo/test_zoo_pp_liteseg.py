@@ -198,7 +198,7 @@ def test_network_and_loss_compile_as_a_single_graph_with_the_same_gradients():
 
 
 def test_network_uses_no_scatter():
-    """With `F.interpolate`, the network's gradients could be zero if it is compiled for CPU; see `layers.resize`."""
+    """With `F.interpolate`, gradients could be zero if the network is compiled for CPU; see `layers.resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):

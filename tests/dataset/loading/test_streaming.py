@@ -22,7 +22,7 @@ from tiny_runs import run
 
 @pytest.fixture
 def package(request, monkeypatch):
-    """Return the kind of the package ("package" or "stand-in") and its `StreamingDataset` class."""
+    """Return the kind of package ("package" or "stand-in") and its `StreamingDataset` class."""
     if request.param == "stand-in":
         monkeypatch.setitem(sys.modules, "streaming", None)
     return request.param, use_package(request.param)

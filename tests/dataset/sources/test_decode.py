@@ -106,7 +106,7 @@ def test_pixels_of_every_png_mode_match_pillow(file, mode, read, more):
 
 
 def damaged(data, draw):
-    """Return the bytes with a flipped bit, or with bytes removed, duplicated or truncated."""
+    """Return the data with a flipped bit, with bytes removed or duplicated, or truncated."""
     at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
     match draw(st.sampled_from(["bit", "cut", "double", "truncated"])):
         case "bit":

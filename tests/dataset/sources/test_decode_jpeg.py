@@ -132,7 +132,7 @@ def test_orientation_is_applied(file, orientation):
 
 
 def damaged(data, draw):
-    """Return the bytes with a changed byte, or with bytes removed, duplicated, truncated or appended."""
+    """Return the data with a changed byte, with bytes removed, duplicated or appended, or truncated."""
     at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
     match draw(st.sampled_from(["byte", "bit", "cut", "double", "truncated", "appended"])):
         case "byte":

@@ -242,7 +242,7 @@ def equal(left, right):
 
 
 def must_not_read(path):
-    raise AssertionError(f"{path} was read again instead of using the cached index")
+    raise AssertionError(f"{path} was read again, although its index is cached")
 
 
 def test_headers_are_read_once(shard, tmp_path, monkeypatch):

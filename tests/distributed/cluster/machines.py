@@ -135,7 +135,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine. torchrun uses a free port by default, because another program may use port 29500."""
+    """Return this machine. torchrun uses a free port by default, because another program may be using port 29500."""
     return Machine(environ={"PET_MASTER_PORT": str(free_port())})
 
 

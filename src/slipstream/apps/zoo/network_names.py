@@ -49,7 +49,7 @@ def network_hint(name: str, known: Iterable[str]) -> str:
 
 
 def _timm_name(name: str) -> str | None:
-    """Return timm's name for the network `name`, or None if it has no such network or cannot be imported.
+    """Return timm's name for the network `name`, or None if timm has no such network or cannot be imported.
 
     The result is the name in `_TIMM_NAMES`, or else the shortest of timm's names that start with `name`.
     """

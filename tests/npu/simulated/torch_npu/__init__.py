@@ -98,7 +98,7 @@ def autoload() -> None:
 
 
 def _stack() -> str:
-    """Return up to five innermost frames that are not in an installed package, as text."""
+    """Return as text the innermost frames (at most five) that are not in an installed package."""
     installed = ("/torch_npu/", "/site-packages/", "/lib/python")
     frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in installed)]
     return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames[-5:]))

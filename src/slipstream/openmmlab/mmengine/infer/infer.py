@@ -257,7 +257,7 @@ class BaseInferencer(metaclass=InferencerMeta):
         if not cfg:
             cfg.update(saved_config(checkpoint))
         if cfg.model.get("pretrained") is not None:
-            del cfg.model.pretrained  # not needed, because the checkpoint contains all weights
+            del cfg.model.pretrained  # as in MMEngine, weights come only from the checkpoint
         model: Any = MODELS.build(cfg.model)
         model.cfg = cfg
         self._load_weights_to_model(model, checkpoint, cfg)

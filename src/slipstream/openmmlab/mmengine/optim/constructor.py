@@ -21,7 +21,7 @@ __all__ = ["DefaultOptimWrapperConstructor", "build_optim_wrapper"]
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor(OwnConstructor):
-    """Slipstream's constructor with MMEngine's parameter groups, so that optimizer states have the same structure.
+    """Slipstream's constructor with MMEngine's parameter groups, so that optimizer states have MMEngine's structure.
 
     With `paramwise_cfg`, each trainable parameter has its own group. Without it, a single group contains all
     parameters, including frozen ones. A group contains the settings of the custom key that applies to its parameter.

@@ -11,7 +11,7 @@ __all__ = ["Timer", "TimerError"]
 
 
 class TimerError(SlipstreamError):
-    """Raised if a timer is read before it is started."""
+    """Raised if a timer is read while it is not running."""
 
 
 class Timer:

@@ -278,7 +278,7 @@ class Visualizer(OwnVisualizer, ManagerMixin):
 
         Args:
             featmap: the feature map.
-            overlaid_image: an RGB image; the feature map is resized to its size.
+            overlaid_image: an RGB image; the feature map is resized to match it.
             channel_reduction: `squeeze_mean` (mean of the channels), `select_max` (the channel with the largest sum),
                 or None for a grid of the channels with the largest sums.
             topk: number of channels in the grid.
