@@ -71,7 +71,7 @@ def plain(
     if isinstance(value, torch.device | torch.dtype):
         return value
     warn(
-        f"{where} is not saved, because {type(value).__name__} objects are not supported; only tensors and built-in "
+        f"{where} is not saved: {type(value).__name__} objects are not supported; only tensors and built-in "
         "Python values (number, string, list, dict, ...) can be saved"
     )
     return _OMITTED

@@ -287,7 +287,7 @@ def test_damaged_report_raises_an_error_with_a_remedy(tmp_path):
 
 
 class Growing(Net):
-    """A model whose loss is NaN in the calls whose numbers are in `broken`. A rollback does not reset the count."""
+    """A model whose loss is NaN on the calls listed in `broken`, from 1 on. A rollback does not reset the count."""
 
     def __init__(self, broken):
         super().__init__()

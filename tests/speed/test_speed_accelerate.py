@@ -182,7 +182,7 @@ def test_training_continues_after_an_invalid_batch(batch, how):
     step = accelerate(model, sgd(model), F.cross_entropy, dict(compile=how))
     with pytest.raises(
         DataError,
-        match=r"a batch must be \(inputs, targets\) or a dict, not (Tensor|tuple); change|has the keys \['x'\]",
+        match=r"must be \(inputs, targets\) or a dict, not a (Tensor|tuple of length 1); change|has the keys \['x'\]",
     ):
         step(batch)
     step(batches()[0])

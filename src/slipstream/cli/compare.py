@@ -16,7 +16,7 @@ from slipstream.cli.configure import load_config
 from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
 from slipstream.cores import cores, cpu_name
-from slipstream.errors import UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.recipes import recipes
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ def _subject(args: argparse.Namespace) -> Subject:
     from slipstream.compare import config_subject, network_subject
 
     name: str = args.model
+    if Path(name).is_dir():
+        raise ConfigError(
+            f"'{name}' is a folder; to compare finished runs, use: slipstream report RUN RUN", "compare"
+        )
     if name in recipes() or Path(name).suffix or args.config_dir:
         cfg = load_config(name, args.overrides, args.config_dir, bool(args.trust)).cfg
         return config_subject(cfg, Path(name).stem)

@@ -42,7 +42,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
 
     A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
     stands for all images and videos in it and in its subfolders, and the output files are written to subfolders with
-    the same names. If a folder contains the output folder `out`, the files in `out` are excluded.
+    the same names. For a pattern, these are the subfolders of the folder before its first wildcard. If a folder
+    contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
         DataError: a folder or pattern matches no file, or two files would have the same output files.
@@ -73,10 +74,19 @@ def _match(name: str, out: Path) -> Iterator[Input]:
     elif glob.has_magic(name) and not path.exists():
         if not (matches := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
             raise DataError(f"no file matches {name}; check the pattern")
+        root = _without_pattern(path)
         for match in matches:
-            yield from _match(match, out)
+            if Path(match).is_dir():
+                yield from _match(match, out)
+            else:
+                yield Input(Path(match), Path(match).relative_to(root).with_suffix(""))
     else:
         yield Input(path, Path(path.stem))
+
+
+def _without_pattern(path: Path) -> Path:
+    """Return the part of a path before its first component with a pattern."""
+    return next(folder for folder in path.parents if not glob.has_magic(str(folder)))
 
 
 def frames(path: Path, every: int = 1) -> Iterator[tuple[int, RGB]]:

@@ -38,7 +38,13 @@ def run(args: argparse.Namespace) -> int:
     for name, _ in args.filter:
         if readable and all(row.value(name) is None for row in rows):
             raise ConfigError(f"no run has a value for '{name}'{_hint(name, rows)}", "--filter")
+    for name in args.columns:
+        if readable and all(row.value(name) is None for row in rows):
+            raise ConfigError(f"no run has a value for '{name}'{_hint(name, rows)}", "--columns")
     rows = [row for row in rows if all(_equals(row.value(name), text) for name, text in args.filter)]
+    if not rows and not args.json:
+        print("No run matches the filters")
+        return 0
     rows = _sort(rows, key, args.sort.endswith("-"))
     default_columns = [*_keys(rows, ()), "run"]
     columns = (

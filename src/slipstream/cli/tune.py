@@ -35,6 +35,10 @@ def run(args: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
     seconds = parse_budget(args.budget)
+    if args.find == "batch_size" and out != Path("tuned.yaml"):
+        raise ConfigError(
+            "is not used with `--find batch_size`, which only prints its result; remove it", "--out"
+        )
     if args.find != "batch_size" and (args.nproc is not None or args.launcher not in (None, "none")):
         raise ConfigError("requires `--find batch_size`", "--nproc" if args.nproc else "--launcher")
     cfg = configure(args)

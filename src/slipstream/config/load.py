@@ -179,7 +179,11 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
 
 def _insert_path(path: Any, source: str, trust: bool) -> None:
     if not isinstance(path, str) or not Path(path).is_dir():
-        raise ConfigError(f"must be an existing folder, not {path!r} ({source})", "custom_imports.path")
+        raise ConfigError(
+            f"must be an existing folder, not {path!r}; change this key in {source} (overrides are applied after the "
+            "import)",
+            "custom_imports.path",
+        )
     if not trust:
         raise ConfigError(
             f"{source} is not trusted to execute code, so it cannot set this key. {_TRUST}",

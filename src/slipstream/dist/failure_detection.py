@@ -105,7 +105,7 @@ def start_failure_detection() -> None:
 
 
 def stop_failure_detection() -> None:
-    """Stop failure detection and notify the other ranks that this rank exits normally."""
+    """Stop failure detection and notify the other ranks that this rank is exiting normally."""
     global _detector
     if _detector is not None:
         _detector.leave()

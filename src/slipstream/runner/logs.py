@@ -21,7 +21,15 @@ from slipstream.runner.user_config import add_config_path
 from slipstream.typecheck import short_repr
 from slipstream.visualization import Visualizer, default_backends
 
-__all__ = ["Logs", "RunName", "log_start", "name_run", "open_logs", "write_config"]
+__all__ = [
+    "Logs",
+    "RunName",
+    "log_start",
+    "name_run",
+    "open_logs",
+    "show_config",
+    "write_config",
+]
 
 
 class RunName(NamedTuple):
@@ -126,15 +134,27 @@ def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: 
         )
 
 
-def write_config(
-    cfg: Config, visualizer: Visualizer, logger: MMLogger, work_dir: str, timestamp: str
-) -> None:
-    """On rank 0, write a non-empty configuration to the work_dir and pass it to the visualizer."""
+def _repeatable(cfg: Config, seed: int) -> Config:
+    """Return a configuration that repeats a run: a copy with the run's seed, and without `resume=True`."""
+    saved = cfg.copy()
+    saved["randomness"] = {**(saved.get("randomness") or {}), "seed": seed}
+    if saved.get("resume") is True:
+        saved["resume"] = False
+    return saved
+
+
+def show_config(cfg: Config, seed: int, visualizer: Visualizer, logger: MMLogger) -> None:
+    """On rank 0, pass a non-empty configuration to the visualizer."""
     if not is_main_process() or not len(cfg):
         return
-    name = Path(cfg.filename).stem if cfg.filename else timestamp
-    write_text(Path(work_dir) / f"{name}.py", config_text(cfg, "py"))
     try:
-        visualizer.add_config(cfg)
+        visualizer.add_config(_repeatable(cfg, seed))
     except ConfigError as error:  # the configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
+
+
+def write_config(cfg: Config, seed: int, work_dir: str, timestamp: str) -> None:
+    """On rank 0, write a non-empty configuration to the work_dir."""
+    if is_main_process() and len(cfg):
+        name = Path(cfg.filename).stem if cfg.filename else timestamp
+        write_text(Path(work_dir) / f"{name}.py", config_text(_repeatable(cfg, seed), "py"))

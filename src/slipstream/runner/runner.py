@@ -28,7 +28,7 @@ from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.interface import LossArgument, ModelInterface
 from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.limits import read_limits
-from slipstream.runner.logs import log_start, name_run, open_logs, write_config
+from slipstream.runner.logs import log_start, name_run, open_logs, show_config, write_config
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
@@ -191,7 +191,7 @@ class Runner:
         for hook in [*planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())
-        write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)
+        show_config(self.cfg, self.seed, self.visualizer, self.logger)
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
@@ -327,6 +327,7 @@ class Runner:
         self.loops.require("train")
         with self._context.training():
             self.folder_lock.lock(Path(self.work_dir), "work_dir")
+            write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
             self._build_training()
             self.call_hook("before_run")
             self.checkpoints.initialize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -125,7 +125,9 @@ def compile_model(
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
     modules = compiled_blocks(model, options) if options.scope == "block" else [model]
-    limit = _limit_argument(len({repr(module) for module in modules}))
+    # Blocks share graphs, but several models in one process must not share a recompile limit.
+    isolated = {"isolate_recompiles": True} if options.scope != "block" and _can_isolate_recompiles() else {}
+    limit = _limit_argument(len({repr(module) for module in modules})) | isolated
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
@@ -187,7 +189,7 @@ def inductor_problem(device_type: str) -> str | None:
     )
 
 
-def _limit_argument(kinds: int) -> Mapping[str, int]:
+def _limit_argument(kinds: int) -> dict[str, int]:
     """Return the recompile limit for `kinds` different blocks that share one code object.
 
     The result contains keyword arguments of `torch.compile`. It is empty for a single kind of block, and if this
@@ -205,6 +207,10 @@ def raised_recompile_limit(kinds: int) -> Iterator[None]:
     config: Any = torch._dynamo.config
     with config.patch(recompile_limit=max(kinds * _RECOMPILE_LIMIT, config.recompile_limit)):
         yield
+
+
+def _can_isolate_recompiles() -> bool:
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def _has_recompile_limit() -> bool:

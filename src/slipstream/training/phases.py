@@ -83,7 +83,7 @@ class PhaseContext:
             try:
                 return _ATTRIBUTES[name](self.runner)
             except (AttributeError, StopIteration):
-                reason = "not available in this run"
+                raise ContextError(f"context.{name} is not available in this run") from None
         elif name == "metrics_dict" and self._event == "on_train_loader_end":
             return _train_metrics(self.runner)
         hint = reason or did_you_mean(name, [*_ATTRIBUTES, *self._values, *_OTHER_EVENTS]).removeprefix("; ")

@@ -27,6 +27,10 @@ __all__ = ["TuneResult", "read_tuned"]
 _LOADER_KEYS = ("num_workers", "persistent_workers", "batch_size")
 
 
+_UNDECIDED = ("inconclusive", "timed out", "not measured")
+"""Statuses of options that may be faster."""
+
+
 @dataclass(frozen=True)
 class TuneResult:
     """The measured options, and the fastest combination."""
@@ -86,6 +90,9 @@ class TuneResult:
             yield f"No option was measured for {self.name}; keep the current options."
         elif total is None:
             yield f"No measured option makes {self.name} faster on this machine; keep the current options."
+            counts = {name: sum(row.status == name for row in outcome.rows) for name in _UNDECIDED}
+            if undecided := ", ".join(f"{count} {name}" for name, count in counts.items() if count):
+                yield f"Undecided: {undecided}. Use a larger budget, and a machine without other load."
         else:
             after = before / total.ratio
             interval = (  # the product of the individual intervals is not a confidence interval for the product

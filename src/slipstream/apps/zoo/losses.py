@@ -142,7 +142,14 @@ class MultiHeadCrossEntropy(nn.Module):
 
 
 def _class_weights(weight: Sequence[float] | None) -> Tensor | None:
-    return None if weight is None else torch.as_tensor(weight, dtype=torch.float32)
+    if weight is None:
+        return None
+    values = torch.as_tensor(weight, dtype=torch.float32)
+    if not (values.isfinite() & (values >= 0)).all() or not values.any():
+        raise ConfigError(
+            f"must contain non-negative numbers, at least one of them positive, not {weight}", "weight"
+        )
+    return values
 
 
 def _sum_of_weights(targets: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:

@@ -176,5 +176,6 @@ def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
             f"the classification layer is a {type(layer).__name__}, which cannot be replaced; only nn.Linear and "
             "nn.Conv2d are supported, so create a new network with the new number of classes"
         )
-    sizes: Any = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
-    return nn.Conv2d(layer.in_channels, count, *sizes, padding_mode=layer.padding_mode, **options)
+    names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    options |= {name: getattr(layer, name) for name in names}
+    return nn.Conv2d(layer.in_channels, count, **options)

@@ -131,8 +131,8 @@ def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -
             problem = "it must be the last transform; move it to the end of the list"
         elif isinstance(transform, Affine) and not isinstance(following, Affine | SegConvertToTensor):
             problem = (
-                "normalization runs on the device, after all other transforms; move it to the end of the list, where "
-                "only SegConvertToTensor may follow"
+                "normalization runs on the device, after all other transforms; move it to the end of the list (only "
+                "SegConvertToTensor may come after it)"
             )
         else:
             continue
@@ -145,8 +145,9 @@ def _initial_region(sample: Sample, name: str) -> CropRegion:
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
         raise DataError(
-            f"{name}: image {image.dtype} {image.shape} and mask {mask.dtype} {mask.shape} must be uint8 (H, W, 3) "
-            "and uint8 (H, W); check the return values of load() and of custom transforms"
+            f"{name}: expected a uint8 image of shape (H, W, 3) and a uint8 mask of shape (H, W), but got "
+            f"{image.dtype} {image.shape} and {mask.dtype} {mask.shape}; check the return values of load() and of "
+            "custom transforms"
         )
     return CropRegion.identity(mask)
 
