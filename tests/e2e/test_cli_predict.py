@@ -124,6 +124,9 @@ def test_folders_and_patterns_are_searched_and_the_output_folder_is_skipped(tmp_
         for path in (tmp_path / "photos/out").rglob("*_mask.png")
     }
     assert written == {"a_mask.png", "inner/a_mask.png", "more_1_mask.png", "more_2_mask.png"}
+    assert main(["predict", "photos/**/a.png", "--out", "other_out"]) == 0
+    assert (tmp_path / "other_out/a_mask.png").is_file()
+    assert (tmp_path / "other_out/inner/a_mask.png").is_file()
     assert main(["predict", "nothing_*.png"]) == 1
     assert "no file matches nothing_*.png" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
-from slipstream.speed.compile import CompileOptions, compile_model, read_compile
+from slipstream.speed.compile import CompileOptions, _can_isolate_recompiles, compile_model, read_compile
 from slipstream.speed.compile_report import CompileReport
 
 
@@ -273,6 +273,19 @@ def test_recompile_limit_of_another_model_does_not_warn():
         first(torch.randn(size, 3), None)
     second(torch.randn(2, 3, 4, 4), None)
     assert len(warnings) == 1
+
+
+def test_models_of_one_class_do_not_share_a_recompile_limit():
+    if not _can_isolate_recompiles():
+        pytest.skip("requires torch.compile(isolate_recompiles=True)")
+    backends = [Backend() for _ in range(10)]
+    for size, backend in enumerate(backends, start=2):
+        model = nn.Sequential(nn.Linear(size, 3), nn.ReLU())
+        compile_model(model, CompileOptions(backend, dynamic=False), pytest.fail)
+        model(torch.randn(4, size))
+        with torch.no_grad():
+            model(torch.randn(4, size))
+    assert [backend.graphs for backend in backends] == [2] * 10
 
 
 # ---- inlining into another graph ---------------------------------------------------------------------

@@ -66,6 +66,14 @@ def test_the_batch_size_for_accumulation_is_written_and_read(tmp_path):
 def test_summary_reports_that_no_option_is_faster():
     text = result(total=None, setting=Setting(), adopted=[]).summary()
     assert "No measured option makes a_recipe faster on this machine; keep the current options." in text
+    assert "Undecided" not in text
+
+
+def test_summary_reports_undecided_options():
+    unclear = Estimate(1.64, 0.74, 1.8, 5, 0.6)
+    rows = [Row("fused", "inconclusive", estimate=unclear), *(Row(name, "not measured") for name in "ab")]
+    text = result(total=None, setting=Setting(), adopted=[], rows=rows).summary()
+    assert "Undecided: 1 inconclusive, 2 not measured. Use a larger budget" in text
 
 
 def test_table_contains_ratio_interval_memory_and_reason():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.apps.zoo import MultiHeadCrossEntropy
-from slipstream.errors import ModelError
+from slipstream.apps.zoo import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
 IGNORE = 255
@@ -81,6 +83,13 @@ def test_default_weights_fit_any_number_of_outputs(heads):
     losses = MultiHeadCrossEntropy()(outputs, targets)
     expected = [(0.4 if index else 1.0) * reference(logits, targets) for index, logits in enumerate(outputs)]
     assert [loss.item() for loss in losses.values()] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [[1.0, -1.0], [0.0, 0.0], [1.0, math.inf], [math.nan, 1.0]])
+@pytest.mark.parametrize("loss", [CrossEntropy, MultiHeadCrossEntropy])
+def test_meaningless_class_weights_raise_an_error(loss, weight):
+    with pytest.raises(ConfigError, match="weight: must contain non-negative numbers"):
+        loss(weight=weight)
 
 
 @pytest.mark.parametrize("ignored", [0.3, 1.1])
