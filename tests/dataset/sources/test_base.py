@@ -143,7 +143,7 @@ def test_changing_a_sample_does_not_change_the_next_one():
     ],
 )
 def test_invalid_transform_results_raise_errors(spoil):
-    with pytest.raises(DataError, match=r"sample 4 of Noise: image .* and mask"):
+    with pytest.raises(DataError, match=r"sample 4 of Noise: expected a uint8 image .* and a uint8 mask"):
         Noise(transforms=[spoil])[4]
 
 
