@@ -394,9 +394,7 @@ class GraphStep(CompiledStep):
             captured.kinds.add(self._compiling)
             self._compile_seconds = self.background.seconds
             if self._compile_seconds is None:
-                self.info(
-                    "Background compilation failed. Training will wait for compilation in the foreground"
-                )
+                self.info("Background compilation failed. Training waits for the compilation now")
             if not self.verify:
                 self._log_switch()
         if kind in captured.kinds:
