@@ -11,6 +11,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils._pytree import tree_leaves
 
+from slipstream.speed import inductor_fixes
+
 __all__ = ["LayOutConvolutions", "lay_out_convolutions"]
 
 _ATEN = torch.ops.aten
@@ -34,8 +36,8 @@ class LayOutConvolutions(CustomGraphPass):
         lay_out_convolutions(graph)
 
     def uuid(self) -> Any:
-        """Return a hash of this file, so that a change to the pass invalidates cached code."""
-        return get_hash_for_files((__file__,))
+        """Return a hash of the files that change generated code, so that a change invalidates cached code."""
+        return get_hash_for_files((__file__, inductor_fixes.__file__))
 
 
 def lay_out_convolutions(graph: fx.Graph) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 
 from slipstream.speed.conv_layout import LayOutConvolutions
+from slipstream.speed.inductor_fixes import correct_tiled_additions
 
 __all__ = ["inductor_options"]
+
+# Torch reuses compiled code only if the options are equal, and two instances of a pass are not equal.
+_LAYOUTS = LayOutConvolutions()
 
 
 def inductor_options(device_type: str) -> dict[str, Any]:
@@ -23,10 +27,11 @@ def inductor_options(device_type: str) -> dict[str, Any]:
         # Inductor before torch 2.13 fails with an AssertionError if it tries to reorder the loops of foreach operations
         # that it has fused (pytorch/pytorch#176591).
         return {} if torch.__version__ >= "2.13" else {"loop_ordering_after_fusion": False}
+    correct_tiled_additions()
     return {
         # Inductor's layout optimization covers only the forward pass. It computes convolutions in channels_last, but
         # passes operands with eager strides to `convolution_backward`, which causes extra copies and transposes.
         # LayOutConvolutions assigns strides instead, and inductor uses them if this option is off.
         "layout_optimization": False,
-        "post_grad_custom_pre_pass": LayOutConvolutions(),
+        "post_grad_custom_pre_pass": _LAYOUTS,
     }

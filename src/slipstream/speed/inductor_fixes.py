@@ -1,0 +1,41 @@
+"""A correction of inductor's code generation for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["correct_tiled_additions"]
+
+_AFFECTED = ("2.11", "2.12", "2.13")
+_MARK = "_slipstream_corrected"
+
+
+def correct_tiled_additions() -> None:
+    """Correct the index of additions to memory in loops that inductor tiles in two dimensions.
+
+    If such an addition (from the gradients of `unfold`, indexing or embeddings) runs in several threads,
+    `CppTile2DKernel.store` adds the inner loop variable to the index, and `CppVecKernel.store` adds it again through
+    `ops.index_expr`. The code then adds to wrong elements, also beyond the end of the buffer, which makes gradients
+    wrong and corrupts memory. The correction passes the index without the variable. It applies to all code that this
+    process compiles from now on, and only to the versions of torch that are known to have this defect.
+    """
+    if not torch.__version__.startswith(_AFFECTED):
+        return
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+
+    original = CppTile2DKernel.store
+    if hasattr(original, _MARK):
+        return
+
+    def store(self: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
+        is_atomic = mode == "atomic_add" and (config.cpp.dynamic_threads or self.num_threads != 1)
+        if is_atomic and not self.need_vec_transpose(self.rename_indexing(index)):
+            CppVecKernel.store(self, name, index, value, mode)
+        else:
+            original(self, name, index, value, mode)
+
+    setattr(store, _MARK, True)
+    CppTile2DKernel.store = store  # type: ignore[method-assign]
