@@ -3,10 +3,10 @@
     python benchmarks/openmmlab.py --limit 20m --out benchmarks/results/openmmlab.md
 
 Run this script in the environment of `make openmmlab`. Each configuration is trained, validated, saved and resumed with
-Slipstream on a small generated dataset. Three engines then train the configuration, each in its own process: MMEngine,
-Slipstream without options, and Slipstream with `fused`. The processes take turns, a few steps at a time. Afterwards,
-MMEngine and Slipstream with `fused` and `compile` take turns, so that compilation does not slow down the other engines.
-The step time includes data loading and hooks.
+Slipstream on a small generated dataset. Four engines then train the configuration, each in its own process: MMEngine,
+Slipstream without options, with `fused`, and with `fused` and `precision=bf16` (MMEngine has no mixed precision on the
+CPU). The processes take turns, a few steps at a time. Afterwards, MMEngine and Slipstream with `fused` and `compile`
+take turns, so that compilation does not slow down the other engines. The step time includes data loading and hooks.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "MMEngine": ("mmengine", ()),
     "Slipstream": ("slipstream", ()),
     "Slipstream, fused": ("slipstream", ["speed.fused=True"]),
+    "Slipstream, fused and bf16": ("slipstream", ["speed.fused=True", "speed.precision=bf16"]),
     COMPILED: ("slipstream", ["speed.fused=True", "speed.compile.wait=True"]),
 }
 """Worker engine and options of each contender."""

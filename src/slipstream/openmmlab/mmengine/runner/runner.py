@@ -12,6 +12,7 @@ from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.registry import RUNNERS
 from slipstream.openmmlab.mmengine.runner.resumed_states import ConvertSchedulerStates
+from slipstream.openmmlab.operators import compute_bf16_operators_in_float32
 from slipstream.openmmlab.speed import merge_environment
 from slipstream.registry import default_scope
 from slipstream.registry.registry import ROOT_SCOPE, current_scope
@@ -74,6 +75,7 @@ class Runner(OwnRunner):
             self._context.scope = "mmengine"
         with default_scope(self._context.scope):
             super()._init_parts(arguments)
+        compute_bf16_operators_in_float32()
         self.register_hook(ConvertSchedulerStates())
         options = self.speed.compile
         if (
