@@ -181,11 +181,16 @@ class Login:
     value: str
 
 
+@dataclass(slots=True)
+class Slotted:
+    value: str
+
+
 @pytest.mark.parametrize(
     "container",
     [["open-sesame"], {"open-sesame"}, frozenset(["open-sesame"]), b"open-sesame", partial(print, "open-sesame"),
      partial(print, end="open-sesame"), deque(["open-sesame"]), SimpleNamespace(value="open-sesame"),
-     Login("open-sesame")],
+     Login("open-sesame"), Slotted("open-sesame")],
     ids=repr,
 )  # fmt: skip
 def test_secrets_in_any_container_are_removed_from_text(container):

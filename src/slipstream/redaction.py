@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -159,8 +159,10 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     elif isinstance(tree, list | tuple | set | frozenset | deque):
         for item in tree:
             yield from _secrets(item, secret)
-    elif isinstance(tree, SimpleNamespace) or (is_dataclass(tree) and not isinstance(tree, type)):
+    elif isinstance(tree, SimpleNamespace):
         yield from _secrets(vars(tree), secret)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from _secrets({field.name: getattr(tree, field.name, None) for field in fields(tree)}, secret)
     elif isinstance(tree, partial):
         yield from _secrets((tree.args, tree.keywords), secret)
     elif secret and _may_be_secret(tree):

@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 
 from slipstream.cli.main import main
+from slipstream.cli.predict_inputs import find_inputs
 from slipstream.dataset.sources.decode import read_mask
 from slipstream.errors import ModelError
 from slipstream.registry import MODELS
@@ -129,6 +130,16 @@ def test_folders_and_patterns_are_searched_and_the_output_folder_is_skipped(tmp_
     assert (tmp_path / "other_out/inner/a_mask.png").is_file()
     assert main(["predict", "nothing_*.png"]) == 1
     assert "no file matches nothing_*.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pattern", ["*", "**", "**/*.png"])
+def test_folders_that_a_pattern_matches_keep_their_subfolders(tmp_path, pattern):
+    names = ["a/1.png", "b/1.png", "b/c/2.png"]
+    for name in names:
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / name).touch()
+    found = find_inputs([str(tmp_path / "photos" / pattern)], tmp_path / "out")
+    assert sorted(str(item.stem) for item in found) == [name.removesuffix(".png") for name in names]
 
 
 def test_unreadable_files_are_listed_and_the_others_are_processed(tmp_path, capsys):

@@ -53,6 +53,7 @@ def test_no_rate_is_suggested_if_the_loss_never_falls_or_the_sweep_is_too_short(
     assert LrRange(rates(), [1.0 + i for i in range(100)]).suggestion is None
     assert LrRange(rates()[:5], [5.0, 4.0, 3.0, 2.0, 1.0]).suggestion is None
     assert "did not fall" in str(LrRange(rates(), [1.0] * 100))
+    assert "The first loss is not finite" in str(LrRange(rates()[:1], [math.nan]))
     assert "diverged within 10 steps; start at a lower" in str(LrRange(rates()[:6], [2.0] * 5 + [math.nan]))
 
 

@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _subject(args: argparse.Namespace) -> Subject:
     from slipstream.compare import config_subject, network_subject
+    from slipstream.registry import MODELS
 
     name: str = args.model
-    if Path(name).is_dir():
+    if Path(name).is_dir() and name not in recipes() and MODELS.get(name) is None:
         raise ConfigError(
             f"'{name}' is a folder; to compare finished runs, use: slipstream report RUN RUN", "compare"
         )

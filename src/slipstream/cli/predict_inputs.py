@@ -60,7 +60,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     return list(inputs.values())
 
 
-def _match(name: str, out: Path) -> Iterator[Input]:
+def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
+    """Yield the inputs that a name or pattern matches. Folders are kept relative to `root`, by default the folder."""
     path = Path(name)
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
@@ -70,14 +71,14 @@ def _match(name: str, out: Path) -> Iterator[Input]:
                 f"the folder {name} contains no images or videos; supported suffixes are "
                 f"{', '.join(_IMAGES + _VIDEOS)}"
             )
-        yield from (Input(p, p.relative_to(path).with_suffix("")) for p in files)
+        yield from (Input(p, p.relative_to(root or path).with_suffix("")) for p in files)
     elif glob.has_magic(name) and not path.exists():
         if not (matches := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
             raise DataError(f"no file matches {name}; check the pattern")
         root = _without_pattern(path)
         for match in matches:
             if Path(match).is_dir():
-                yield from _match(match, out)
+                yield from _match(match, out, root)
             else:
                 yield Input(Path(match), Path(match).relative_to(root).with_suffix(""))
     else:

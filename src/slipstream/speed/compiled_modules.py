@@ -102,7 +102,9 @@ def _compile(
     settings = defaults | backend_options(options)
     for module in modules:
         try:
-            compiled = torch.compile(_call_of(module, options.fullgraph), options=settings or None, **kwargs)
+            compiled = torch.compile(
+                _call_of(module, options.fullgraph), options=dict(settings) or None, **kwargs
+            )
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return

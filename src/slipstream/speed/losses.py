@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, DataError, LossError
 from slipstream.step import sum_losses
 from slipstream.step.eager import Losses
+from slipstream.typecheck import is_real
 
 __all__ = [
     "BatchLoss",
@@ -153,15 +154,22 @@ def _call_compute_loss(compute_loss: BatchLoss, module: nn.Module, batch: Any) -
     return _as_dict(compute_loss(module, batch))
 
 
-def _as_dict(loss: Tensor | Mapping[str, Tensor]) -> Losses:
+def _as_dict(loss: Any) -> Losses:
     """Return the result of a loss function as a dict.
 
     Raises:
-        LossError: it is unclear whether the entry `loss` is the sum of the other losses or one of them.
+        LossError: the result is neither a tensor nor a dict, or it is unclear whether the entry `loss` is the sum of
+            the other losses or one of them.
     """
     if isinstance(loss, Tensor):
         return {"loss": loss}
-    others = [name for name in loss if name != "loss" and "loss" in name] if isinstance(loss, Mapping) else []
+    if not isinstance(loss, Mapping):
+        remedy = "; do not convert the loss to a number, for example with item()" if is_real(loss) else ""
+        raise LossError(
+            "the loss function must return a scalar tensor or a dict of scalar tensors, not "
+            f"{type(loss).__name__}{remedy}"
+        )
+    others = [name for name in loss if name != "loss" and "loss" in name]
     if others and "loss" in loss:
         raise LossError(
             f"the dict contains 'loss' and {others}, and all of them would be summed. If 'loss' is the total, remove "

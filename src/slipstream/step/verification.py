@@ -401,4 +401,4 @@ def _perturb(value: Any, epsilons: int) -> None:
     if epsilons and _is_trained(value):
         generator = torch.Generator().manual_seed(0)  # does not change the global generator
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
-        value.mul_(1 + epsilons * torch.finfo(value.dtype).eps * signs.to(value.device))
+        value.mul_(1 + epsilons * torch.finfo(value.dtype).eps * signs.to(value.device, value.dtype))

@@ -72,6 +72,8 @@ class LrRange:
         suggestion = self.suggestion
         if suggestion is not None:
             text = f"Suggested learning rate: {suggestion:.2g}"
+        elif not math.isfinite(self.losses[0]):
+            text = "The first loss is not finite; check the model and the data"
         elif len(_before_divergence(self.losses)) < _MIN_STEPS:
             text = f"The loss diverged within {_MIN_STEPS} steps; start at a lower learning rate"
         else:
