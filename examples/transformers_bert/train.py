@@ -3,8 +3,8 @@
     pip install transformers
     python examples/transformers_bert/train.py [--compile]
 
-The model computes its own loss (`model(**batch).loss`), so `accelerate` needs no loss function. In a few seconds
-on a CPU, a small BERT with random weights learns to detect whether the first token of a sequence occurs again.
+The model computes its own loss (`model(**batch).loss`), so `accelerate` needs no loss function. A small BERT
+with random weights learns to detect whether the first token of a sequence occurs again.
 """
 
 import argparse

@@ -186,6 +186,20 @@ def test_check_reports_an_error_in_validation(tmp_path, monkeypatch, capsys):
     assert "did you mean 'IoUMetric'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("default_hooks.checkpoint.save_best=mIoO", "did you mean 'mIoU'"),
+        ("visualizer.vis_backends=[{type: CSVVisBackends}]", "did you mean 'CSVVisBackend'"),
+    ],
+)
+def test_check_reports_unknown_metrics_and_backends(override, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", RECIPE, *SMALL, override]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("weights", "loss"), [("1e300,0.4,0.4,0.4", "inf"), ("1e300,-1e300,0.4,0.4", "nan")])
 def test_check_fails_if_the_loss_is_nonfinite(weights, loss, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

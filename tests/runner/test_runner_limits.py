@@ -233,6 +233,20 @@ def test_fast_dev_run_has_few_steps_one_validation_and_no_checkpoints(tmp_path, 
     assert not list(tmp_path.rglob("*.pth"))
 
 
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        dict(default_hooks=dict(checkpoint=dict(save_best="mIoU"))),
+        dict(custom_hooks=[CheckpointHook(1, save_best=["acc", "mIoU"], rule="greater")]),
+    ],
+    ids=["default", "custom"],
+)
+def test_fast_dev_run_reports_an_unknown_metric_in_save_best(tmp_path, hooks):
+    runner = Runner(**training(tmp_path, fast_dev_run=True, **validation(), **hooks))
+    with pytest.raises(ConfigError, match="unknown metric 'mIoU'"):
+        runner.train()
+
+
 class Interrupt(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         signal.raise_signal(signal.SIGINT)

@@ -1,3 +1,4 @@
+import csv
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.visualization import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
+from slipstream.visualization import BaseVisBackend, CSVVisBackend, LocalVisBackend, TensorboardVisBackend
 from slipstream.visualization.backends import _drop_partial_line
 
 
@@ -41,6 +42,47 @@ def test_local_backend_writes_scalars_as_json_lines_that_are_readable_during_the
     backend.close()
 
 
+def csv_rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_backend_has_a_column_for_each_name_and_continues_an_existing_file(tmp_path):
+    path = tmp_path / "vis" / "scalars.csv"
+    backend = CSVVisBackend(tmp_path / "vis")
+    backend.add_scalars({"loss": torch.tensor(0.5), "note": "text"}, step=1)
+    backend.add_scalars({"loss": 0.25, 'lr, "head"': 0.1}, step=2)
+    assert csv_rows(path) == [
+        {"step": "1", "loss": "0.5", 'lr, "head"': ""},
+        {"step": "2", "loss": "0.25", 'lr, "head"': "0.1"},
+    ]
+    CSVVisBackend(tmp_path / "vis").add_scalar("val/mIoU", 3, step=1)
+    assert csv_rows(path)[1:] == [
+        {"step": "2", "loss": "0.25", 'lr, "head"': "0.1", "val/mIoU": ""},
+        {"step": "1", "loss": "", 'lr, "head"': "", "val/mIoU": "3.0"},
+    ]
+    path.unlink()
+    backend.add_scalar("loss", 1, step=3)
+    assert csv_rows(path)[0]["loss"] == "1.0"
+
+
+def test_csv_file_that_was_truncated_is_continued_and_another_programs_file_is_kept(tmp_path, capsys):
+    path = tmp_path / "scalars.csv"
+    backend = CSVVisBackend(tmp_path)
+    backend.add_scalar("loss", 0.5, step=1)
+    path.write_text("")
+    backend.add_scalar("loss", 0.25, step=2)
+    backend.add_scalar("lr", 0.1, step=3)
+    assert csv_rows(path) == [
+        {"step": "2", "loss": "0.25", "lr": ""},
+        {"step": "3", "loss": "", "lr": "0.1"},
+    ]
+    path.write_text("name,value\na,1\n")
+    CSVVisBackend(tmp_path).add_scalar("loss", 0.5)
+    assert path.read_text() == "name,value\na,1\n"
+    assert "its first column is not 'step'" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
 def test_full_disk_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "scalars.json").symlink_to("/dev/full")
@@ -51,6 +93,14 @@ def test_full_disk_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if "Scalars cannot be written to" in line]
     assert len(lines) == 1
     assert f"{tmp_path / 'scalars.json'}: the disk containing {tmp_path} is full" in lines[0]
+
+
+def test_csv_file_that_cannot_be_written_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "vis").touch()
+    backend = CSVVisBackend(tmp_path / "vis")
+    for step in range(3):
+        backend.add_scalar("loss", 0.5, step)
+    assert capsys.readouterr().err.count(f"Scalars cannot be written to {tmp_path / 'vis/scalars.csv'}") == 1
 
 
 def test_incomplete_last_line_is_removed(tmp_path):
@@ -125,6 +175,11 @@ def test_local_backend_writes_the_config_as_equivalent_python(tmp_path, config):
     exec((tmp_path / "config.py").read_text(), namespace)
     assert namespace["model"] == {"type": "Net"}
     assert namespace["lr"] == 0.1
+
+
+def test_csv_backend_requires_a_file_name_with_its_suffix(tmp_path):
+    with pytest.raises(ConfigError, match=r"scalar_save_file: must end in \.csv"):
+        CSVVisBackend(tmp_path, "scalars.json")
 
 
 def test_local_backend_requires_file_names_with_the_correct_suffix(tmp_path):

@@ -46,6 +46,18 @@ def test_every_call_is_passed_to_every_backend():
     assert first.calls[2] == ("scalars", {"x": 1.0}, 3, "f.json")
 
 
+def test_backend_that_cannot_start_is_named(tmp_path):
+    class Unreachable(Recording):
+        def add_config(self, config):
+            raise ConnectionError("no server at localhost:1")
+
+    message = (
+        "visualizer.vis_backends: Unreachable cannot record the configuration: ConnectionError: no server"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Visualizer(vis_backends=[LocalVisBackend(tmp_path), Unreachable()]).add_config({"a": 1})
+
+
 def test_backends_write_to_vis_data_by_default_and_are_found_by_name(tmp_path):
     config = {
         "type": "Visualizer",

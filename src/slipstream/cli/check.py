@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import NonFiniteLossError
-from slipstream.hooks import Hook
+from slipstream.hooks import CheckpointHook, Hook, MonitorCheckHook
+from slipstream.registry import default_scope
+from slipstream.runner.logs import build_visualizer
+from slipstream.tune.measured_config import hook_class, keep_training_only
 
 if TYPE_CHECKING:
     from slipstream.config import Config
@@ -68,7 +71,6 @@ class _OneStep(Hook):
 def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
-    from slipstream.tune.measured_config import keep_training_only
 
     validation = {name: cfg.get(name) for name in _VALIDATION}
     hook = _OneStep()
@@ -77,12 +79,21 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
         at_user_paths(cfg),
     ):
+        visualizer = cfg.get("visualizer")
+        checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint")
+        saving = [hook for hook in cfg.get("custom_hooks") or () if _saves_checkpoints(hook)]
         keep_training_only(cfg, folder)
         cfg.update(validation)
+        cfg.default_hooks["checkpoint"] = MonitorCheckHook.config_for(checkpoint)
+        checks = [MonitorCheckHook.config_for(hook) for hook in saving]
+        cfg.custom_hooks = [*cfg.custom_hooks, *(check for check in checks if check)]
         cfg.launcher, cfg.log_level = "none", "WARNING"
         for name, limit in (("train_dataloader", {}), ("val_dataloader", {"num_batch_per_epoch": 1})):
             if isinstance(loader := cfg.get(name), Mapping):
                 cfg[name] = {**loader, **_in_process(loader), **limit}
+        if isinstance(visualizer, Mapping):
+            with default_scope(cfg.get("default_scope", "slipstream")):
+                build_visualizer(visualizer, "check", folder)
         runner = Runner.from_cfg(cfg)
         runner.register_hook(hook)
         with suppress(_Finished):
@@ -96,6 +107,11 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
                 **{key: float(value) for key, value in metrics.items()},
             }
     return results
+
+
+def _saves_checkpoints(hook: Any) -> bool:
+    kind = hook_class(hook)
+    return isinstance(kind, type) and issubclass(kind, CheckpointHook)
 
 
 def _finite_loss(loss: float | None) -> Mapping[str, float]:

@@ -17,7 +17,13 @@ from slipstream.hooks.preemption import PreemptionHook
 from slipstream.hooks.profiler import ProfilerHook
 from slipstream.hooks.report import ReportHook
 from slipstream.hooks.runtime_info import RuntimeInfoHook
-from slipstream.hooks.schedule import EarlyStoppingHook, EmptyCacheHook, ParamSchedulerHook, SyncBuffersHook
+from slipstream.hooks.schedule import (
+    EarlyStoppingHook,
+    EmptyCacheHook,
+    MonitorCheckHook,
+    ParamSchedulerHook,
+    SyncBuffersHook,
+)
 from slipstream.hooks.timing import DistSamplerSeedHook, IterTimerHook
 
 __all__ = [
@@ -34,6 +40,7 @@ __all__ = [
     "IterTimerHook",
     "LoggerHook",
     "LossSpikeHook",
+    "MonitorCheckHook",
     "NanGuardHook",
     "NotebookHook",
     "ParamSchedulerHook",

@@ -1,9 +1,10 @@
-"""Hooks for parameter schedulers, early stopping, memory caches and buffer synchronization."""
+"""Hooks for parameter schedulers, monitored metrics, memory caches and buffer synchronization."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks.hook import Hook
 from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS
-from slipstream.typecheck import NonNegative, NonNegativeInt, check
+from slipstream.typecheck import NonNegative, NonNegativeInt, check, matches
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EarlyStoppingHook",
     "EmptyCacheHook",
+    "MonitorCheckHook",
     "ParamSchedulerHook",
     "SyncBuffersHook",
     "infer_rule",
@@ -97,6 +99,39 @@ def metric_value(hook: Hook, metrics: dict[str, float], key: str, option: str) -
         raise hook.config_error(
             f"the metric '{key}' must be a number, not {metrics[key]!r}", option
         ) from None
+
+
+@HOOKS.register_module()
+class MonitorCheckHook(Hook):
+    """Raise an error if validation does not return the metrics that select the best checkpoints.
+
+    This hook replaces a CheckpointHook in runs that save no checkpoints (`fast_dev_run` and `slipstream check`).
+
+    Args:
+        save_best: the names of the metrics.
+    """
+
+    def __init__(self, save_best: list[str]) -> None:
+        self.save_best = save_best
+
+    @staticmethod
+    def config_for(hook: Any) -> dict[str, Any] | None:
+        """Return the configuration of the hook that replaces a CheckpointHook or its configuration.
+
+        The result is None if the hook names no metric.
+        """
+        metrics = hook.get("save_best") if isinstance(hook, Mapping) else getattr(hook, "monitors", None)
+        names = [metrics] if isinstance(metrics, str) else metrics
+        if not isinstance(names, list) or not matches(names, list[str]):
+            return None
+        names = [name for name in names if name != "auto"]
+        return {"type": "MonitorCheckHook", "save_best": names} if names else None
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Check the metrics that validation returned."""
+        if metrics:
+            for name in self.save_best:
+                metric_value(self, metrics, name, "save_best")
 
 
 @HOOKS.register_module()

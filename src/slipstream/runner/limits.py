@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.limits import limit_batches
 from slipstream.errors import ConfigError
+from slipstream.hooks import MonitorCheckHook
 from slipstream.runner.user_config import hook_name
 from slipstream.typecheck import PositiveInt, check, is_number
 
-__all__ = ["Limits", "read_limits"]
+__all__ = ["Limits", "read_limits", "without_saving"]
 
-_SAVING_HOOKS = ("CheckpointHook", "PreemptionHook")
 _LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 
@@ -95,15 +95,26 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
         changed["param_scheduler"] = None
     hooks = arguments["default_hooks"] or {}
     changed["default_hooks"] = {
-        **{key: None if hook_name(hook) in _SAVING_HOOKS else hook for key, hook in hooks.items()},
         "checkpoint": None,
+        **{key: without_saving(hook, key == "checkpoint") for key, hook in hooks.items()},
         "preemption": None,
     }
     if arguments["custom_hooks"]:
-        changed["custom_hooks"] = [
-            hook for hook in arguments["custom_hooks"] if hook_name(hook) not in _SAVING_HOOKS
-        ]
+        kept = [without_saving(hook) for hook in arguments["custom_hooks"]]
+        changed["custom_hooks"] = [hook for hook in kept if hook is not None]
     return changed
+
+
+def without_saving(hook: Any, saves_checkpoints: bool = False) -> Any:
+    """Return the hook that replaces a hook or its configuration in a run that saves no checkpoints, or None.
+
+    Args:
+        hook: the hook or its configuration.
+        saves_checkpoints: whether the hook saves checkpoints, even if its type does not show it.
+    """
+    if saves_checkpoints or hook_name(hook) == "CheckpointHook":
+        return MonitorCheckHook.config_for(hook)
+    return None if hook_name(hook) == "PreemptionHook" else hook
 
 
 def _begins_within(scheduler: Any, count: int) -> bool:

@@ -24,6 +24,7 @@ from slipstream.visualization import Visualizer, default_backends
 __all__ = [
     "Logs",
     "RunName",
+    "build_visualizer",
     "log_start",
     "name_run",
     "open_logs",
@@ -80,6 +81,13 @@ def _create_folder(work_dir: Path, stamp: str) -> str:
     )
 
 
+def build_visualizer(cfg: Mapping[str, Any], name: str, save_dir: str | Path) -> Any:
+    """Build a run's visualizer from its configuration; `name` and `save_dir` are defaults."""
+    defaults = {"type": "Visualizer", "name": name, "save_dir": str(save_dir)}
+    with add_config_path({}, "visualizer"):
+        return VISUALIZERS.build(dict(cfg), default_args=defaults)
+
+
 def open_logs(
     name: RunName, arguments: Mapping[str, Any], by_epoch: bool, redactor: Redactor | None = None
 ) -> Logs:
@@ -105,9 +113,7 @@ def open_logs(
         visualizer = {}  # a visualizer object would write files on every rank
     if isinstance(visualizer, Mapping):
         overrides = {} if is_main else {"vis_backends": None}
-        defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
-        with add_config_path({}, "visualizer"):
-            visualizer = VISUALIZERS.build({**visualizer, **overrides}, default_args=defaults)
+        visualizer = build_visualizer({**visualizer, **overrides}, name.experiment, name.log_dir)
     for key, component, method in (
         ("visualizer", visualizer, "add_scalars"),
         ("log_processor", processor, "get_log_after_iter"),
@@ -147,10 +153,13 @@ def show_config(cfg: Config, seed: int, visualizer: Visualizer, logger: MMLogger
     """On rank 0, pass a non-empty configuration to the visualizer."""
     if not is_main_process() or not len(cfg):
         return
+    saved = _repeatable(cfg, seed)
     try:
-        visualizer.add_config(_repeatable(cfg, seed))
+        _ = saved.pretty_text
     except ConfigError as error:  # the configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
+        return
+    visualizer.add_config(saved)
 
 
 def write_config(cfg: Config, seed: int, work_dir: str, timestamp: str) -> None:

@@ -155,7 +155,9 @@ def make_step(
     if plan.compile is not None:
         if plan.compile.scope == "step":
             raise ConfigError(
-                f"'step' does not support {type(owner).__name__}, which overrides train_step; use scope='model'",
+                f"'step' does not support {type(owner).__name__}, which overrides train_step; use scope='model' if "
+                "train_step calls the model itself, or scope='block', and list the modules that it calls in "
+                "compile.blocks",
                 "compile.scope",
             )
         compile_model(core, plan.compile, warn)

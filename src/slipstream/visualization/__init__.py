@@ -2,6 +2,7 @@
 
 from slipstream.visualization.backends import (
     BaseVisBackend,
+    CSVVisBackend,
     LocalVisBackend,
     TensorboardVisBackend,
     default_backends,
@@ -12,6 +13,7 @@ from slipstream.visualization.visualizer import Visualizer
 
 __all__ = [
     "BaseVisBackend",
+    "CSVVisBackend",
     "LocalVisBackend",
     "MLflowVisBackend",
     "TensorboardVisBackend",

@@ -1,8 +1,10 @@
-"""Visualization backends that write files: JSON lines, images and TensorBoard events."""
+"""Visualization backends that write files: JSON lines, CSV, images and TensorBoard events."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import logging
 import os
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
-from slipstream.files import check_name, disk_problem
+from slipstream.files import check_name, disk_problem, write_text
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 _SAVE_DIR = "the backend's save_dir"
 
-__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
+__all__ = ["BaseVisBackend", "CSVVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
 
 
 def default_backends() -> list[dict[str, str]]:
@@ -73,8 +75,27 @@ class BaseVisBackend:
         """Write buffered data and close files and connections."""
 
 
+class _FileBackend(BaseVisBackend):
+    """A backend that reports a file that cannot be written once, and does not end the run."""
+
+    def __init__(self, save_dir: str | Path) -> None:
+        super().__init__(save_dir)
+        self._reported: set[str] = set()
+
+    def _report(self, name: str, error: Exception) -> None:
+        if name not in self._reported:
+            # Imported here, because slipstream.logging imports torch.
+            from slipstream.logging import print_log
+
+            self._reported.add(name)
+            on_disk = disk_problem(error, self.save_dir) if isinstance(error, OSError) else None
+            problem = on_disk or str(error)
+            message = f"Scalars cannot be written to {self.save_dir / name}: {problem}"
+            print_log(message, "current", logging.WARNING)
+
+
 @VISBACKENDS.register_module()
-class LocalVisBackend(BaseVisBackend):
+class LocalVisBackend(_FileBackend):
     """Write files to `save_dir`: the configuration, one JSON line per set of scalars, and PNG images.
 
     Args:
@@ -99,7 +120,6 @@ class LocalVisBackend(BaseVisBackend):
         self.config_save_file = self.save_dir / _with_suffix(config_save_file, ".py", "config_save_file")
         self.scalar_save_file = _with_suffix(scalar_save_file, ".json", "scalar_save_file")
         self._files: dict[str, TextIO] = {}
-        self._reported: set[str] = set()
 
     def add_config(self, config: Any) -> None:
         """Write the configuration in Python syntax."""
@@ -139,17 +159,10 @@ class LocalVisBackend(BaseVisBackend):
         try:
             self._file(name).write(line)
         except OSError as error:
-            path = self.save_dir / name
             with contextlib.suppress(OSError):
                 self._files.pop(name).close()
-            _drop_partial_line(path)
-            if name not in self._reported:
-                # Imported here, because slipstream.logging imports torch.
-                from slipstream.logging import print_log
-
-                self._reported.add(name)
-                problem = disk_problem(error, self.save_dir) or str(error)
-                print_log(f"Scalars cannot be written to {path}: {problem}", "current", logging.WARNING)
+            _drop_partial_line(self.save_dir / name)
+            self._report(name, error)
 
     def _file(self, name: str) -> TextIO:
         if name not in self._files:
@@ -164,6 +177,68 @@ def _drop_partial_line(path: Path) -> None:
     with contextlib.suppress(OSError):
         if path.is_file():  # skip devices such as /dev/null
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+@VISBACKENDS.register_module()
+class CSVVisBackend(_FileBackend):
+    """Write scalars to a CSV file in `save_dir`: a row for each set of scalars, and a column for each name.
+
+    The first column is `step`. A cell is empty if its row has no such value. Values that are not numbers are skipped.
+    If a new name is logged, the file is rewritten with a further column. An existing file is continued.
+
+    Args:
+        save_dir: the output folder.
+        scalar_save_file: file name, ending in `.csv`.
+
+    Raises:
+        ConfigError: if the file name has a different suffix, or is not inside `save_dir`.
+    """
+
+    def __init__(self, save_dir: str | Path, scalar_save_file: str = "scalars.csv") -> None:
+        super().__init__(save_dir)
+        self.scalar_save_file = _with_suffix(scalar_save_file, ".csv", "scalar_save_file")
+        self._columns: list[str] = []
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Append a row with the value and `step`."""
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Append a row with the numeric values and `step`."""
+        row: dict[str, Any] = {"step": step, **scalars_in(scalar_dict)}
+        path = self.save_dir / self.scalar_save_file
+        try:
+            new = [name for name in row if name not in self._columns]
+            if new or not path.is_file():
+                self._add_columns(path, new)
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(row)
+        except (OSError, ValueError, csv.Error) as error:
+            _drop_partial_line(path)
+            self._report(self.scalar_save_file, error)
+
+    def _add_columns(self, path: Path, names: list[str]) -> None:
+        """Rewrite the file, or create it, with the columns of the existing file followed by the new columns."""
+        lines: list[list[str]] = []
+        columns = self._columns
+        if path.is_file():
+            with path.open(encoding="utf-8", newline="") as file:
+                lines = list(csv.reader(file))
+        if lines and lines[0][:1] == ["step"]:
+            columns = lines.pop(0)
+        if lines and not columns:
+            raise ValueError("the file exists, and its first column is not 'step'")
+        rows = [dict(zip(columns, line, strict=False)) for line in lines]
+        columns = columns + [name for name in names if name not in columns]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text.getvalue())
+        self._columns = columns
 
 
 @VISBACKENDS.register_module()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.typecheck import short_repr
 from slipstream.visualization.backends import BaseVisBackend
@@ -77,9 +77,22 @@ class Visualizer:
         return self._backends[name]
 
     def add_config(self, config: Any) -> None:
-        """Record the configuration, a `Config` or a dict."""
-        for backend in self._backends.values():
-            backend.add_config(config)
+        """Record the configuration, a `Config` or a dict. If the run has a configuration, this is the first call.
+
+        Raises:
+            ConfigError: if a backend cannot record it, for example because its server cannot be reached.
+        """
+        for name, backend in self._backends.items():
+            try:
+                backend.add_config(config)
+            except SlipstreamError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot record the configuration: {type(error).__name__}: {error}. Correct the options of "
+                    "this backend, or remove it",
+                    "visualizer.vis_backends",
+                ) from error
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
         """Record a scalar."""
