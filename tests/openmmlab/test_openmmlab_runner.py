@@ -73,3 +73,15 @@ def test_an_mmengine_run_is_resumed_with_its_optimizer_and_schedulers(tmp_path, 
     result = train(tmp_path / "rest", "-m", "slipstream.openmmlab", resume=[checkpoint])
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
     assert result["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.slow
+@needs_mmengine
+def test_mmengine_resumes_from_slipstreams_checkpoint_as_from_its_own(tmp_path, monkeypatch):
+    train(tmp_path / "slipstream", "-m", "slipstream.openmmlab", epochs=2)
+    result = train(tmp_path / "rest", resume=[tmp_path / "slipstream/epoch_2.pth"])
+    train(tmp_path / "mmengine", epochs=2)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    expected = train(tmp_path / "expected", resume=[tmp_path / "mmengine/epoch_2.pth"])
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    assert result["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)

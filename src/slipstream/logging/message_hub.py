@@ -126,6 +126,7 @@ class MessageHub:
         return {
             "log_scalars": {key: h.state_dict() for key, h in self._scalars.items() if self._resumed[key]},
             "runtime_info": self._saved_infos(warn),
+            "resumed_keys": {},  # MMEngine requires this entry to resume from the checkpoint
         }
 
     def _saved_infos(self, warn: Callable[[str], None] | None) -> dict[str, Any]:
