@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_resume_skips_completed_runs_and_keeps_their_results(tmp_path, in_proces
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 5)
     (tmp_path / "work_dirs/tiny/sweep/sweep.json").write_text("[3, {")
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 7)
+
+
+def test_resume_with_another_value_skips_completed_runs_whose_number_changes(tmp_path, in_process):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.01"]) == 0
+    before = results(tmp_path)
+    assert (main(["train", "tiny.py", "--sweep", f"{LR}=0.2,0.1,0.01", "--resume"]), len(in_process)) == (
+        0,
+        3,
+    )
+    first, *others = results(tmp_path)
+    assert others == before
+    assert Path(first["folder"]).name == f"0_{LR}=0.2"
 
 
 def test_resume_with_different_settings_raises_an_error(tmp_path, in_process, capsys):

@@ -66,6 +66,12 @@ def test_square_brackets_in_a_reason_are_printed():
     assert "failed: shape [2, 3] [/x]" in str(BatchSizes(rows))
 
 
+def test_it_is_reported_if_no_larger_size_was_tried():
+    rows = [BatchSizeRow(1, "failed"), BatchSizeRow(2, "fits", 10.0)]
+    assert "Largest that fits: 2 (the largest size tried)" in str(BatchSizes(rows))
+    assert "(the largest size tried)" not in str(BatchSizes([*rows, BatchSizeRow(4, "out of memory")]))
+
+
 def test_sizes_start_at_two_for_a_model_that_requires_two_samples(fake_process):
     def make_job(setting):
         return Script(

@@ -190,8 +190,10 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
         return  # if the table cannot be read, each run resumes from its last checkpoint
     rows = [row for row in earlier if isinstance(row, dict)]
     for run, row in itertools.product(runs, rows):
-        if row.get("folder") != run.folder or row.get("values") != run.values:
+        folder = row.get("folder")
+        if row.get("values") != run.values or not isinstance(folder, str) or Path(folder).parent != base:
             continue
+        run.folder = folder  # its number can differ if values were added to the sweep
         if keys := _changed_keys(row.get("overrides"), run.overrides):
             raise ConfigError(
                 f"the sweep in {base} was previously run with different values for {', '.join(keys)}, so its results "

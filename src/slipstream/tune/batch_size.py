@@ -67,7 +67,8 @@ class BatchSizes:
     def __str__(self) -> str:
         table = make_table(("batch size", "samples/s", "peak MiB", "status"), self._cells())
         note = f"{incomplete_note('search', self.stopped)}\n" if self.stopped else ""
-        tried = " (the largest size tried)" if all(row.status == "fits" for row in self.rows) else ""
+        largest_tried = max(row.batch_size for row in self.rows)
+        tried = " (the largest size tried)" if self.largest == largest_tried else ""
         return f"{table_text(table)}{note}Largest that fits: {self.largest}{tried}; fastest: {self.fastest}."
 
     def _cells(self) -> Iterator[tuple[str, str, str, str]]:

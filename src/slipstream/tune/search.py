@@ -36,7 +36,8 @@ losses beyond the tolerance, so the only risk is that an option does not help.""
 _EARLY_STOP_RATIO = 0.8
 """A trial ends after three or more rounds if its ratio is below this value in all of them."""
 _ROUNDS_FRACTION = 0.12
-"""Fraction of the budget after which a trial ends as soon as it has the minimum number of rounds."""
+"""Minimum fraction of the budget after which a trial ends as soon as it has the minimum number of rounds. If only a few
+options are left, the limit is an equal share of the remaining time."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,9 @@ class Search:
             batches = Batches(
                 int(warm["num_workers"] or 0), warm["batch_size"], warm["shapes"], warm["counts_steps"]
             )
-            for candidate in candidates(self._names, self._capabilities, batches):
+            options = list(candidates(self._names, self._capabilities, batches))
+            for index, candidate in enumerate(options):
+                self._num_left = len(options) - index
                 self._add(self._try(candidate))
             self._measure_total()
         except _PlanFailedError as error:
@@ -358,7 +361,8 @@ class Search:
     def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
         """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
         ratios: list[float] = []
-        end = time.monotonic() + _ROUNDS_FRACTION * self._budget
+        seconds = max(_ROUNDS_FRACTION * self._budget, self._remaining / (self._num_left + 1))
+        end = time.monotonic() + seconds
         while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
             expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
             if self._remaining - (reserve if len(ratios) >= _MIN_ROUNDS else 0.0) < expected:
