@@ -135,8 +135,6 @@ class _Version(argparse.Action):
 def _add_recipes(commands: _Commands) -> None:
     text = "list the recipes, or show one with `recipes show NAME` (docs/command_line.md)"
     parser = commands.add_parser("recipes", help=text)
-        "recipes", help="list the recipes, or show one with `recipes show NAME` (docs/command_line.md)"
-    )
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_json(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
