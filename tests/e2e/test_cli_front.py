@@ -189,11 +189,14 @@ def test_check_reports_an_error_in_validation(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("default_hooks.checkpoint.save_best=mIoO", "did you mean 'mIoU'"),
+        ("default_hooks.checkpoint.save_best=accuracy", "unknown metric 'accuracy'"),
+        ("default_hooks.checkpoint.save_bst=mIoU", "did you mean 'save_best'"),
         ("visualizer.vis_backends=[{type: CSVVisBackends}]", "did you mean 'CSVVisBackend'"),
     ],
 )
-def test_check_reports_unknown_metrics_and_backends(override, message, tmp_path, monkeypatch, capsys):
+def test_check_reports_unknown_metrics_arguments_and_backends(
+    override, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert main(["check", RECIPE, *SMALL, override]) == 2
     assert message in capsys.readouterr().err

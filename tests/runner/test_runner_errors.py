@@ -309,7 +309,7 @@ def test_checkpoint_with_only_weights_cannot_be_resumed(tmp_path):
         ),
         (
             dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="accu", strict=True)]),
-            "custom_hooks[0].monitor: unknown metric 'accu'; did you mean 'acc'",
+            "custom_hooks[0].monitor: unknown metric 'accu': validation returned ['acc']; did you mean 'acc'",
         ),
         (
             dict(param_scheduler=[dict(type="ReduceOnPlateauLR", monitor="los")]),

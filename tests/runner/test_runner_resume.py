@@ -30,6 +30,22 @@ from tiny_runs import (
     weights,
 )
 
+
+def test_a_configured_learning_rate_that_a_resumed_run_does_not_use_is_reported(tmp_path, capsys):
+    def train(epochs, lr, **changes):
+        optim_wrapper = dict(optimizer=dict(type="SGD", lr=lr))
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        return run(tmp_path, train_cfg=cfg, optim_wrapper=optim_wrapper, log_level="WARNING", **changes)
+
+    train(1, 0.1)
+    train(2, 0.1, resume=True)
+    assert "is not used" not in capsys.readouterr().out
+    resumed = train(3, 0.05, resume=True)
+    message = "The configured learning rate 0.05 is not used: the resumed run continues with the checkpoint's"
+    assert message in capsys.readouterr().out
+    assert resumed.optim_wrapper.param_groups[0]["lr"] == 0.1
+
+
 LOOPS = {
     "epochs": dict(sampler="DefaultSampler", train_cfg=dict(by_epoch=True, max_epochs=3)),
     "iterations": dict(

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
 from slipstream.errors import NonFiniteLossError
-from slipstream.hooks import CheckpointHook, Hook, MonitorCheckHook
+from slipstream.hooks import CheckpointHook, Hook, HookList, MonitorCheckHook
 from slipstream.registry import default_scope
 from slipstream.runner.logs import build_visualizer
+from slipstream.runner.user_config import add_config_path, with_defaults
 from slipstream.tune.measured_config import hook_class, keep_training_only
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         at_user_paths(cfg),
     ):
         visualizer = cfg.get("visualizer")
+        _check_hooks(cfg)
         checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint")
         saving = [hook for hook in cfg.get("custom_hooks") or () if _saves_checkpoints(hook)]
         keep_training_only(cfg, folder)
@@ -99,14 +101,25 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         with suppress(_Finished):
             runner.train()
         loader = runner.train_dataloader
-        results: dict[str, dict[str, Any]] = {"train": {**_sizes(loader), **_finite_loss(hook.loss)}}
+        results: dict[str, dict[str, Any]] = {
+            "train": {**_sizes(loader), "batches": 1, **_finite_loss(hook.loss)}
+        }
         if cfg.get("val_cfg") is not None:
             metrics = runner.val()
             results["val"] = {
                 **_sizes(runner.val_dataloader),
+                "batches": 1,
                 **{key: float(value) for key, value in metrics.items()},
             }
     return results
+
+
+def _check_hooks(cfg: Config) -> None:
+    """Build the default hooks, including those that `check` does not use."""
+    with default_scope(cfg.get("default_scope", "slipstream")):
+        for name, hook in with_defaults(cfg.get("default_hooks"), by_epoch=True).items():
+            with add_config_path({}, f"default_hooks.{name}"):
+                HookList().register(hook)
 
 
 def _saves_checkpoints(hook: Any) -> bool:

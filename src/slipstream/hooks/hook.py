@@ -61,6 +61,8 @@ class Hook:
     end the run."""
     reads_phases: ClassVar[bool] = False
     """Whether the hook reads `runner.phases`. The phases are timed only if a hook reads them."""
+    sets_learning_rate: ClassVar[bool] = False
+    """Whether the hook sets the learning rate in each step, so that the configured rate is not compared on resume."""
     source: Mapping[str, Any] | None = None
     """The configuration from which the hook was built, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (

@@ -91,7 +91,7 @@ def infer_rule(key: str, rule: str | None) -> str:
 def metric_value(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
     """Return the metric `key` as a float, or raise an error that lists the available metrics."""
     if key not in metrics:
-        message = f"unknown metric '{key}'{did_you_mean(key, metrics)}; validation returned {sorted(metrics)}"
+        message = f"unknown metric '{key}': validation returned {sorted(metrics)}{did_you_mean(key, metrics)}"
         raise hook.config_error(message, option)
     try:
         return float(metrics[key])

@@ -226,8 +226,13 @@ class Checkpoints:
             with restoring("message_hub", source):
                 self._runner.message_hub.load_state_dict(checkpoint["message_hub"])
         if optim is not None:
+            rates = resume_check.learning_rates(optim)
             with restoring("optimizer", source):
                 resume.restore_optimizer(self._runner.model, optim, checkpoint)
+            if not any(hook.sets_learning_rate for hook in self._runner.hooks):
+                resume_check.warn_of_learning_rates(
+                    rates, resume_check.learning_rates(optim), self._runner.logger.warning
+                )
             counts = {key: checkpoint.get(key, {}) for key in ("batches", "unfinished", "windows")}
             self._counts = counts, checkpoint["meta"]["iter"]
         if schedulers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,14 @@ from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import all_schedulers
 
-__all__ = ["check_content", "check_matches", "check_stream", "warn_of_length"]
+__all__ = [
+    "check_content",
+    "check_matches",
+    "check_stream",
+    "learning_rates",
+    "warn_of_learning_rates",
+    "warn_of_length",
+]
 
 Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
@@ -246,3 +254,22 @@ def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
             "Use load_from to start from its weights"
         )
     return checkpoint[key]
+
+
+def learning_rates(optim: OptimWrapper) -> list[float]:
+    """Return the learning rate of each parameter group, without the factor of a schedule."""
+    wrappers = list(optim.values()) if isinstance(optim, OptimWrapperDict) else [optim]
+    groups = [group for wrapper in wrappers for group in wrapper.param_groups]
+    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+
+
+def warn_of_learning_rates(configured: list[float], restored: list[float], warn: Warn) -> None:
+    """Warn if a resumed run continues with other learning rates than those that are configured."""
+    pairs = zip(configured, restored, strict=True)
+    different = [(a, b) for a, b in pairs if not math.isclose(a, b, rel_tol=1e-6)]
+    if different:
+        own, saved = different[0]
+        warn(
+            f"The configured learning rate {own:g} is not used: the resumed run continues with the checkpoint's "
+            f"optimizer, whose learning rate is {saved:g}. To train with {own:g}, start a new run with load_from"
+        )

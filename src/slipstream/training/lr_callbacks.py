@@ -96,6 +96,7 @@ class LRCallbackHook(Hook):
     """
 
     priority = "LOW"
+    sets_learning_rate = True
 
     def __init__(self, schedule: type[LRCallbackBase], params: Mapping[str, Any]) -> None:
         self.schedule, self.params = schedule, dict(params)

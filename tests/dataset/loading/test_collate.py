@@ -15,7 +15,7 @@ Pair = namedtuple("Pair", "image label")
 
 def test_collate_functions_are_registered():
     assert FUNCTIONS.get("pseudo_collate") is pseudo_collate
-    assert FUNCTIONS.get("default_collate") is default_collate is torch.utils.data.default_collate
+    assert FUNCTIONS.get("default_collate") is default_collate
 
 
 def test_dicts_are_collated_to_a_dict_of_lists_of_the_same_objects():
@@ -49,3 +49,10 @@ def test_pseudo_collate_supports_images_of_different_sizes():
     samples = [{"inputs": torch.zeros(3, n, n)} for n in range(1, 5)]
     batches = list(DataLoader(samples, batch_size=2, collate_fn=pseudo_collate))
     assert [[x.shape[-1] for x in batch["inputs"]] for batch in batches] == [[1, 2], [3, 4]]
+
+
+def test_samples_of_different_sizes_are_reported_with_a_remedy():
+    with pytest.raises(
+        DataError, match=r"\[3, 4, 4\] at entry 0 .* resizes, crops or pads .* batch size of 1"
+    ):
+        default_collate([torch.zeros(3, 4, 4), torch.zeros(3, 4, 5)])

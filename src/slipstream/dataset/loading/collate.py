@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate as torch_default_collate
 
 from slipstream.errors import DataError
 from slipstream.registry import FUNCTIONS
 
 __all__ = ["default_collate", "pseudo_collate"]
 
-FUNCTIONS.register_module(name="default_collate", module=default_collate)
+
+@FUNCTIONS.register_module()
+def default_collate(data_batch: Sequence[Any]) -> Any:
+    """Stack samples as torch's `default_collate` does.
+
+    Raises:
+        DataError: tensors of different sizes cannot be stacked.
+    """
+    try:
+        return torch_default_collate(list(data_batch))
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        raise DataError(
+            f"the samples of a batch cannot be stacked ({error}); add a transform that resizes, crops or pads them to "
+            "one size, or use a batch size of 1"
+        ) from error
 
 
 @FUNCTIONS.register_module()

@@ -106,7 +106,7 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
     if image.mode not in ("L", "P"):
         raise DataError(
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
-            "(Pillow mode 'L' or 'P'). Convert colors to class ids before training"
+            "(Pillow mode 'L' or 'P'). Convert colors to class ids, and 16-bit pixels to 8 bits, before training"
         )
     if _is_scaled(codecs):
         raise DataError(
