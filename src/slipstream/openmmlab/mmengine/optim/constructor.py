@@ -59,7 +59,7 @@ class DefaultOptimWrapperConstructor(OwnConstructor):
         try:
             super()._check_custom_keys_match(model)
         except ConfigError as error:
-            print_log(f"paramwise_cfg.{error}", "current")
+            print_log(str(error), "current")
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
