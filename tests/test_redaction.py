@@ -181,6 +181,14 @@ class Login:
     value: str
 
 
+@dataclass
+class LoginWithState:
+    user: str
+
+    def __post_init__(self):
+        self.value = "open-sesame"
+
+
 @dataclass(slots=True)
 class Slotted:
     value: str
@@ -190,7 +198,8 @@ class Slotted:
     "container",
     [["open-sesame"], {"open-sesame"}, frozenset(["open-sesame"]), b"open-sesame", partial(print, "open-sesame"),
      partial(print, end="open-sesame"), deque(["open-sesame"]), SimpleNamespace(value="open-sesame"),
-     Login("open-sesame"), Slotted("open-sesame")],
+     Login("open-sesame"), Slotted("open-sesame"),
+     LoginWithState("me")],
     ids=repr,
 )  # fmt: skip
 def test_secrets_in_any_container_are_removed_from_text(container):

@@ -59,6 +59,10 @@ class ConfigError(SlipstreamError, ValueError):
         return f"{self.path}: {self.args[0]}" if self.path else str(self.args[0])
 
 
+class BackendError(SlipstreamError, RuntimeError):
+    """A visualization backend, such as a tracking service, failed."""
+
+
 class UnknownNameError(ConfigError, KeyError):
     """A class, recipe or key name is unknown."""
 

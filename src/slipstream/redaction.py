@@ -162,7 +162,8 @@ def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
     elif isinstance(tree, SimpleNamespace):
         yield from _secrets(vars(tree), secret)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from _secrets({field.name: getattr(tree, field.name, None) for field in fields(tree)}, secret)
+        values = {field.name: getattr(tree, field.name, None) for field in fields(tree)}
+        yield from _secrets({**getattr(tree, "__dict__", {}), **values}, secret)
     elif isinstance(tree, partial):
         yield from _secrets((tree.args, tree.keywords), secret)
     elif secret and _may_be_secret(tree):

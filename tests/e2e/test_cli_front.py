@@ -191,6 +191,11 @@ def test_check_reports_an_error_in_validation(tmp_path, monkeypatch, capsys):
     [
         ("default_hooks.checkpoint.save_best=accuracy", "unknown metric 'accuracy'"),
         ("default_hooks.checkpoint.save_bst=mIoU", "did you mean 'save_best'"),
+        (
+            "custom_hooks=[{type: CheckpointHook, save_bst: mIoU}]",
+            "custom_hooks[0]: CheckpointHook has no parameter",
+        ),
+        ("default_hooks.checkpont={interval: 1}", "did you mean 'checkpoint'"),
         ("visualizer.vis_backends=[{type: CSVVisBackends}]", "did you mean 'CSVVisBackend'"),
     ],
 )

@@ -76,6 +76,16 @@ def test_resume_with_another_value_skips_completed_runs_whose_number_changes(tmp
     assert Path(first["folder"]).name == f"0_{LR}=0.2"
 
 
+def test_runs_with_the_same_shortened_name_have_different_folders():
+    runs = [
+        module.Run({"a": "1"}, "w/0_a", status=0),
+        module.Run({"a": "2"}, "w/0_a"),
+        module.Run({"a": "3"}, "w/1_a"),
+    ]
+    module._separate_folders(runs)
+    assert [run.folder for run in runs] == ["w/0_a", "w/0_a_2", "w/1_a"]
+
+
 def test_resume_with_different_settings_raises_an_error(tmp_path, in_process, capsys):
     command = ["train", "tiny.py", "--sweep", f"{LR}=0.1,0.01"]
     assert main(command) == 0

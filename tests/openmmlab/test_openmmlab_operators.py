@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import Function, gradcheck
 
+from slipstream.openmmlab import operators
 from slipstream.openmmlab.operators import compute_bf16_operators_in_float32
 
 SHIMS = Path(__file__).parent / "shims"
@@ -73,6 +74,7 @@ def test_rounded_boxes_are_reported_once(monkeypatch, capsys):
     module.RoIFunction = RoIFunction
     monkeypatch.setitem(sys.modules, module.__name__, module)
     compute_bf16_operators_in_float32()
+    operators._warn_about_rounded_boxes.cache_clear()
     boxes = torch.zeros(1, 5)
     RoIFunction.apply(boxes.bfloat16(), boxes, 3)
     assert "rounds the coordinates" not in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_summary_reports_undecided_options():
     unclear = Estimate(1.64, 0.74, 1.8, 5, 0.6)
     rows = [Row("fused", "inconclusive", estimate=unclear), *(Row(name, "not measured") for name in "ab")]
     text = result(total=None, setting=Setting(), adopted=[], rows=rows).summary()
-    assert "Undecided: 1 inconclusive, 2 not measured. Use a larger budget" in text
+    assert "Undecided: 1 inconclusive, 2 not measured. Increase the budget" in text
 
 
 def test_table_contains_ratio_interval_memory_and_reason():

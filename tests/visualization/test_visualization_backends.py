@@ -77,9 +77,9 @@ def test_csv_file_that_was_truncated_is_continued_and_another_programs_file_is_k
         {"step": "2", "loss": "0.25", "lr": ""},
         {"step": "3", "loss": "", "lr": "0.1"},
     ]
-    path.write_text("name,value\na,1\n")
+    path.write_text("name,value\na,1")
     CSVVisBackend(tmp_path).add_scalar("loss", 0.5)
-    assert path.read_text() == "name,value\na,1\n"
+    assert path.read_text() == "name,value\na,1"
     assert "its first column is not 'step'" in capsys.readouterr().err
 
 

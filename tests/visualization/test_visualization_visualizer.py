@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from slipstream.errors import BuildError, ConfigError, UnknownNameError
+from slipstream.errors import BackendError, BuildError, ConfigError, UnknownNameError
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.visualization import BaseVisBackend, LocalVisBackend, Visualizer
 
@@ -54,8 +54,19 @@ def test_backend_that_cannot_start_is_named(tmp_path):
     message = (
         "visualizer.vis_backends: Unreachable cannot record the configuration: ConnectionError: no server"
     )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(BackendError, match=message):
         Visualizer(vis_backends=[LocalVisBackend(tmp_path), Unreachable()]).add_config({"a": 1})
+
+
+def test_other_backends_record_a_configuration_that_one_backend_cannot_write():
+    class Strict(Recording):
+        def add_config(self, config):
+            raise ConfigError("contains an object", "model")
+
+    other = Recording()
+    with pytest.raises(ConfigError, match="model: contains an object"):
+        Visualizer(vis_backends=[Strict(), other]).add_config({"model": object()})
+    assert [call[0] for call in other.calls] == ["config"]
 
 
 def test_backends_write_to_vis_data_by_default_and_are_found_by_name(tmp_path):

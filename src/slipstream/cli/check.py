@@ -18,7 +18,7 @@ from slipstream.hooks import CheckpointHook, Hook, HookList, MonitorCheckHook
 from slipstream.registry import default_scope
 from slipstream.runner.logs import build_visualizer
 from slipstream.runner.user_config import add_config_path, with_defaults
-from slipstream.tune.measured_config import hook_class, keep_training_only
+from slipstream.tune.measured_config import hook_class, keep_training_only, writes_files
 
 if TYPE_CHECKING:
     from slipstream.config import Config
@@ -81,14 +81,10 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
         at_user_paths(cfg),
     ):
         visualizer = cfg.get("visualizer")
-        _check_hooks(cfg)
-        checkpoint = (cfg.get("default_hooks") or {}).get("checkpoint")
-        saving = [hook for hook in cfg.get("custom_hooks") or () if _saves_checkpoints(hook)]
+        checks = _replace_saving_hooks(cfg)
         keep_training_only(cfg, folder)
         cfg.update(validation)
-        cfg.default_hooks["checkpoint"] = MonitorCheckHook.config_for(checkpoint)
-        checks = [MonitorCheckHook.config_for(hook) for hook in saving]
-        cfg.custom_hooks = [*cfg.custom_hooks, *(check for check in checks if check)]
+        cfg.default_hooks = {**cfg.default_hooks, **checks}
         cfg.launcher, cfg.log_level = "none", "WARNING"
         for name, limit in (("train_dataloader", {}), ("val_dataloader", {"num_batch_per_epoch": 1})):
             if isinstance(loader := cfg.get(name), Mapping):
@@ -102,28 +98,48 @@ def _check(cfg: Config) -> Mapping[str, Mapping[str, Any]]:
             runner.train()
         loader = runner.train_dataloader
         results: dict[str, dict[str, Any]] = {
-            "train": {**_sizes(loader), "batches": 1, **_finite_loss(hook.loss)}
+            "train": {**_sizes(loader), "checked_batches": 1, **_finite_loss(hook.loss)}
         }
         if cfg.get("val_cfg") is not None:
             metrics = runner.val()
             results["val"] = {
                 **_sizes(runner.val_dataloader),
-                "batches": 1,
+                **({"checked_batches": 1} if isinstance(cfg.get("val_dataloader"), Mapping) else {}),
                 **{key: float(value) for key, value in metrics.items()},
             }
     return results
 
 
-def _check_hooks(cfg: Config) -> None:
-    """Build the default hooks, including those that `check` does not use."""
+def _replace_saving_hooks(cfg: Config) -> dict[str, Any]:
+    """Check the hooks that write files, and replace the CheckpointHooks by checks of their metrics.
+
+    Returns:
+        The checks that replace default hooks, by name.
+
+    Raises:
+        ConfigError: an argument of a hook is invalid.
+    """
+    defaults, custom = cfg.get("default_hooks") or {}, cfg.get("custom_hooks") or ()
+    hooks = {f"default_hooks.{name}": hook for name, hook in with_defaults(defaults, by_epoch=True).items()}
+    hooks |= {f"custom_hooks[{index}]": hook for index, hook in enumerate(custom)}
     with default_scope(cfg.get("default_scope", "slipstream")):
-        for name, hook in with_defaults(cfg.get("default_hooks"), by_epoch=True).items():
-            with add_config_path({}, f"default_hooks.{name}"):
-                HookList().register(hook)
+        for path, hook in hooks.items():
+            if isinstance(hook, Mapping) and "type" in hook and writes_files(hook):
+                with add_config_path({}, path):
+                    HookList().register(hook)
+        replaced = [
+            MonitorCheckHook.config_for(hook) if _saves_checkpoints(hook) else hook for hook in custom
+        ]
+        cfg.custom_hooks = [hook for hook in replaced if hook is not None]
+        return {
+            name: MonitorCheckHook.config_for(hook)
+            for name, hook in defaults.items()
+            if name == "checkpoint" or _saves_checkpoints(hook)
+        }
 
 
 def _saves_checkpoints(hook: Any) -> bool:
-    kind = hook_class(hook)
+    kind = hook_class(hook) if hook is not None else None
     return isinstance(kind, type) and issubclass(kind, CheckpointHook)
 
 

@@ -61,7 +61,7 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
 
 
 def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
-    """Yield the inputs that a name or pattern matches. Folders are kept relative to `root`, by default the folder."""
+    """Yield the inputs that a name or pattern matches; output paths are relative to `root`, by default the folder."""
     path = Path(name)
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
@@ -75,12 +75,12 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
     elif glob.has_magic(name) and not path.exists():
         if not (matches := sorted(glob.glob(name, recursive=True))):  # noqa: PTH207  (Path.glob rejects absolute patterns)
             raise DataError(f"no file matches {name}; check the pattern")
-        root = _without_pattern(path)
+        base = _without_pattern(path)
         for match in matches:
             if Path(match).is_dir():
-                yield from _match(match, out, root)
+                yield from _match(match, out, base)
             else:
-                yield Input(Path(match), Path(match).relative_to(root).with_suffix(""))
+                yield Input(Path(match), Path(match).relative_to(base).with_suffix(""))
     else:
         yield Input(path, Path(path.stem))
 

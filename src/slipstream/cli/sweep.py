@@ -203,6 +203,19 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
         if row.get("status") == 0 and row.get("overrides") == run.overrides:
             metrics = {name: float(value) for name, value in row["metrics"].items()}
             run.status, run.seconds, run.metrics = 0, row["seconds"], metrics
+    _separate_folders(runs)
+
+
+def _separate_folders(runs: Sequence[Run]) -> None:
+    """Give each run its own folder, because a restored folder can have the shortened name of another run."""
+    taken = {run.folder for run in runs if run.status == 0}
+    for run in runs:
+        if run.status == 0:
+            continue
+        folder, number = run.folder, 2
+        while run.folder in taken:
+            run.folder, number = f"{folder}_{number}", number + 1
+        taken.add(run.folder)
 
 
 def _changed_keys(before: object, now: list[str]) -> list[str]:

@@ -62,7 +62,8 @@ class Hook:
     reads_phases: ClassVar[bool] = False
     """Whether the hook reads `runner.phases`. The phases are timed only if a hook reads them."""
     sets_learning_rate: ClassVar[bool] = False
-    """Whether the hook sets the learning rate in each step, so that the configured rate is not compared on resume."""
+    """Whether the hook sets the learning rate during training. If so, a resumed run does not compare the configured
+    learning rate with that of the checkpoint."""
     source: Mapping[str, Any] | None = None
     """The configuration from which the hook was built, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (

@@ -111,6 +111,8 @@ class MonitorCheckHook(Hook):
         save_best: the names of the metrics.
     """
 
+    priority = "VERY_LOW"  # as CheckpointHook, after hooks that add metrics
+
     def __init__(self, save_best: list[str]) -> None:
         self.save_best = save_best
 
@@ -122,7 +124,7 @@ class MonitorCheckHook(Hook):
         """
         metrics = hook.get("save_best") if isinstance(hook, Mapping) else getattr(hook, "monitors", None)
         names = [metrics] if isinstance(metrics, str) else metrics
-        if not isinstance(names, list) or not matches(names, list[str]):
+        if not isinstance(names, list | tuple) or not matches(list(names), list[str]):
             return None
         names = [name for name in names if name != "auto"]
         return {"type": "MonitorCheckHook", "save_best": names} if names else None

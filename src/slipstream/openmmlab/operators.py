@@ -80,9 +80,9 @@ def _in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
 def _warn_about_rounded_boxes() -> None:
     # mmdetection's RoI extractors convert the boxes to the dtype of the feature maps.
     print_log(
-        "With precision=bf16, mmdetection rounds the coordinates of boxes to bfloat16 (8 significant bits) before it "
-        "extracts their features: a coordinate of about 1,000 pixels changes by up to 2 pixels. If this is too much, "
-        "use precision=fp32",
+        "The forward pass uses bfloat16, so mmdetection rounds the coordinates of boxes to bfloat16 (8 significant "
+        "bits) before it extracts their features: a coordinate of about 1,000 pixels changes by up to 2 pixels. To "
+        "prevent this, train in float32 (remove precision=bf16 or AmpOptimWrapper)",
         "current",
         logging.WARNING,
     )

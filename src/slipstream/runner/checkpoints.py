@@ -229,7 +229,10 @@ class Checkpoints:
             rates = resume_check.learning_rates(optim)
             with restoring("optimizer", source):
                 resume.restore_optimizer(self._runner.model, optim, checkpoint)
-            if not any(hook.sets_learning_rate for hook in self._runner.hooks):
+            # A rollback during training also restores the optimizer.
+            if not self._runner.is_training and not any(
+                hook.sets_learning_rate for hook in self._runner.hooks
+            ):
                 resume_check.warn_of_learning_rates(
                     rates, resume_check.learning_rates(optim), self._runner.logger.warning
                 )

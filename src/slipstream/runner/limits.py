@@ -14,7 +14,7 @@ from slipstream.hooks import MonitorCheckHook
 from slipstream.runner.user_config import hook_name
 from slipstream.typecheck import PositiveInt, check, is_number
 
-__all__ = ["Limits", "read_limits", "without_saving"]
+__all__ = ["Limits", "read_limits"]
 
 _LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
@@ -96,16 +96,16 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
     hooks = arguments["default_hooks"] or {}
     changed["default_hooks"] = {
         "checkpoint": None,
-        **{key: without_saving(hook, key == "checkpoint") for key, hook in hooks.items()},
+        **{key: _without_saving(hook, key == "checkpoint") for key, hook in hooks.items()},
         "preemption": None,
     }
     if arguments["custom_hooks"]:
-        kept = [without_saving(hook) for hook in arguments["custom_hooks"]]
+        kept = [_without_saving(hook) for hook in arguments["custom_hooks"]]
         changed["custom_hooks"] = [hook for hook in kept if hook is not None]
     return changed
 
 
-def without_saving(hook: Any, saves_checkpoints: bool = False) -> Any:
+def _without_saving(hook: Any, saves_checkpoints: bool = False) -> Any:
     """Return the hook that replaces a hook or its configuration in a run that saves no checkpoints, or None.
 
     Args:

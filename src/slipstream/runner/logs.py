@@ -153,13 +153,10 @@ def show_config(cfg: Config, seed: int, visualizer: Visualizer, logger: MMLogger
     """On rank 0, pass a non-empty configuration to the visualizer."""
     if not is_main_process() or not len(cfg):
         return
-    saved = _repeatable(cfg, seed)
     try:
-        _ = saved.pretty_text
+        visualizer.add_config(_repeatable(cfg, seed))
     except ConfigError as error:  # the configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
-        return
-    visualizer.add_config(saved)
 
 
 def write_config(cfg: Config, seed: int, work_dir: str, timestamp: str) -> None:

@@ -156,8 +156,8 @@ def make_step(
         if plan.compile.scope == "step":
             raise ConfigError(
                 f"'step' does not support {type(owner).__name__}, which overrides train_step; use scope='model' if "
-                "train_step calls the model itself, or scope='block', and list the modules that it calls in "
-                "compile.blocks",
+                "train_step calls the model (`self(...)`); otherwise, use scope='block', and set compile.blocks to the "
+                "modules that train_step calls",
                 "compile.scope",
             )
         compile_model(core, plan.compile, warn)

@@ -102,6 +102,7 @@ def _compile(
     settings = defaults | backend_options(options)
     for module in modules:
         try:
+            # torch.compile removes keys from the dict.
             compiled = torch.compile(
                 _call_of(module, options.fullgraph), options=dict(settings) or None, **kwargs
             )

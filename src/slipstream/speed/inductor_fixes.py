@@ -1,4 +1,4 @@
-"""A correction of inductor's code generation for CPUs."""
+"""A correction of the code that inductor generates for CPUs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MARK = "_slipstream_corrected"
 
 
 def correct_tiled_additions() -> None:
-    """Correct the index of additions to memory in loops that inductor tiles in two dimensions.
+    """Correct the index of atomic additions in loops that inductor tiles in two dimensions.
 
-    If such an addition (from the gradients of `unfold`, indexing or embeddings) runs in several threads,
-    `CppTile2DKernel.store` adds the inner loop variable to the index, and `CppVecKernel.store` adds it again through
-    `ops.index_expr`. The code then adds to wrong elements, also beyond the end of the buffer, which makes gradients
-    wrong and corrupts memory. The correction passes the index without the variable. It applies to all code that this
-    process compiles from now on, and only to the versions of torch that are known to have this defect.
+    Inductor generates atomic additions for code in several threads, for example for the gradient of `unfold`.
+    `CppTile2DKernel.store` adds the variable of the inner loop to the index, and `CppVecKernel.store` adds it again
+    through `ops.index_expr`. The gradients are then wrong, and the code writes beyond the end of the buffer. The
+    correction passes the index without the variable. It applies to all code that this process compiles from now on,
+    and only to the versions of torch that have this defect.
     """
     if not torch.__version__.startswith(_AFFECTED):
         return

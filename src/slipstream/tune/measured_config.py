@@ -10,7 +10,7 @@ from slipstream.config import Config
 from slipstream.hooks import CheckpointHook, PreemptionHook, ProfilerHook, ReportHook
 from slipstream.registry import HOOKS
 
-__all__ = ["hook_class", "keep_training_only"]
+__all__ = ["hook_class", "keep_training_only", "writes_files"]
 
 
 def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
@@ -26,8 +26,8 @@ def keep_training_only(cfg: Config, work_dir: str | Path) -> None:
         for part in ("dataloader", "cfg", "evaluator"):
             cfg[f"{mode}_{part}"] = None
     hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None, "report": None, "preemption": None}
-    cfg.default_hooks = {name: None if _writes_files(hook) else hook for name, hook in hooks.items()}
-    cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if not _writes_files(hook)]
+    cfg.default_hooks = {name: None if writes_files(hook) else hook for name, hook in hooks.items()}
+    cfg.custom_hooks = [hook for hook in cfg.get("custom_hooks") or () if not writes_files(hook)]
     cfg.visualizer, cfg.resume, cfg.work_dir = None, False, str(work_dir)
 
 
@@ -39,7 +39,7 @@ def hook_class(hook: Any) -> Any:
     return HOOKS.get(kind) if isinstance(kind, str) else kind
 
 
-def _writes_files(hook: Any) -> bool:
+def writes_files(hook: Any) -> bool:
     """Return whether a hook saves checkpoints, profiles or reports, possibly outside the work_dir."""
     kind = hook_class(hook)
     return isinstance(kind, type) and issubclass(

@@ -92,7 +92,10 @@ class TuneResult:
             yield f"No measured option makes {self.name} faster on this machine; keep the current options."
             counts = {name: sum(row.status == name for row in outcome.rows) for name in _UNDECIDED}
             if undecided := ", ".join(f"{count} {name}" for name, count in counts.items() if count):
-                yield f"Undecided: {undecided}. Use a larger budget, or --no-cache on a machine without other load."
+                yield (
+                    f"Undecided: {undecided}. Increase the budget. If other programs were running, stop them, and "
+                    "measure again with --no-cache (cache=False in Python)."
+                )
         else:
             after = before / total.ratio
             interval = (  # the product of the individual intervals is not a confidence interval for the product

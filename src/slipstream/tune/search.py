@@ -36,8 +36,8 @@ losses beyond the tolerance, so the only risk is that an option does not help.""
 _EARLY_STOP_RATIO = 0.8
 """A trial ends after three or more rounds if its ratio is below this value in all of them."""
 _ROUNDS_FRACTION = 0.12
-"""Minimum fraction of the budget after which a trial ends as soon as it has the minimum number of rounds. If only a few
-options are left, the limit is an equal share of the remaining time."""
+"""A trial has at least this fraction of the budget, or an equal share of the remaining time if that is longer. After
+this time, it ends as soon as it has the minimum number of rounds."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ class Search:
         self._plan_stack: ExitStack | None = None  # terminates the process that runs the current plan
         self._successful_labels: set[str] = set()
         self._auto: Mapping[str, int] = {}
+        self._num_left = 0  # number of options that are not measured yet, including the current one
         self.outcome = Outcome(budget=budget)
 
     def run(self) -> Outcome:
@@ -352,16 +353,21 @@ class Search:
                 f"the mean of {len(trial.losses)} losses by {mean:.2g} (allowed: {allowed.mean:g})",
             )
         self._successful_labels.add(candidate.label)
-        measured = self._alternate(self._current, trial, reserve)
+        seconds = max(_ROUNDS_FRACTION * self._budget, self._remaining / (self._num_left + 1))
+        measured = self._alternate(self._current, trial, reserve, seconds)
         row = replace(row, estimate=measured, peak_mib=trial.peak_mib)
         if trial.seconds:
             row = replace(row, step_seconds=median(trial.seconds) * trial.split)
         return _with_status(row, measured)
 
-    def _alternate(self, current: _Running, trial: _Running, reserve: float) -> Estimate | None:
-        """Return the ratio of the step times from alternating rounds, or None if there was no time for a round."""
+    def _alternate(
+        self, current: _Running, trial: _Running, reserve: float, seconds: float
+    ) -> Estimate | None:
+        """Return the ratio of the step times from alternating rounds, or None if there was no time for a round.
+
+        After `seconds`, the measurement ends as soon as it has the minimum number of rounds.
+        """
         ratios: list[float] = []
-        seconds = max(_ROUNDS_FRACTION * self._budget, self._remaining / (self._num_left + 1))
         end = time.monotonic() + seconds
         while len(ratios) < (_MAX_ROUNDS if time.monotonic() < end else _MIN_ROUNDS):
             expected = current.round_seconds(self._round) + trial.round_seconds(self._round)
@@ -415,7 +421,7 @@ class Search:
 
     def _measure_total(self) -> None:
         if self.outcome.total_is_product and self._current is not self._baseline:
-            measured = self._alternate(self._baseline, self._current, 0.0)
+            measured = self._alternate(self._baseline, self._current, 0.0, self._remaining)
             if measured is not None and measured.rounds >= _MIN_ROUNDS:
                 self.outcome.total, self.outcome.total_is_product = measured, False
                 if measured.ratio < 1:

@@ -76,7 +76,7 @@ class BaseVisBackend:
 
 
 class _FileBackend(BaseVisBackend):
-    """A backend that reports a file that cannot be written once, and does not end the run."""
+    """Base class of backends that log one warning for each file that cannot be written, and let the run continue."""
 
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__(save_dir)
@@ -183,8 +183,9 @@ def _drop_partial_line(path: Path) -> None:
 class CSVVisBackend(_FileBackend):
     """Write scalars to a CSV file in `save_dir`: a row for each set of scalars, and a column for each name.
 
-    The first column is `step`. A cell is empty if its row has no such value. Values that are not numbers are skipped.
-    If a new name is logged, the file is rewritten with a further column. An existing file is continued.
+    The first column is `step`. A cell is empty if its row has no value for the name. Values that are not numbers are
+    skipped. If a new name is logged, the file is rewritten with an additional column. Rows are appended to an existing
+    file.
 
     Args:
         save_dir: the output folder.
@@ -211,13 +212,19 @@ class CSVVisBackend(_FileBackend):
         path = self.save_dir / self.scalar_save_file
         try:
             new = [name for name in row if name not in self._columns]
-            if new or not path.is_file():
+            if new or not path.is_file() or not path.stat().st_size:
                 self._add_columns(path, new)
+            self._append(path, row)
+        except (OSError, ValueError, csv.Error) as error:
+            self._report(self.scalar_save_file, error)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        try:
             with path.open("a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, self._columns, restval="").writerow(row)
-        except (OSError, ValueError, csv.Error) as error:
+        except OSError:
             _drop_partial_line(path)
-            self._report(self.scalar_save_file, error)
+            raise
 
     def _add_columns(self, path: Path, names: list[str]) -> None:
         """Rewrite the file, or create it, with the columns of the existing file followed by the new columns."""
@@ -229,7 +236,9 @@ class CSVVisBackend(_FileBackend):
         if lines and lines[0][:1] == ["step"]:
             columns = lines.pop(0)
         if lines and not columns:
-            raise ValueError("the file exists, and its first column is not 'step'")
+            raise ValueError(
+                "the file exists, and its first column is not 'step'; set a different scalar_save_file"
+            )
         rows = [dict(zip(columns, line, strict=False)) for line in lines]
         columns = columns + [name for name in names if name not in columns]
         text = io.StringIO(newline="")

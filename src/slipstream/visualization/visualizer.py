@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.errors import ConfigError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.errors import BackendError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.files import disk_problem
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.typecheck import short_repr
 from slipstream.visualization.backends import BaseVisBackend
@@ -77,22 +78,27 @@ class Visualizer:
         return self._backends[name]
 
     def add_config(self, config: Any) -> None:
-        """Record the configuration, a `Config` or a dict. If the run has a configuration, this is the first call.
+        """Record the configuration, a `Config` or a dict.
 
         Raises:
-            ConfigError: if a backend cannot record it, for example because its server cannot be reached.
+            ConfigError: a backend cannot write this configuration; the other backends have recorded it.
+            BackendError: a backend failed, for example because its server cannot be reached.
         """
+        invalid: ConfigError | None = None
         for name, backend in self._backends.items():
             try:
                 backend.add_config(config)
-            except SlipstreamError:
-                raise
+            except ConfigError as error:
+                invalid = invalid or error
             except Exception as error:
-                raise ConfigError(
-                    f"{name} cannot record the configuration: {type(error).__name__}: {error}. Correct the options of "
-                    "this backend, or remove it",
-                    "visualizer.vis_backends",
+                if isinstance(error, SlipstreamError) or _is_disk_problem(error, backend):
+                    raise
+                raise BackendError(
+                    f"visualizer.vis_backends: {name} cannot record the configuration: {type(error).__name__}: "
+                    f"{error}. Correct the options of this backend, or remove it"
                 ) from error
+        if invalid is not None:
+            raise invalid
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
         """Record a scalar."""
@@ -132,3 +138,7 @@ class Visualizer:
         """Close every backend."""
         for backend in self._backends.values():
             backend.close()
+
+
+def _is_disk_problem(error: Exception, backend: Any) -> bool:
+    return isinstance(error, OSError) and disk_problem(error, Path(getattr(backend, "save_dir", "."))) is not None

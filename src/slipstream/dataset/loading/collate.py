@@ -10,7 +10,13 @@ from torch.utils.data import default_collate as torch_default_collate
 from slipstream.errors import DataError
 from slipstream.registry import FUNCTIONS
 
-__all__ = ["default_collate", "pseudo_collate"]
+__all__ = ["default_collate", "pseudo_collate", "torch_default_collate"]
+
+
+FUNCTIONS.register_module(name="torch_default_collate", module=torch_default_collate)
+
+_UNEQUAL_TENSORS = ("stack expects each tensor", "storage that is not resizable")
+"""Parts of torch's messages; in a worker process, the second one appears if the first tensor is the largest."""
 
 
 @FUNCTIONS.register_module()
@@ -18,17 +24,18 @@ def default_collate(data_batch: Sequence[Any]) -> Any:
     """Stack samples as torch's `default_collate` does.
 
     Raises:
-        DataError: tensors of different sizes cannot be stacked.
+        DataError: tensors of different sizes, or lists of different lengths, cannot be stacked.
     """
     try:
         return torch_default_collate(list(data_batch))
     except RuntimeError as error:
-        if "equal size" not in str(error):
+        if any(part in str(error) for part in _UNEQUAL_TENSORS):
+            remedy = "add a transform that resizes, crops or pads them to one size, or use a batch size of 1"
+        elif "list of batch should be of equal size" in str(error):
+            remedy = "return the same number of values for each sample, or set collate_fn='pseudo_collate'"
+        else:
             raise
-        raise DataError(
-            f"the samples of a batch cannot be stacked ({error}); add a transform that resizes, crops or pads them to "
-            "one size, or use a batch size of 1"
-        ) from error
+        raise DataError(f"the samples of a batch cannot be stacked ({error}); {remedy}") from error
 
 
 @FUNCTIONS.register_module()

@@ -22,7 +22,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from slipstream.dataset.loading.collate import default_collate
+from slipstream.dataset.loading.collate import default_collate, torch_default_collate
 from slipstream.dataset.loading.samplers import (
     DefaultSampler,
     EpochBatchSampler,
@@ -397,6 +397,8 @@ def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> 
 def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
     collate = options.get("collate_fn")
     collate = _function("default_collate" if collate is None else collate, f"{name}.collate_fn")
+    if collate is torch_default_collate:
+        collate = default_collate
     if options.get("worker_init_fn") is not None:
         options["worker_init_fn"] = _function(options["worker_init_fn"], f"{name}.worker_init_fn")
     return {**options, "collate_fn": collate}
