@@ -141,4 +141,7 @@ class Visualizer:
 
 
 def _is_disk_problem(error: Exception, backend: Any) -> bool:
-    return isinstance(error, OSError) and disk_problem(error, Path(getattr(backend, "save_dir", "."))) is not None
+    return (
+        isinstance(error, OSError)
+        and disk_problem(error, Path(getattr(backend, "save_dir", "."))) is not None
+    )
