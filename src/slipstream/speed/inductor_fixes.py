@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
-
-import torch
 
 __all__ = ["correct_tiled_additions"]
 
-_AFFECTED = ("2.11", "2.12", "2.13")
 _MARK = "_slipstream_corrected"
 
 
@@ -19,15 +17,19 @@ def correct_tiled_additions() -> None:
     `CppTile2DKernel.store` adds the variable of the inner loop to the index, and `CppVecKernel.store` adds it again
     through `ops.index_expr`. The gradients are then wrong, and the code writes beyond the end of the buffer. The
     correction passes the index without the variable. It applies to all code that this process compiles from now on,
-    and only to the versions of torch that have this defect.
+    and only if the source code of these methods has this defect, as in torch 2.13.
     """
-    if not torch.__version__.startswith(_AFFECTED):
-        return
     from torch._inductor import config
-    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppTile2DOverrides, CppVecKernel
 
     original = CppTile2DKernel.store
     if hasattr(original, _MARK):
+        return
+    adds_variable = (
+        "transform_indexing" in inspect.getsource(method)
+        for method in (original, CppTile2DOverrides.index_expr)
+    )
+    if not all(adds_variable) or "ops.index_expr" not in inspect.getsource(CppVecKernel.store):
         return
 
     def store(self: Any, name: str, index: Any, value: Any, mode: str | None = None) -> None:
