@@ -13,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from slipstream.logging import logger
+
 # Tests do not use the user's cache of compiled code and do not share a cache with another test run.
 os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-tests-"))
 
@@ -42,6 +44,13 @@ def _restore_torch_settings() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.fixture(autouse=True)
+def _forget_current_loggers() -> Iterator[None]:
+    """Print messages without a Runner to stderr again, because a test may have made its logger current."""
+    yield
+    logger._loggers.set({})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
