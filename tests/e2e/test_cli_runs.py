@@ -93,6 +93,14 @@ def test_rows_are_sorted_and_rows_without_the_value_come_last(runs, capsys):
     assert names(rows(capsys, runs, "--sort", "val/mIoU-"))[:3] == ["good", "killed", BAD]
 
 
+def test_rows_can_be_sorted_by_the_best_value(tmp_path, capsys):
+    reported(tmp_path, "late", curves={"val/mIoU": curve([10.0, 30.0])})
+    reported(tmp_path, "early", curves={"val/mIoU": curve([40.0, 20.0])})
+    made = rows(capsys, tmp_path, "--sort", "mIoU.max-", "--columns", "val/mIoU.min", "--json")
+    values = [(row["mIoU.max"], row["val/mIoU.min"]) for row in json.loads("\n".join(made))]
+    assert values == [(40.0, 20.0), (30.0, 10.0)]
+
+
 def test_rows_are_filtered_by_columns_and_settings(runs, capsys):
     assert names(rows(capsys, runs, "--filter", "status=failed")) == [BAD]
     assert names(rows(capsys, runs, "--filter", "optim_wrapper.optimizer.lr=1e-1")) == ["good"]
@@ -180,7 +188,7 @@ def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, cap
     assert 'class="dot s2"' in html
     with table.open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["run"] for line in lines] == ["good", BAD, "killed"]
+    assert [line["run"] for line in lines] == ["a/good", f"b/{BAD}", "c/killed"]
     assert [line["val/mIoU, last"] for line in lines] == ["40.0", "20.0", "33.5"]
     assert [line["status"] for line in lines] == ["finished", "failed", "incomplete"]
     assert lines[0]["time % data"] == "33.33"
@@ -205,13 +213,13 @@ def test_metric_that_ends_with_nan_is_nan_in_lists_and_comparisons(tmp_path, cap
         assert [line["val/mIoU, last"] for line in csv.DictReader(file)] == ["30.0", "nan"]
 
 
-def test_runs_with_equal_names_are_labeled_by_their_folders(tmp_path):
+def test_compared_runs_are_labeled_by_their_folders(tmp_path):
     one, two = (reported(tmp_path / name, "same") for name in ("one", "two"))
     out = tmp_path / "both.html"
     assert main(["report", str(one), str(two), "--out", str(out)]) == 0
     text = text_of(out.read_text(encoding="utf-8"))
-    assert str(one) in text
-    assert str(two) in text
+    assert "one/same two/same" in text
+    assert str(tmp_path) not in text
     assert "The recorded settings are identical" in text
 
 

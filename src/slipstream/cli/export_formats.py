@@ -86,7 +86,9 @@ def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
     with extra("export"):
         import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # fatal errors only; onnxruntime also raises its errors
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 

@@ -442,7 +442,7 @@ def _add_runs(commands: _Commands) -> None:
     parser = commands.add_parser("runs", help="list the runs in a folder (docs/report.md)")
     parser.add_argument("folder", nargs="?", default="work_dirs", metavar="DIR", help="default: work_dirs")
     parser.add_argument("--sort", default="started", metavar="KEY",
-                        help="column, scalar or setting to sort by; KEY- reverses the order "
+                        help="column, scalar (mIoU, mIoU.max) or setting to sort by; KEY- reverses the order "
                              "(default: started)")  # fmt: skip
     parser.add_argument("--filter", type=_equation, action="append", default=[], metavar="KEY=VALUE",
                         help="show only runs with this value, such as status=failed; repeatable")  # fmt: skip

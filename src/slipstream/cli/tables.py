@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 __all__ = ["print_table", "printable"]
 
+_UNLIMITED = 100_000
+"""A width in columns that no table reaches."""
+
 
 def printable(text: str) -> str:
     """Return `text` with U+FFFD in place of each character that a terminal cannot display or would interpret.
@@ -18,10 +21,15 @@ def printable(text: str) -> str:
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100, right: Collection[str] = ()
 ) -> None:
-    """Print a table at most as wide as the terminal or `width` columns, whichever is larger; see `make_table`."""
+    """Print a table; see `make_table`.
+
+    In a terminal, the table is at most as wide as the terminal or `width` columns, whichever is larger. Otherwise, for
+    example in a pipe, no cell is wrapped.
+    """
     from rich.console import Console
 
     from slipstream.tables import make_table
 
     console = Console()
-    Console(width=max(console.width, width), highlight=False).print(make_table(header, rows, right))
+    width = max(console.width, width) if console.is_terminal else _UNLIMITED
+    Console(width=width, highlight=False).print(make_table(header, rows, right))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -35,18 +36,17 @@ class ComparedRun:
     """A run in a comparison."""
 
     label: str
-    """A name that is unique in the comparison."""
+    """The run folder, relative to the innermost folder that contains all compared runs."""
     folder: Path
     record: RunRecord
 
 
 def compare(runs: Sequence[tuple[Path, RunRecord]]) -> list[ComparedRun]:
-    """Return the runs with labels: their names, or their folders if two runs have the same name."""
-    names = [record.name for _, record in runs]
-    unique = len(set(names)) == len(names)
+    """Return the runs, labeled with their folders relative to the innermost folder that contains all of them."""
+    parent = Path(os.path.commonpath([folder.absolute().parent for folder, _ in runs]))
     return [
-        ComparedRun(name if unique else str(folder), folder, record)
-        for name, (folder, record) in zip(names, runs, strict=True)
+        ComparedRun(folder.absolute().relative_to(parent).as_posix(), folder, record)
+        for folder, record in runs
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.report.advice import mean_speed
+from slipstream.report.curve import Curve
 from slipstream.report.files import JSON, read_run
 from slipstream.report.log_files import log_file
 from slipstream.report.record import RunRecord
@@ -32,7 +33,10 @@ class RunRow:
     """Why the record cannot be read."""
 
     def value(self, key: str) -> Any:
-        """Return the value of a column or configuration key, or the latest value of a scalar (`val/mIoU`, `mIoU`)."""
+        """Return the value of a column, of a configuration key or of a scalar.
+
+        For a scalar (`val/mIoU`, `mIoU`), this is its latest value; with the suffix `.min` or `.max`, its extreme value.
+        """
         if key in ("run", "folder"):
             return str(self.folder)
         if key == "status":
@@ -121,15 +125,17 @@ def record_value(record: RunRecord, key: str) -> Any:
     """Return the value named `key` from a record, or None if there is none; see `RunRow.value`."""
     if key in _RECORD_COLUMNS:
         return _RECORD_COLUMNS[key](record)
-    for name in (key, f"val/{key}", f"test/{key}", f"train/{key}"):
-        if name in record.curves:
-            return _last(record, name)
+    if (curve := _curve(record, key)) is not None:
+        return curve.last()
+    scalar, _, kind = key.rpartition(".")
+    if kind in ("min", "max") and (curve := _curve(record, scalar)) is not None:
+        return curve.lowest() if kind == "min" else curve.highest()
     return record.config.get(key)
 
 
-def _last(record: RunRecord, name: str) -> float | None:
-    curve = record.curves.get(name)
-    return None if curve is None else curve.last()
+def _curve(record: RunRecord, name: str) -> Curve | None:
+    names = (name, f"val/{name}", f"test/{name}", f"train/{name}")
+    return next((record.curves[key] for key in names if key in record.curves), None)
 
 
 _RECORD_COLUMNS: dict[str, Callable[[RunRecord], Any]] = {
@@ -139,7 +145,7 @@ _RECORD_COLUMNS: dict[str, Callable[[RunRecord], Any]] = {
     "epoch": lambda record: record.epoch,
     "seconds": lambda record: record.seconds,
     "step": lambda record: record.step,
-    "loss": lambda record: _last(record, "train/loss"),
+    "loss": lambda record: record_value(record, "train/loss"),
     "images_per_second": mean_speed,
 }
 COLUMNS = ("run", "folder", "status", *_RECORD_COLUMNS)
