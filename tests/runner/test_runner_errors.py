@@ -22,6 +22,7 @@ from slipstream.errors import (
 )
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
+from slipstream.report import find_runs
 from slipstream.runner import Runner
 from tiny_runs import Accuracy, Net, assert_same, loader, run, samples, training, validation
 
@@ -342,6 +343,15 @@ def test_error_details_are_logged(tmp_path):
         run(tmp_path, model=Net().requires_grad_(False))
     (log,) = tmp_path.rglob("*.log")
     assert "no trainable parameter" in log.read_text()
+
+
+def test_run_that_cannot_be_built_is_listed_as_failed(tmp_path):
+    with pytest.raises(ConfigError):
+        Runner(**training(tmp_path, model=dict(type=Net, droput=0.1)))
+    (found,) = find_runs(tmp_path)
+    assert found.status == "failed"
+    assert found.record.error.startswith("BuildError: model: ")
+    assert "did you mean 'dropout'" in found.record.error
 
 
 def test_resume_does_not_use_the_only_checkpoint_if_another_run_wrote_it(tmp_path):

@@ -19,7 +19,10 @@ from slipstream.redaction import Redactor
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["MMLogger", "build_logger", "print_log"]
+__all__ = ["RUN_FAILED", "MMLogger", "build_logger", "print_log"]
+
+RUN_FAILED = "The run failed: "
+"""Start of the last record in the log file of a run that ended with an error."""
 
 _FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 _DATE_FORMAT = "%Y/%m/%d %H:%M:%S"

@@ -35,7 +35,7 @@ class RunRow:
     def value(self, key: str) -> Any:
         """Return the value of a column, of a configuration key or of a scalar.
 
-        For a scalar (`val/mIoU`, `mIoU`), this is its latest value; with the suffix `.min` or `.max`, its extreme value.
+        For a scalar (`val/mIoU`, `mIoU`), this is the latest value; with the suffix `.min` or `.max`, an extreme value.
         """
         if key in ("run", "folder"):
             return str(self.folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import DataError
+from slipstream.logging import RUN_FAILED
 from slipstream.report.curve import Curve
 from slipstream.report.parsing import parse_json
 from slipstream.report.record import LogMessage, RunRecord
@@ -43,6 +44,8 @@ class LogFile:
     environment: dict[str, str] = field(default_factory=dict)
     by_epoch: bool = False
     """Whether a training line contains an epoch number."""
+    error: str = ""
+    """The error that ended the run, if it is the last record."""
 
 
 def log_file(folder: Path) -> Path | None:
@@ -65,6 +68,7 @@ def read_log(path: Path) -> LogFile:
     log = LogFile()
     first = last = None
     for time, level, text in _records(path):
+        log.error = text.partition("\n")[0].removeprefix(RUN_FAILED) if text.startswith(RUN_FAILED) else ""
         if (timestamp := _parse_time(time)) is not None:
             first, last = first or timestamp, timestamp
         if level == "INFO" and text.startswith("Environment: "):
@@ -114,9 +118,10 @@ def _environment(text: str) -> dict[str, str]:
 
 
 def record_from_logs(folder: Path) -> RunRecord:
-    """Return a record with the contents of a run folder's log files and the status `incomplete`.
+    """Return a record with the contents of a run folder's log files.
 
-    The x values of metrics are the steps in the log, which are epochs or iterations.
+    The status is `failed` if the log ends with an error, otherwise `incomplete`. The x values of metrics are the
+    steps in the log, which are epochs or iterations.
 
     Raises:
         DataError: a log file is not a regular file, or is not readable.
@@ -128,6 +133,8 @@ def record_from_logs(folder: Path) -> RunRecord:
     record = RunRecord(
         name=folder.name,
         source="logs",
+        status="failed" if log.error else "incomplete",
+        error=log.error,
         started=log.started,
         seconds=log.seconds,
         environment=log.environment,

@@ -10,6 +10,7 @@ from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.errors import ConfigError
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.preemption import PreemptionHook
+from slipstream.logging import RUN_FAILED
 from slipstream.preemption import Preempted
 from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
@@ -49,9 +50,20 @@ class RunContext:
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """Context manager for the Runner's constructor; stores the random state on exit."""
-        with self._building():
-            yield
+        try:
+            with self._building():
+                yield
+        except Exception as error:
+            if hasattr(self._runner, "logger"):  # the log file has been opened
+                self._log_error(error)
+                self._runner.logger.close()
+            raise
         self._random_state = get_random_state()
+
+    def _log_error(self, error: Exception) -> None:
+        """Write an error and its traceback to the log file; the caller reports it on the console."""
+        # DEBUG records are written only to the log file.
+        self._runner.logger.debug(f"{RUN_FAILED}{type(error).__name__}: {error}", exc_info=error)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -151,8 +163,7 @@ class RunContext:
         except BaseException as error:
             runner.error = error
             if isinstance(error, Exception):
-                # DEBUG records are written only to the log file; the caller reports the error on the console.
-                runner.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
+                self._log_error(error)
             raise
         finally:
             self._random_state = get_random_state()
