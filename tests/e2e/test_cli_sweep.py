@@ -76,13 +76,34 @@ def test_resume_with_another_value_skips_completed_runs_whose_number_changes(tmp
     assert Path(first["folder"]).name == f"0_{LR}=0.2"
 
 
+def test_results_for_other_values_are_kept(tmp_path, in_process):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.01"]) == 0
+    before = results(tmp_path)
+    assert (main(["train", "tiny.py", "--sweep", f"{LR}=0.2", "--resume"]), len(in_process)) == (0, 3)
+    assert results(tmp_path)[1:] == before
+    assert (main(["train", "tiny.py", "--sweep", f"{LR}=0.01,0.1", "--resume"]), len(in_process)) == (0, 3)
+    assert results(tmp_path)[:2] == before[::-1]
+
+
+def test_new_sweep_does_not_replace_an_earlier_one(tmp_path, in_process, capsys):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
+    before = results(tmp_path)
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.2"]) != 0
+    assert (
+        "contains an earlier sweep; to continue it or to add values, use `--resume`"
+        in capsys.readouterr().err
+    )
+    assert (results(tmp_path), len(in_process)) == (before, 1)
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.2", "--work-dir", "other"]) == 0
+
+
 def test_runs_with_the_same_shortened_name_have_different_folders():
     runs = [
         module.Run({"a": "1"}, "w/0_a", status=0),
         module.Run({"a": "2"}, "w/0_a"),
         module.Run({"a": "3"}, "w/1_a"),
     ]
-    module._separate_folders(runs)
+    module._separate_folders(runs, [])
     assert [run.folder for run in runs] == ["w/0_a", "w/0_a_2", "w/1_a"]
 
 

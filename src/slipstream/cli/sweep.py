@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
@@ -64,7 +64,8 @@ def sweep(args: argparse.Namespace) -> int:
         0 if all runs succeeded, 1 if a run failed, 75 if a run was preempted, or 130 after Ctrl-C or SIGTERM.
 
     Raises:
-        ConfigError: a sweep or a configuration is invalid. In this case, no run is started.
+        ConfigError: a sweep or a configuration is invalid, or the folder contains an earlier sweep and `--resume` is
+            not given. In these cases, no run is started.
     """
     if args.multirun:
         args = _with_overrides(args)
@@ -76,8 +77,15 @@ def sweep(args: argparse.Namespace) -> int:
         )
     runs = list(_runs(args, values))
     base = Path(runs[0].folder).parent
-    if args.resume is True:
-        _restore_completed(base, runs)
+    earlier = _earlier_rows(base)
+    if earlier and args.resume is not True:
+        raise ConfigError(
+            f"{base} contains an earlier sweep; to continue it or to add values, use `--resume`; for a new sweep, set "
+            "a different `--work-dir` or delete the folder",
+            "--sweep",
+        )
+    others = _restore_completed(base, runs, earlier)
+    _write(base, runs, others)
     status = 0
     try:
         with interrupt_on_sigterm():
@@ -90,12 +98,12 @@ def sweep(args: argparse.Namespace) -> int:
                 if _train(args, run) == _preempted_status():
                     status = _preempted_status()
                     break
-                _write(base, runs)
+                _write(base, runs, others)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
     finally:
-        _write(base, runs)
+        _write(base, runs, others)
         _print(runs)
         _print_means(runs)
         print(f"Results: {base / 'sweep.json'}")
@@ -178,18 +186,28 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
         yield Run(selected, str(base / name), list(args.overrides))
 
 
-def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
-    """Restore the results of runs that an earlier invocation completed.
+def _earlier_rows(base: Path) -> list[dict[str, Any]]:
+    """Return the rows in `sweep.json`, or an empty list if the file cannot be read."""
+    try:
+        return [
+            row
+            for row in json.loads((base / "sweep.json").read_text(encoding="utf-8"))
+            if isinstance(row, dict)
+        ]
+    except (OSError, ValueError, TypeError):
+        return []  # with `--resume`, each run continues from its last checkpoint
+
+
+def _restore_completed(
+    base: Path, runs: Sequence[Run], earlier: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Restore the results of runs that an earlier invocation completed, and return the rows of all other runs.
 
     Raises:
         ConfigError: the earlier invocation used different overrides, so its results do not apply to these settings.
     """
-    try:
-        earlier = list(json.loads((base / "sweep.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return  # if the table cannot be read, each run resumes from its last checkpoint
-    rows = [row for row in earlier if isinstance(row, dict)]
-    for run, row in itertools.product(runs, rows):
+    others = [row for row in earlier if all(row.get("values") != run.values for run in runs)]
+    for run, row in itertools.product(runs, earlier):
         folder = row.get("folder")
         if row.get("values") != run.values or not isinstance(folder, str) or Path(folder).parent != base:
             continue
@@ -203,12 +221,13 @@ def _restore_completed(base: Path, runs: Sequence[Run]) -> None:
         if row.get("status") == 0 and row.get("overrides") == run.overrides:
             metrics = {name: float(value) for name, value in row["metrics"].items()}
             run.status, run.seconds, run.metrics = 0, row["seconds"], metrics
-    _separate_folders(runs)
+    _separate_folders(runs, others)
+    return others
 
 
-def _separate_folders(runs: Sequence[Run]) -> None:
+def _separate_folders(runs: Sequence[Run], others: Sequence[Mapping[str, Any]]) -> None:
     """Give each run its own folder, because a restored folder can have the shortened name of another run."""
-    taken = {run.folder for run in runs if run.status == 0}
+    taken = {run.folder for run in runs if run.status == 0} | {str(row.get("folder")) for row in others}
     for run in runs:
         if run.status == 0:
             continue
@@ -269,8 +288,11 @@ def write_result(path: str, runner: Runner) -> None:
     write_text(Path(path), json.dumps(metrics))
 
 
-def _write(base: Path, runs: Sequence[Run]) -> None:
-    """Write `sweep.json`. NaN and infinity are converted to strings, because JSON cannot represent them."""
+def _write(base: Path, runs: Sequence[Run], others: Sequence[dict[str, Any]]) -> None:
+    """Write the runs, and the rows of runs with other values, to `sweep.json`.
+
+    NaN and infinity are converted to strings, because JSON cannot represent them.
+    """
     from slipstream.files import write_text
 
     base.mkdir(parents=True, exist_ok=True)
@@ -279,7 +301,7 @@ def _write(base: Path, runs: Sequence[Run]) -> None:
         row["metrics"] = {
             name: value if math.isfinite(value) else str(value) for name, value in row["metrics"].items()
         }
-    write_text(base / "sweep.json", json.dumps(rows, indent=1, allow_nan=False) + "\n")
+    write_text(base / "sweep.json", json.dumps([*rows, *others], indent=1, allow_nan=False) + "\n")
 
 
 def _print(runs: Sequence[Run]) -> None:
