@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from slipstream import accelerate
 from slipstream.cli.export import _check_predictions
 from slipstream.cli.main import main
 from slipstream.errors import ModelError
@@ -180,6 +181,45 @@ def test_the_exported_file_returns_the_models_scores_without_slipstream(kind, pl
     assert described["classes"] == ["a", "b", "c", "d"]
     assert described["input"]["shape"] == (["N", 3, "H", "W"] if normalized else ["N", 3, 37, 51])
     assert described["transforms_before"] == (NORMALIZED[:1] if normalized else [])
+
+
+def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    network = Vector()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    step = accelerate(network, optimizer, torch.nn.functional.cross_entropy, dict(ema=dict(type="swa")))
+    weights = []
+    for _ in range(3):
+        step((torch.randn(8, 5), torch.randint(0, 3, (8,))))
+        weights.append(network.linear.weight.detach().clone())
+    step.save("run.pth")
+    with step.averaged() as average:
+        torch.save(average.state_dict(), "average.pth")
+    Path("model.py").write_text(
+        "model = dict(type='Classifier', network=dict(type='Vector'))\nwork_dir = 'w'\n"
+    )
+    inputs = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    expected = inputs @ torch.stack(weights).mean(0).numpy().T
+    for checkpoint in ("average.pth", "run.pth"):
+        command = [
+            "export",
+            checkpoint,
+            "--config",
+            "model.py",
+            "--to",
+            "torch",
+            "--shape",
+            "5",
+            "--out",
+            "run.pt2",
+        ]
+        assert main(command) == 0
+        scores = run_alone("torch", inputs)
+        np.testing.assert_allclose(
+            scores - scores[:1], expected - expected[:1], atol=1e-5
+        )  # without the bias
+    assert "run.pth (average of the weights)" in capsys.readouterr().out
 
 
 def test_vector_classifiers_are_exported_with_a_shape(write_run, capsys):

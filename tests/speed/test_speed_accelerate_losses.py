@@ -142,6 +142,16 @@ def test_model_computes_its_own_loss_from_a_tuple():
     assert_trains_like_a_loop({}, TupleModel, data, lambda model, batch: model(*batch))
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("dict", "return only the entry 'loss'"), ("object", "return its attribute 'loss'")]
+)
+def test_outputs_of_a_model_are_not_a_result_of_compute_loss(kind, remedy):
+    model = model_of(lambda: Classifier(kind))
+    step = accelerate(model, sgd(model), speed={}, compute_loss=lambda model, batch: model(**batch))
+    with pytest.raises(LossError, match=remedy):
+        step(text()[0])
+
+
 # ---- several models -----------------------------------------------------------------------------------
 
 

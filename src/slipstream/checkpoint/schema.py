@@ -55,12 +55,20 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
 def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
     """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
 
+    If a training step from `slipstream.accelerate` saved the file with an average of the weights, the average is
+    returned instead of the weights, as for a Runner's checkpoint, whose `state_dict` contains the average.
+
     Raises:
         CheckpointError: the entry is not a dict, or one of its keys is not a string.
     """
     state = checkpoint.get("state_dict", checkpoint)
     check(state, _by_name(_anything), source, "state_dict")
-    return dict(state)
+    step = checkpoint.get("step")
+    average = step.get("average", {}) if isinstance(step, Mapping) else {}
+    check(average, _by_name(_anything), source, "step.average")
+    prefix = "module."  # the other entry is the number of updates
+    averaged = {name[len(prefix) :]: value for name, value in average.items() if name.startswith(prefix)}
+    return {**state, **averaged}
 
 
 def describe_value(value: Any) -> str:

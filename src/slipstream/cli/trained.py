@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from slipstream.checkpoint import (
     DESCRIPTION,
@@ -38,7 +39,7 @@ class TrainedModel:
 
     path: Path
     description: str
-    """The path, the metrics for which this checkpoint is the best, and the epoch, as a string."""
+    """The path, the metrics for which this checkpoint is the best, the epoch, and whether it contains an average."""
     model: Any
     transforms: Sequence[Any]
     """Validation transforms."""
@@ -99,7 +100,12 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     weights = weights_in(checkpoint, path)
     if _is_task(cfg["model"]):
         weights = {name: value for name, value in weights.items() if not name.startswith("loss.")}
-    load_weights(model, weights, strict=True, source=str(path))
+    network = getattr(model, "network", None)
+    if isinstance(network, nn.Module) and weights.keys() == network.state_dict().keys():
+        model_to_load: nn.Module = network  # saved in a custom training loop, or by a Runner with `loss_fn`
+    else:
+        model_to_load = model
+    load_weights(model_to_load, weights, strict=True, source=str(path))
     data = meta.get("dataset_meta") or {}
     palette = data.get("palette")
     classes = list(data.get("classes") or ())
@@ -164,4 +170,8 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
     meta = checkpoint.get("meta")
     if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
         details.append(f"epoch {epoch}")
+    if "ema_state_dict" in checkpoint or (
+        isinstance(step := checkpoint.get("step"), Mapping) and "average" in step
+    ):
+        details.append("average of the weights")
     return f"{path} ({', '.join(details)})" if details else str(path)

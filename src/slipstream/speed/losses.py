@@ -165,9 +165,17 @@ def _as_dict(loss: Any) -> Losses:
         return {"loss": loss}
     if not isinstance(loss, Mapping):
         remedy = "; do not convert the loss to a number, for example with item()" if is_real(loss) else ""
+        if isinstance(getattr(loss, "loss", None), Tensor):
+            remedy = "; return its attribute 'loss'"
         raise LossError(
             "the loss function must return a scalar tensor or a dict of scalar tensors, not "
             f"{type(loss).__name__}{remedy}"
+        )
+    others = [name for name, value in loss.items() if isinstance(value, Tensor) and value.numel() != 1]
+    if others and "loss" in loss:
+        raise LossError(
+            f"the loss function must return a scalar tensor or a dict of scalar tensors, but {others} are not scalars; "
+            "return only the entry 'loss', or log the mean of the other entries"
         )
     others = [name for name in loss if name != "loss" and "loss" in name]
     if others and "loss" in loss:
