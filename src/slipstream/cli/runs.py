@@ -129,7 +129,7 @@ def _print(folder: Path, rows: Sequence[RunRow], columns: Sequence[str]) -> None
         [printable(str(name)), *(_format(row.value(key)) for key in keys)]
         for name, row in zip(names, rows, strict=True)
     ]
-    print_table(header, cells, 110, right=header[3:])
+    print_table(header, cells, None, right=header[3:])
 
 
 def _metrics(rows: Sequence[RunRow]) -> list[str]:

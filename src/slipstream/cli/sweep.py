@@ -317,7 +317,7 @@ def _print(runs: Sequence[Run]) -> None:
             else f"{run.seconds:.0f} s"
         )
         rows.append([*run.values.values(), *metrics, text])
-    print_table([*_column_names(list(runs[0].values)), *names, "time"], rows)
+    print_table([*_column_names(list(runs[0].values)), *names, "time"], rows, None)
 
 
 def _print_means(runs: Sequence[Run]) -> None:
@@ -336,7 +336,9 @@ def _print_means(runs: Sequence[Run]) -> None:
         means = [_mean([run.metrics[name] for run in group if name in run.metrics]) for name in names]
         rows.append([*others, *means, str(len(group))])
     print("Mean and sample standard deviation over the seeds:")
-    print_table([*_column_names([key for key in runs[0].values if key not in seeds]), *names, "runs"], rows)
+    print_table(
+        [*_column_names([key for key in runs[0].values if key not in seeds]), *names, "runs"], rows, None
+    )
 
 
 def _mean(values: Sequence[float]) -> str:

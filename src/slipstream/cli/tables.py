@@ -19,17 +19,17 @@ def printable(text: str) -> str:
 
 
 def print_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100, right: Collection[str] = ()
+    header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = 100, right: Collection[str] = ()
 ) -> None:
-    """Print a table; see `make_table`.
+    """Print a table at most as wide as the terminal or `width` columns, whichever is larger; see `make_table`.
 
-    In a terminal, the table is at most as wide as the terminal or `width` columns, whichever is larger. Otherwise, for
-    example in a pipe, no cell is wrapped.
+    If `width` is None and the output is not a terminal, for example a pipe, no cell is wrapped.
     """
     from rich.console import Console
 
     from slipstream.tables import make_table
 
     console = Console()
-    width = max(console.width, width) if console.is_terminal else _UNLIMITED
-    Console(width=width, highlight=False).print(make_table(header, rows, right))
+    if width is None:
+        width = 0 if console.is_terminal else _UNLIMITED
+    Console(width=max(console.width, width), highlight=False).print(make_table(header, rows, right))
