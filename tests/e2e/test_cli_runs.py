@@ -146,7 +146,9 @@ def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
     assert [message.text for message in made.messages] == [
         "The step cannot be compiled as one graph\n  because of a reason"
     ]
-    assert made.environment == {"python": "3.11.7", "torch": "2.13.0", "device": "cpu", "world_size": "2"}
+    assert made.environment == {
+        "python": "3.11.7", "platform": "Linux", "torch": "2.13.0", "device": "cpu", "world_size": "2"
+    }  # fmt: skip
     text = text_of((run / "report.html").read_text(encoding="utf-8"))
     assert "generated from the log files" in text
     assert "logged step" in text

@@ -158,6 +158,22 @@ def test_sweep_over_seeds_prints_means_and_best_values(tmp_path, capsys):
             assert f"± {abs(one - other) / 2**0.5:.2g}" in line
 
 
+def test_means_show_how_many_runs_failed(capsys):
+    statuses = {"0.1": (0, 0), "0.2": (0, 1), "0.3": (1, 1)}
+    module._print_means(
+        [
+            module.Run(
+                {"lr": rate, "seed": seed}, "w", status=status, metrics={"acc": 2.0} if status == 0 else {}
+            )
+            for rate, pair in statuses.items()
+            for seed, status in zip("12", pair, strict=True)
+        ]
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {words[0]: words[1:] for words in lines if words[:1] and words[0] in statuses}
+    assert rows == {"0.1": ["2", "±", "0", "2"], "0.2": ["2", "1", "of", "2"], "0.3": ["0", "of", "2"]}
+
+
 def test_failed_run_has_a_row_and_the_other_runs_continue(tmp_path, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=-1,0.1"]) == 1
     printed = capsys.readouterr().out

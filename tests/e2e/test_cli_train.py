@@ -73,6 +73,15 @@ def test_last_line_has_the_best_metric_if_it_is_not_the_last(tmp_path, last, sho
     assert summary(runner).startswith(f"Done: {shown}, aAcc 80.00. In ")
 
 
+def test_last_line_does_not_list_the_best_checkpoint_of_an_earlier_run(tmp_path):
+    for name in ("best_mIoU_epoch_2.pth", "best_mIoU_epoch_4.pth", "epoch_4.pth"):
+        (tmp_path / name).touch()
+    hub = MessageHub("run")
+    hub.update_info("best_ckpt/mIoU", str(tmp_path / "best_mIoU_epoch_2.pth"))
+    runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path), log_dir=str(tmp_path / "logs"))
+    assert "best_mIoU_epoch_2.pth, epoch_4.pth; logs" in summary(runner)
+
+
 def test_val_prints_the_metrics_of_the_last_validation(trained, capsys):
     from slipstream.cli.main import main
 

@@ -50,6 +50,14 @@ def test_summary_reports_epoch_times_and_when_compilation_pays_off():
     assert "takes 30 s. The faster plan saves this much time within 600 steps" in text
 
 
+def test_summary_is_not_more_certain_than_the_measurement():
+    wide = Estimate(1.22, 0.91, 2.0, 10, 0.97)
+    assert "\nProbably fastest: " in f"\n{result(total=wide).summary()}"
+    row = Row("num_workers=2", "adopted", "probably faster", "baseline", wide)
+    assert "\nProbably fastest: " in f"\n{result(rows=[row]).summary()}"
+    assert "\nFastest: " in f"\n{result().summary()}"
+
+
 def test_summary_names_faster_options_that_are_not_part_of_the_plan():
     row = Row("parallel=ddp, 2 processes", "faster", "use --nproc 2", "baseline", FASTER)
     text = result(rows=[row]).summary()

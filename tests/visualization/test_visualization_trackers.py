@@ -125,6 +125,13 @@ def test_mlflow_run_has_a_name_tags_and_parameters(mlflow, tmp_path):
     ]
 
 
+def test_mlflow_run_is_named_after_its_folder(mlflow, tmp_path):
+    for name in ("0_lr=0.1", "1_lr=0.2"):  # the runs of a sweep can have the same seed
+        MLflowVisBackend(tmp_path / name / "20261126_101500" / "vis_data").add_scalar("loss", 1.0)
+    names = [kwargs["run_name"] for _, kwargs in mlflow.client.named("create_run")]
+    assert names == ["0_lr=0.1/20261126_101500", "1_lr=0.2/20261126_101500"]
+
+
 def test_mlflow_config_is_flattened_and_sent_in_batches_within_the_service_limits(mlflow, tmp_path):
     backend = MLflowVisBackend(tmp_path)
     backend.add_config({"hooks": [{"type": "A"}], "long": "x" * 7000, **{f"k{i}": i for i in range(150)}})

@@ -325,16 +325,17 @@ def _print_means(runs: Sequence[Run]) -> None:
     seeds = {key for key in runs[0].values if key.rpartition(".")[2] == "seed"}
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        if run.status == 0:
-            others = tuple(value for key, value in run.values.items() if key not in seeds)
-            groups.setdefault(others, []).append(run)
-    if not seeds or all(len(group) < 2 for group in groups.values()):
+        others = tuple(value for key, value in run.values.items() if key not in seeds)
+        groups.setdefault(others, []).append(run)
+    if not seeds or all(sum(run.status == 0 for run in group) < 2 for group in groups.values()):
         return
     names = _metric_names(runs)
     rows = []
     for others, group in groups.items():
-        means = [_mean([run.metrics[name] for run in group if name in run.metrics]) for name in names]
-        rows.append([*others, *means, str(len(group))])
+        finished = [run for run in group if run.status == 0]
+        means = [_mean([run.metrics[name] for run in finished if name in run.metrics]) for name in names]
+        count = str(len(group)) if len(finished) == len(group) else f"{len(finished)} of {len(group)}"
+        rows.append([*others, *means, count])
     print("Mean and sample standard deviation over the seeds:")
     print_table(
         [*_column_names([key for key in runs[0].values if key not in seeds]), *names, "runs"], rows, None

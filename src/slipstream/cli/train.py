@@ -99,7 +99,10 @@ def summary(runner: Runner) -> str:
     ]
     speed = hub.get_info("images_per_second")
     results = [*metrics[:3], *([f"{speed:.1f} images/s including the first step"] if speed else [])]
-    files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
+    found = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
+    best = {Path(str(path)).name for key, path in hub.runtime_info.items() if key.startswith("best_ckpt")}
+    # An earlier run in the same folder may have saved its own best checkpoint.
+    files = [name for name in found if name in best or not name.startswith("best_")]
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(results)}. In {folder}: {', '.join(files)}; logs in {logs}/"
 

@@ -310,7 +310,10 @@ def _tuned(runner: Runner) -> list[TunedOptions]:
     if result is None or result.outcome.total is None:
         return []
     outcome, total = result.outcome, result.outcome.total
-    return [TunedOptions(outcome.adopted, total.ratio, total.low, total.high, outcome.total_is_product)]
+    uncertain = result.is_uncertain
+    return [
+        TunedOptions(outcome.adopted, total.ratio, total.low, total.high, outcome.total_is_product, uncertain)
+    ]
 
 
 def _class_names(loop: Any) -> list[str]:

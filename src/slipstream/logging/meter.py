@@ -139,7 +139,7 @@ def _not_a_scalar(name: str, value: object, iteration: int) -> LossError:
 def _non_finite(iteration: int, name: str, value: float, where: str) -> NonFiniteLossError:
     return NonFiniteLossError(
         f"'{name}' became {value} at iteration {iteration}. {where}{'. ' if where else ''}"
-        "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0)), "
-        "check the data for NaN or wrong labels, or use bf16 instead of fp16",
+        "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0), or a smaller "
+        "max_norm), check the data for NaN or wrong labels, or use bf16 instead of fp16",
         iteration,
     )

@@ -152,7 +152,11 @@ def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
     records = [run.record for run in runs]
     keys = sorted({key for record in records for key in record.config} - set(_RUN_SPECIFIC_SETTINGS))
     rows = [(key, [_setting(record.config, key) for record in records]) for key in keys]
-    names = sorted({name for record in records for name in record.environment})
+    # The environment contains the seed because the configuration may not.
+    hidden = (
+        {"seed"} if all("randomness.seed" in record.config for record in records if record.config) else set()
+    )
+    names = sorted({name for record in records for name in record.environment} - hidden)
     rows += [
         (f"environment: {name}", [_setting(record.environment, name) for record in records]) for name in names
     ]

@@ -24,6 +24,11 @@ MAX_MESSAGES = 200
 _MAX_MESSAGE_LENGTH = 4000
 """Maximum number of characters to keep of each message."""
 _RECORD = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
+_ENVIRONMENT = {
+    "python", "platform", "torch", "numpy", "device", "device_name", "cuda", "cudnn", "cpu_threads", "world_size",
+    "backend",
+}  # fmt: skip
+"""The entries of the log line `Environment` that a report contains."""
 _SCALARS = "scalars.json"
 _COUNTERS = ("step", "iter", "epoch")
 _EPOCH = re.compile(r"^Epoch\(train\)\s+\[\s*\d+\]")
@@ -114,7 +119,7 @@ def _records(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _environment(text: str) -> dict[str, str]:
     entries = (entry.partition(" ") for entry in text.removeprefix("Environment: ").split(", "))
-    return {key: value for key, _, value in entries if key in ("python", "torch", "device", "world_size")}
+    return {key: value for key, _, value in entries if key in _ENVIRONMENT}
 
 
 def record_from_logs(folder: Path) -> RunRecord:

@@ -115,6 +115,8 @@ class TunedOptions:
     """Bounds of the confidence interval of `ratio`; see also `is_product`."""
     is_product: bool
     """Whether `ratio` and its bounds are products of the results for individual options."""
+    is_uncertain: bool = False
+    """See `TuneResult.is_uncertain`."""
 
 
 @dataclass

@@ -58,6 +58,12 @@ class TuneResult:
         return self.outcome.setting.batch_size
 
     @property
+    def is_uncertain(self) -> bool:
+        """Whether the interval of an adopted option, or of the whole combination, includes a ratio of 1."""
+        adopted = [row.estimate for row in self.rows if row.status == "adopted"]
+        return any(estimate.low <= 1 for estimate in (*adopted, self.outcome.total) if estimate is not None)
+
+    @property
     def rows(self) -> list[Row]:
         """One row for each value of an option, in the order of measurement."""
         return self.outcome.rows
@@ -103,14 +109,16 @@ class TuneResult:
                 if outcome.total_is_product
                 else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
             )
+            fastest = "Probably fastest" if self.is_uncertain else "Fastest"
             yield (
-                f"Fastest: {' + '.join(outcome.adopted)}, at {total.ratio:.2f} times the speed of the baseline "
+                f"{fastest}: {' + '.join(outcome.adopted)}, at {total.ratio:.2f} times the speed of the baseline "
                 f"({interval})."
             )
             if (steps := outcome.steps_per_epoch) is not None:
                 yield (
                     f"One epoch of {steps} step{'s' * (steps != 1)}: {steps * before:.3g} s before, "
-                    f"{steps * after:.3g} s after (without validation)."
+                    f"{steps * after:.3g} s after (without validation and the start of worker "
+                    "processes)."
                 )
             if "compile" in outcome.setting.speed and after < before:
                 num_steps = ceil(outcome.compile_seconds / (before - after))

@@ -102,7 +102,8 @@ class MLflowVisBackend(BaseVisBackend):
     Args:
         save_dir: folder with the files to upload.
         exp_name: name of the experiment.
-        run_name: name of the run. By default, MLflow generates a name.
+        run_name: name of the run. Default: the names of the two folders that contain `save_dir`, for example
+            `street_scenes_pp_lite_t/20261126_101500`.
         tags: tags of the run.
         params: parameters to record in addition to the configuration.
         tracking_uri: URI of the server or store. Default: MLflow's setting (environment variable
@@ -127,7 +128,8 @@ class MLflowVisBackend(BaseVisBackend):
     ) -> None:
         super().__init__(save_dir)
         self.exp_name = exp_name or "Default"
-        self.run_name = run_name
+        # MLflow's own default is drawn from the random numbers that the run's seed determines.
+        self.run_name = run_name or Path(*self.save_dir.absolute().parts[-3:-1]).as_posix()
         self.tags = dict(tags or {})
         self.params = dict(params or {})
         self.tracking_uri = tracking_uri

@@ -95,7 +95,7 @@ class Visualizer:
                     raise
                 raise BackendError(
                     f"visualizer.vis_backends: {name} cannot record the configuration: {type(error).__name__}: "
-                    f"{error}. Correct the options of this backend, or remove it"
+                    f"{str(error).rstrip('.')}. Correct the options of this backend, or remove it"
                 ) from error
         if invalid is not None:
             raise invalid

@@ -155,8 +155,8 @@ def _check_begin(cfg: Mapping[str, Any], length: int | None) -> None:
     if cfg.get("end") is None and length is not None and is_number(begin) and begin >= length:
         unit = "epochs" if cfg.get("by_epoch", True) else "iterations"
         raise ConfigError(
-            f"is {begin}, but the run has only {length} {unit}; train longer, or reduce begin (and the `end` of "
-            "the preceding scheduler)",
+            f"is {begin}, but the run has only {length} {unit}; train longer, reduce begin (and the `end` of the "
+            "preceding scheduler), or set param_scheduler=null to train with a constant learning rate",
             "begin",
         )
 
