@@ -34,6 +34,7 @@ from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
+from slipstream.speed.onednn_fixes import correct_strided_convolutions
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import cuda_settings
@@ -59,6 +60,8 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     Raises:
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
+    if device.type == "cpu" and (plan.channels_last or plan.compile is not None):
+        correct_strided_convolutions(model)
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
         return to_device(model, device)

@@ -1,0 +1,64 @@
+"""A correction of convolutions whose weight gradient oneDNN computes incorrectly on CPUs."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.logging import print_log
+
+__all__ = ["correct_strided_convolutions"]
+
+_VECTOR_WIDTH = 16
+"""Number of float32 values in the largest vector register of an x86 processor."""
+
+
+def correct_strided_convolutions(model: nn.Module) -> None:
+    """Make the affected convolutions select every n-th pixel first and use a stride of 1, which is equivalent.
+
+    For a 1x1 convolution with a stride and fewer input channels than a vector register holds, oneDNN's weight gradient
+    in the channels_last layout writes beyond the end of a buffer: gradients can be wrong, and memory is corrupted
+    (https://github.com/uxlfoundation/oneDNN/issues/6035, in oneDNN 3.12, which torch 2.13 contains). Inductor uses this
+    layout for all convolutions on CPUs. Affected modules whose class computes the convolution itself are not changed,
+    and a warning is logged.
+    """
+    for name, module in model.named_modules():
+        if not _is_affected(module):
+            continue
+        kind = type(module)
+        if (
+            issubclass(kind, nn.Conv2d)
+            and kind.forward is nn.Conv2d.forward
+            and kind._conv_forward is nn.Conv2d._conv_forward
+        ):
+            module._conv_forward = partial(_convolve_selected, module.stride)
+        else:
+            print_log(
+                f"The weight gradient of '{name}' ({kind.__name__}, with a 1x1 kernel, a stride and fewer than "
+                f"{_VECTOR_WIDTH} channels) can be wrong in the channels_last layout, which channels_last and compile "
+                "use on CPUs (https://github.com/uxlfoundation/oneDNN/issues/6035). Replace it with "
+                "nn.Conv2d, or disable both options",
+                "current",
+                logging.WARNING,
+            )
+
+
+def _is_affected(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+        return False
+    channels = module.out_channels if module.transposed else module.in_channels  # 0 if unknown (LazyConv2d)
+    has_padding = module.padding != "valid" and any(module.padding)
+    return (
+        set(module.kernel_size) == {1}
+        and max(module.stride) > 1
+        and not has_padding
+        and module.groups == 1
+        and channels < _VECTOR_WIDTH
+    )
+
+
+def _convolve_selected(stride: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.conv2d(x[..., :: stride[0], :: stride[1]], weight, bias)
