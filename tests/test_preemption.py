@@ -316,6 +316,48 @@ def test_signal_to_all_processes_of_a_run_saves_its_state(tmp_path, number):
         process.wait()
 
 
+WORKERS = """
+import sys
+import time
+import torch
+from torch.utils.data import DataLoader
+from slipstream import Preemption, feed
+from slipstream.preemption import EXIT_STATUS
+
+def collate(samples):
+    time.sleep(0.02)
+    return torch.tensor(samples)
+
+options = dict(num_workers=2, collate_fn=collate, multiprocessing_context=sys.argv[1])
+loader = DataLoader(list(range(1000)), batch_size=2, **options)
+if __name__ == "__main__":
+    with Preemption() as preemption:
+        for index, batch in enumerate(feed(loader)):
+            if index == 2:
+                print("started", flush=True)
+            if preemption.requested():
+                print("saved", flush=True)
+                sys.exit(EXIT_STATUS)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signal_to_all_processes_of_a_custom_loop_does_not_end_its_workers(tmp_path, method):
+    script = tmp_path / "loop.py"
+    script.write_text(WORKERS)
+    process = subprocess.Popen(
+        [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout.readline() == "started\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == EXIT_STATUS
+        assert process.stdout.read() == "saved\n"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_signal_is_handled_without_stderr(tmp_path, monkeypatch):
     read, write = os.pipe()
     os.close(read)

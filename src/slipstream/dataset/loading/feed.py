@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.dataset.loading.worker_init import prepared_workers
 from slipstream.devices import default_device
 from slipstream.errors import ConfigError
 
@@ -39,7 +40,11 @@ def read_prefetch(value: Any) -> int:
 def feed(
     loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
 ) -> DeviceFeed[Batch]:
-    """Return an iterable of the batches of `loader` on `device`, which defaults to the accelerator or the CPU."""
+    """Return an iterable of the batches of `loader` on `device`, which defaults to the accelerator or the CPU.
+
+    The worker processes of a DataLoader ignore signals to the whole process group, so that the loop can save its state
+    after such a signal (see `Preemption`).
+    """
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 
@@ -100,7 +105,9 @@ class DeviceFeed(Generic[Batch]):
         return len(self.loader)  # type: ignore[arg-type]  # raises the loader's TypeError if it has no length
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.move_batches(iter(self.loader))
+        with prepared_workers(self.loader):
+            batches = iter(self.loader)
+        return self.move_batches(batches)
 
     def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return an iterator that moves the rest of `batches`, an iterator over the loader, to the device."""

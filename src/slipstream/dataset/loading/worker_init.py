@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["WorkerInit", "signals_blocked", "worker_init"]
+__all__ = ["WorkerInit", "prepared_workers", "signals_blocked", "worker_init"]
 
 _IGNORED_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -90,6 +90,21 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def prepared_workers(loader: Any) -> Iterator[None]:
+    """Let a `WorkerInit` prepare the workers that the user's loader starts in this context; see `signals_blocked`."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        yield
+        return
+    user_init = loader.worker_init_fn
+    loader.worker_init_fn = worker_init(user_init)
+    try:
+        with signals_blocked(loader):
+            yield
+    finally:
+        loader.worker_init_fn = user_init
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
