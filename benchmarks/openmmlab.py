@@ -145,7 +145,7 @@ def check_training(case: Case, work: Path, data: Path, resume: bool, seconds: fl
     if process.returncode:
         return last_error(log)
     text = log.read_text(encoding="utf-8")
-    complete = case.metric in text and "Saved checkpoint" in text and (not resume or "Resumed at" in text)
+    complete = case.metric in text and "Saved checkpoint" in text and (not resume or "Resumed after" in text)
     return "yes" if complete else "no metric or checkpoint in the log"
 
 

@@ -94,7 +94,7 @@ def test_evicted_pod_stops_all_pods_which_then_resume(start, tmp_path):
     assert (tmp_path / "out/preempted.pth").is_file()
     again = start(job, SLURM_RESTART_COUNT="1")  # the hook does not wait again
     assert [pod.wait(200) for pod in again] == [0, 0], (tmp_path / "Master.log").read_text()
-    assert "Resumed at epoch 2, iteration 5" in (tmp_path / "Master.log").read_text()
+    assert "Resumed after epoch 2, iteration 5" in (tmp_path / "Master.log").read_text()
     whole = [
         sys.executable,
         "-m",

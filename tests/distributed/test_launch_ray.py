@@ -116,7 +116,7 @@ def test_interrupted_job_saves_its_state_and_resumes(nodes, folder, expected):
         assert run.wait().process.returncode == 75, run.output
     assert (folder / "out/preempted.pth").is_file()
     again = nodes["n1"].run(submit, folder).succeeded()
-    assert "Resumed at epoch 2, iteration 5" in again.output
+    assert "Resumed after epoch 2, iteration 5" in again.output
     assert_equal(weights(folder / "out"), expected)
 
 

@@ -46,7 +46,7 @@ def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder
     cluster.run(whole, folder, PYTHONPATH=FOLDER).succeeded()
     wait_for("Done: ", log, within=200)
     # Rank 1 waited at the start of epoch 3. Both ranks received USR1 and stopped after one more step.
-    assert "Resumed at epoch 2, iteration 5" in log.read_text()
+    assert "Resumed after epoch 2, iteration 5" in log.read_text()
     resumed, uninterrupted = (
         torch.load(path / "epoch_3.pth", weights_only=True)["state_dict"]
         for path in (log.parent, folder / "whole")

@@ -110,7 +110,7 @@ def test_restarted_run_ignores_old_checkpoints_and_matches_an_uninterrupted_one(
     ]
     done = slipstream(*arguments)
     assert "a process failed; restart 1 of 1" in done.stderr
-    assert ("Resumed at epoch 2" in done.stdout) == (epoch == 2)
+    assert ("Resumed after epoch 2" in done.stdout) == (epoch == 2)
     same(weights(tmp_path / "again"), weights(trained[1]))
 
 

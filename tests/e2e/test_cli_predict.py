@@ -13,7 +13,7 @@ from PIL import Image
 from slipstream.cli.main import main
 from slipstream.cli.predict_inputs import find_inputs
 from slipstream.dataset.sources.decode import read_mask
-from slipstream.errors import ModelError
+from slipstream.errors import DataError, ModelError
 from slipstream.registry import MODELS
 
 PALETTE = [[10, 20, 30], [200, 100, 50]]
@@ -142,6 +142,15 @@ def test_folders_that_a_pattern_matches_keep_their_subfolders(tmp_path, pattern)
     assert sorted(str(item.stem) for item in found) == [name.removesuffix(".png") for name in names]
 
 
+@pytest.mark.parametrize("out", ["photos", "."])
+def test_output_folder_must_not_contain_the_input_folder(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").touch()
+    with pytest.raises(DataError, match="contains the folder photos; choose a different `--out`"):
+        find_inputs(["photos"], Path(out))
+
+
 def test_unreadable_files_are_listed_and_the_others_are_processed(tmp_path, capsys):
     (tmp_path / "broken.png").write_bytes(b"no image")
     Image.fromarray(half_bright()[..., 0].astype(np.uint16) * 257).save("deep.png")
@@ -163,8 +172,8 @@ def test_class_statistics_are_fractions_of_pixels(tmp_path, capsys):
     assert table == ["file,dark,bright", "half.png,0.500000,0.500000", "dark.png,1.000000,0.000000"]
     # The two images have 3000 pixels in total, of which 1800 are dark.
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["dark", "60.00%", "2"] in rows
-    assert ["bright", "40.00%", "1"] in rows
+    assert ["dark", "60.00%", "2", "of", "2"] in rows
+    assert ["bright", "40.00%", "1", "of", "2"] in rows
 
 
 def test_json_contains_files_class_fractions_and_errors(capsys):

@@ -125,5 +125,7 @@ def test_run_without_guard_stops_at_a_non_finite_loss(tmp_path):
 def test_skip_rejects_several_optimizers(tmp_path):
     model = Breaks()
     optim = OptimWrapperDict(a=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' supports only one optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' of nan_guard supports only one optimizer"
+    ):
         run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=[NanGuardOptions("skip").hook_cfg()])

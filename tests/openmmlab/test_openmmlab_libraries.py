@@ -52,7 +52,7 @@ def test_a_stock_configuration_trains_validates_and_resumes(name, tmp_path):
     assert case.metric in log
     assert "Saved checkpoint" in log
     log = run(case, tmp_path, "--resume", "--cfg-options", *case.options(data, last))
-    assert "Resumed at epoch" in log
+    assert "Resumed after" in log
     assert (tmp_path / "work" / f"{'iter' if case.iterations else 'epoch'}_{last}.pth").is_file()
 
 

@@ -155,6 +155,21 @@ def test_loop_arguments_must_be_set_together(tmp_path, name, third):
             Runner(Net(), tmp_path, **{only: whole[only]})
 
 
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("val_cfg", "val_cfg is missing; set val_cfg=dict() for the defaults"),
+        ("val_evaluator", "val_evaluator is missing; set val_evaluator='loss' to evaluate only the loss"),
+        ("val_dataloader", "val_dataloader is missing"),
+    ],
+)
+def test_remedy_for_an_incomplete_validation_sets_what_is_missing(tmp_path, missing, remedy):
+    arguments = {**validation(), missing: None}
+    with pytest.raises(ConfigError) as raised:
+        Runner(Net(), tmp_path, **arguments)
+    assert str(raised.value).endswith(remedy)
+
+
 @pytest.mark.parametrize("mode", ["train", "val", "test"])
 def test_loop_that_is_not_configured_cannot_run(tmp_path, mode):
     runner = Runner(Net(), tmp_path, log_level="ERROR")
@@ -343,6 +358,17 @@ def test_error_details_are_logged(tmp_path):
         run(tmp_path, model=Net().requires_grad_(False))
     (log,) = tmp_path.rglob("*.log")
     assert "no trainable parameter" in log.read_text()
+
+
+def test_run_that_cannot_start_does_not_replace_the_configuration(tmp_path):
+    run(tmp_path)
+    (saved,) = tmp_path.glob("*.py")
+    text = saved.read_text()
+    saved.rename(tmp_path / "kept.py")
+    with pytest.raises(ConfigError):
+        run(tmp_path, **validation([dict(type="Acuracy")]))
+    assert [path.name for path in tmp_path.glob("*.py")] == ["kept.py"]
+    assert (tmp_path / "kept.py").read_text() == text
 
 
 def test_run_that_cannot_be_built_is_listed_as_failed(tmp_path):

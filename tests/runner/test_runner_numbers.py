@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
 from slipstream.logging import HistoryBuffer
 from slipstream.model import BaseModel
@@ -169,6 +170,50 @@ class Gan(BaseModel):
         generator = -self.critic(made).mean() + (made - inputs).square().mean()
         optim_wrapper["generator"].update_params(generator)
         return {"loss_critic": critic, "loss_generator": generator}
+
+
+class PenaltyGan(Gan):
+    def train_step(self, data, optim_wrapper):
+        inputs, _ = self.data_preprocessor(data, True)
+        inputs = inputs.requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(inputs).tanh().sum(), inputs, create_graph=True)
+        optim_wrapper["critic"].update_params((slope.norm(dim=1) - 1).square().mean())
+        return {"loss": slope.sum()}
+
+
+def gan_training(work_dir, model, **changes):
+    optim = {
+        name: OptimWrapper(torch.optim.SGD(getattr(model, name).parameters(), lr=0.1))
+        for name in ("generator", "critic")
+    }
+    return training(work_dir, **{"model": model, "optim_wrapper": optim, **changes})
+
+
+def test_gradient_penalty_of_a_compiled_block_names_the_remedy(tmp_path):
+    compile = dict(scope="block", blocks=["critic"], backend="aot_eager")
+    runner = Runner(**gan_training(tmp_path, PenaltyGan(), speed=dict(compile=compile)))
+    with pytest.raises(ModelError, match=r"leave the model out of compile\.blocks"):
+        runner.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(param_scheduler=dict(genrator=dict(type="StepLR", step_size=1))), "did you mean 'generator'"),
+        (dict(speed=dict(nan_guard="skip")), "'skip' of nan_guard supports only one optimizer"),
+        (
+            dict(
+                optim_wrapper=dict(generator=dict(optimizer=dict(type="SGD", lr=0.1))),
+                speed=dict(precision="bf16"),
+            ),
+            "must contain the key 'optimizer' or 'constructor', or only OptimWrapper objects",
+        ),
+    ],
+    ids=["scheduler", "nan_guard", "optim_wrapper"],
+)
+def test_errors_for_several_optimizers_name_the_setting(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(**gan_training(tmp_path, Gan(), **changes)).train()
 
 
 def test_each_optimizer_has_its_own_scheduler(tmp_path):

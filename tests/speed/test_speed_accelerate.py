@@ -251,6 +251,17 @@ def test_averaged_swaps_weights_only_inside_the_context():
     assert_same(step.average, reference.average, rtol=0, atol=0)
 
 
+def test_step_within_averaged_raises_an_error_before_the_first_update():
+    model = nn.Linear(2, 1)
+    step = accelerate(
+        model, torch.optim.SGD(model.parameters(), 0.1), F.mse_loss, dict(ema=dict(type="threshold"))
+    )
+    batch = torch.ones(3, 2), torch.zeros(3, 1)
+    with step.averaged(), pytest.raises(ModelError, match="cannot be called inside"):
+        step(batch)
+    step(batch)
+
+
 @pytest.mark.parametrize("compile", [None, GRAPH])
 def test_step_within_averaged_raises_an_error_and_changes_nothing(compile):
     model, _, step = train(compile=compile, ema=dict(type="constant", decay=0.8))

@@ -16,6 +16,8 @@ def print_statistics(statistics: Mapping[str, Any]) -> None:
     """Print the statistics of one dataset."""
     count = statistics["samples"]
     samples = f"{count:,} sample{'s' * (count != 1)} of {statistics['dataset']}"
+    if (readable := statistics["readable"]) != count:
+        samples += f" ({readable:,} readable)"
     print(f"{statistics['place']}: {samples}, {_sizes(statistics['sizes'])}")
     print_table(("id", "class", "share", "samples"), _rows(statistics), 80, right=("id", "share", "samples"))
     for line in _lines(statistics):

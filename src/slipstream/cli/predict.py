@@ -140,8 +140,9 @@ class _Job:
             total = _shares(np.sum(list(self.counts.values()), axis=0))
             num_files = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
             rows = zip(self.trained.classes, total, num_files, strict=True)
-            cells = [(name, f"{share:.2%}", str(files)) for name, share, files in rows]
-            print_table(("class", "share of pixels", "files"), cells, 60, right=("share of pixels", "files"))
+            cells = [(name, f"{share:.2%}", f"{files} of {len(self.counts)}") for name, share, files in rows]
+            header = ("class", "share of pixels", "found in")
+            print_table(header, cells, 60, right=header[1:])
             print(f"Shares per file: {self.out / 'classes.csv'}")
         for message in self.failed.values():
             print(printable(f"slipstream: error: {message}"), file=sys.stderr)

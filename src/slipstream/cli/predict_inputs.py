@@ -46,7 +46,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     contains the output folder `out`, the files in `out` are excluded.
 
     Raises:
-        DataError: a folder or pattern matches no file, or two files would have the same output files.
+        DataError: a folder or pattern matches no file, `out` contains a folder, or two files would have the same output
+            files.
     """
     inputs: dict[Path, Input] = {}
     for name in names:
@@ -63,6 +64,8 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
 def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
     """Yield the inputs that a name or pattern matches; output paths are relative to `root`, by default the folder."""
     path = Path(name)
+    if path.is_dir() and (out == path.resolve() or out in path.resolve().parents):
+        raise DataError(f"the output folder {out} contains the folder {name}; choose a different `--out`")
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
         files = [p for p in files if out not in p.resolve().parents]

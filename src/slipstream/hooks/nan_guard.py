@@ -58,7 +58,8 @@ class NanGuardHook(Hook):
             return
         if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
             raise self.config_error(
-                "'skip' supports only one optimizer, but this run has several; use nan_guard='stop'", "action"
+                "'skip' of nan_guard supports only one optimizer, but this run has several; use nan_guard='stop'",
+                "action",
             )
         self.release(runner)
         if self.options.action == "skip":

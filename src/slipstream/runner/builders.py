@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from slipstream.config.merge import join
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
@@ -113,7 +113,9 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: b
     if lr_scaled:
         _check_no_scheduler_objects(cfg)
     if isinstance(optim, OptimWrapperDict):
-        is_per_optimizer = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
+        is_per_optimizer = isinstance(cfg, Mapping) and not {"type", "scheduler"} & set(cfg)
+        for name in set(cfg) - set(optim) if is_per_optimizer else ():
+            raise ConfigError(f"'{name}' is not an optimizer{did_you_mean(name, optim)}", "param_scheduler")
         cfg_by_name = {name: cfg.get(name) if is_per_optimizer else cfg for name in optim}
         return {
             name: _schedulers(
@@ -193,7 +195,7 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
             f"{name} has {argument}={count}, but the run has {length}, and torch raises an error after the last step "
             f"of the schedule; set {argument}={steps}"
         )
-    if count > steps:
+    if count > steps and loop.runner.limits.train is None:  # a short run tests a schedule for the full run
         remedy = "by_epoch=False if the argument counts iterations, or else " if by_epoch else ""
         yield (
             f"{name} has {argument}={count}, but it steps once per {unit}, and the run has only {length}; set "

@@ -193,7 +193,8 @@ class _TrainLoop(BaseLoop):
                 f"has {self.epoch_length}. The data or the batch sampler has changed, so the rest of this epoch may "
                 "repeat some samples and skip others"
             )
-        logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
+        epochs = f"epoch {position['epoch']}, " if self.counts_epochs and position["epoch"] else ""
+        logger.info(f"Resumed after {epochs}iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.

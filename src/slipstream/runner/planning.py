@@ -163,7 +163,11 @@ def make_step(
         compile_model(core, plan.compile, warn)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
-        logs: dict[str, Tensor] = owner.train_step(batch, optim)
+        try:
+            logs: dict[str, Tensor] = owner.train_step(batch, optim)
+        except RuntimeError as error:
+            check_compiled_backward(error)
+            raise
         return logs
 
     return own_step if core._compiled_call_impl is None else _CompiledOwnStep(own_step, core, warn)
@@ -181,11 +185,7 @@ class _CompiledOwnStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
-        try:
-            return self._step(batch) if self._checked else self._first_call(batch)
-        except RuntimeError as error:
-            check_compiled_backward(error)
-            raise
+        return self._step(batch) if self._checked else self._first_call(batch)
 
     def _first_call(self, batch: Any) -> dict[str, Tensor]:
         self._checked = True

@@ -327,7 +327,6 @@ class Runner:
         self.loops.require("train")
         with self._context.training():
             self.folder_lock.lock(Path(self.work_dir), "work_dir")
-            write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
             self._build_training()
             self.call_hook("before_run")
             self.checkpoints.initialize()
@@ -343,6 +342,8 @@ class Runner:
                 self.logger.warning,
                 self.logger.info,
             )
+            # A run that cannot start does not replace the configuration of an earlier run.
+            write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
             self._compiled = self.is_training = True
             try:
                 self.train_loop.run()

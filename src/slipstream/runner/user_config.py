@@ -213,7 +213,16 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
             f"{', '.join(LOOP_ARGUMENTS[mode])} must be set together: {' and '.join(configured)} "
             f"{'is' if len(configured) == 1 else 'are'} set, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
-            + ("" if mode == "train" else f"; set {third}='loss' to evaluate only the loss")
+            + (
+                f"; set {third}='loss' to evaluate only the loss"
+                if mode != "train" and third in missing
+                else ""
+            )
+            + (
+                f"; set {cfg_name}=dict() for the defaults"
+                if mode != "train" and missing == [cfg_name]
+                else ""
+            )
         )
     if not isinstance(arguments[cfg_name], Mapping):
         raise ConfigError(f"must be a dict, not {short_repr(arguments[cfg_name])}", cfg_name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -253,6 +253,7 @@ class TrainStep:
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
         """The averaged model, or None if the plan does not set `ema`."""
+        self._in_averaged = False
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema, total_steps)
 
@@ -262,7 +263,7 @@ class TrainStep:
         Raises:
             ModelError: the step was called within `averaged`.
         """
-        if self.average is not None and self.average.swapped:
+        if self._in_averaged:
             raise ModelError(
                 "the step cannot be called inside `with step.averaged()`, because it would train the averaged weights; "
                 "call it after the block"
@@ -373,14 +374,20 @@ class TrainStep:
                 "ema=dict(type='threshold'), which starts with a small decay"
             )
 
-    def averaged(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
         """Swap the averaged weights into the unwrapped model within the context.
 
         Without `ema`, the model is unchanged, and the first call logs a warning.
         """
         if self.average is None:
             self._warn_once("The option ema is off, so averaged() yields the model itself")
-        return self._swapped_in(average=True)
+        before, self._in_averaged = self._in_averaged, self.average is not None
+        try:
+            with self._swapped_in(average=True) as core:
+                yield core
+        finally:
+            self._in_averaged = before
 
     @contextmanager
     def _swapped_in(self, average: bool) -> Iterator[nn.Module]:

@@ -147,6 +147,13 @@ def overrides_train_step(model: nn.Module) -> bool:
     return getattr(type(model), "train_step", standard[0]) not in standard
 
 
+def _is_invalid(cfg: Any) -> bool:
+    """Return whether `cfg` is a dict that describes neither one optimizer nor several wrappers."""
+    if not isinstance(cfg, Mapping) or {"optimizer", "constructor"} & set(cfg):
+        return False
+    return not all(isinstance(part, OptimWrapper) for part in cfg.values())
+
+
 def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     """Return the optimizer wrapper's configuration with the plan's precision, accumulation and clipping.
 
@@ -160,6 +167,8 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     changes = {key: value for option in options for key, value in _WRAPPER_OPTIONS[option](plan).items()}
     if not changes:
         return cfg
+    if _is_invalid(cfg):
+        return cfg  # `build_optim` raises the error
     if not is_plain_wrapper(cfg):
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())

@@ -78,5 +78,6 @@ def check_compiled_backward(error: RuntimeError) -> None:
         raise ModelError(
             "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
             "the model's outputs (retain_graph=True), neither of which a compiled model supports; set compile=False, "
-            "or compile=dict(scope='step') if the whole step can be compiled as one graph"
+            "leave the model out of compile.blocks, or set compile=dict(scope='step') if the whole step can be "
+            "compiled as one graph"
         ) from error

@@ -101,7 +101,7 @@ class ImageMaskPairs(SegmentationDataset):
         if image.shape[:2] != mask.shape:
             raise DataError(
                 f"'{self.image_paths[index]}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask "
-                f"'{self.mask_paths[index]}' is {mask.shape[1]} x {mask.shape[0]}"
+                f"'{self.mask_paths[index]}' is {mask.shape[1]} x {mask.shape[0]} (after applying the EXIF orientation)"
             )
         return image, mask
 
