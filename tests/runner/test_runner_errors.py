@@ -19,6 +19,7 @@ from slipstream.errors import (
     ModelError,
     NonFiniteLossError,
     SlipstreamError,
+    UnknownNameError,
 )
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
@@ -361,14 +362,15 @@ def test_error_details_are_logged(tmp_path):
 
 
 def test_run_that_cannot_start_does_not_replace_the_configuration(tmp_path):
-    run(tmp_path)
-    (saved,) = tmp_path.glob("*.py")
-    text = saved.read_text()
-    saved.rename(tmp_path / "kept.py")
-    with pytest.raises(ConfigError):
-        run(tmp_path, **validation([dict(type="Acuracy")]))
-    assert [path.name for path in tmp_path.glob("*.py")] == ["kept.py"]
-    assert (tmp_path / "kept.py").read_text() == text
+    def train(evaluator):
+        arguments = training(tmp_path, **validation(evaluator))
+        Runner.from_cfg(Config(arguments, filename="recipe.py")).train()
+
+    train(dict(type=Accuracy))
+    saved = (tmp_path / "recipe.py").read_text()
+    with pytest.raises(UnknownNameError):
+        train(dict(type="Acuracy"))
+    assert (tmp_path / "recipe.py").read_text() == saved
 
 
 def test_run_that_cannot_be_built_is_listed_as_failed(tmp_path):
