@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from slipstream.errors import CheckpointError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
+from slipstream.runner.resume_check import warn_of_settings
 from tiny_runs import (
     Losses,
     Net,
@@ -44,6 +45,20 @@ def test_a_configured_learning_rate_that_a_resumed_run_does_not_use_is_reported(
     message = "The configured learning rate 0.05 is not used: the resumed run continues with the checkpoint's"
     assert message in capsys.readouterr().out
     assert resumed.optim_wrapper.param_groups[0]["lr"] == 0.1
+
+
+def test_changed_settings_of_a_resumed_run_are_reported():
+    base = "model: {loss: {weight: [1, 2]}, depth: 3}\ntrain_dataloader: {batch_size: 4, num_workers: 2}\n"
+    same = base + "work_dir: a\ntrain_cfg: {max_epochs: 2}\n"
+    other = "model: {loss: {}, depth: 3}\nloss_fn: null\ntrain_dataloader: {batch_size: 8, num_workers: 0}\n"
+    messages = []
+    for current in (base, same, "# not a configuration", other):
+        warn_of_settings({"cfg": base}, current, "epoch_1.pth", messages.append)
+    (message,) = messages
+    assert message.startswith("This run continues with other settings than the run that wrote epoch_1.pth: ")
+    assert "model.loss.weight is not set (before: [1, 2])" in message
+    assert "train_dataloader.batch_size is 8 (before: 4)" in message
+    assert "num_workers" not in message
 
 
 LOOPS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from slipstream.checkpoint import (
     check_optimizer,
     check_tensors,
     compare_weights,
+    stored_config,
     weights_in,
 )
 from slipstream.dist import get_world_size
@@ -25,6 +26,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import all_schedulers
+from slipstream.typecheck import short_repr
 
 __all__ = [
     "check_content",
@@ -33,8 +35,17 @@ __all__ = [
     "learning_rates",
     "warn_of_learning_rates",
     "warn_of_length",
+    "warn_of_settings",
 ]
 
+_TRAINING_KEYS = (
+    "model", "loss_fn", "data_preprocessor", "optim_wrapper", "param_scheduler", "auto_scale_lr", "train_dataloader",
+    "speed",
+)  # fmt: skip
+_LOADING_KEYS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout")
+"""Settings of loaders that do not affect the results."""
+_MAX_SETTINGS = 5
+"""Maximum number of changed settings in a message."""
 Warn = Callable[[str], None]
 Schedulers = list[Any] | dict[str, list[Any]] | None
 
@@ -163,6 +174,44 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
         f"that end with the run do not start again: {values}. To train with a complete schedule, start a new run from "
         "these weights with load_from; to keep a schedule unchanged, set its end"
     )
+
+
+def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:
+    """Warn if settings of the training differ from those of the run that wrote the checkpoint.
+
+    Args:
+        meta: the `meta` entry of the checkpoint, which contains the configuration of that run.
+        current: the configuration of this run, as text.
+        source: name of the checkpoint in the message.
+        warn: called with the message. There is none if one of the configurations cannot be represented as text.
+    """
+    saved, now = (dict(_settings(stored_config(content))) for content in (meta, {"cfg": current}))
+    missing = object()
+    changed = sorted(key for key in {*saved, *now} if saved.get(key, missing) != now.get(key, missing))
+    if saved and now and changed:
+        shown = [
+            f"{key} is {_text(now, key)} (before: {_text(saved, key)})" for key in changed[:_MAX_SETTINGS]
+        ]
+        more = f", and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
+        warn(
+            f"This run continues with other settings than the run that wrote {source}: {', '.join(shown)}{more}. If "
+            "this is not intended, resume with the same configuration and overrides"
+        )
+
+
+def _text(settings: Mapping[str, Any], key: str) -> str:
+    return short_repr(settings[key]) if key in settings else "not set"
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and value of each setting that affects the results of training."""
+    pending = [(key, config[key]) for key in _TRAINING_KEYS if key in config]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += [(f"{path}.{key}", item) for key, item in value.items()]
+        elif path.rpartition(".")[2] not in _LOADING_KEYS:
+            yield path, value
 
 
 def _check_optim(
