@@ -175,8 +175,9 @@ def remove_old_temporary_files(path: Path) -> None:
 
     Files that were modified within the last hour are kept, because another process may be writing to them.
     """
+    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.tmp")
     for temporary in path.parent.iterdir():
-        if temporary.name.startswith(f".{path.name}.") and _TEMPORARY_NAME.fullmatch(temporary.name):
+        if name.fullmatch(temporary.name):
             with suppress(OSError):  # another process may have removed the file
                 if time.time() - temporary.stat().st_mtime > _ABANDONED_AGE:
                     temporary.unlink()

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from slipstream import accelerate
+from slipstream.checkpoint import load_checkpoint, weights_in
 from slipstream.cli.export import _check_predictions
 from slipstream.cli.main import main
 from slipstream.errors import ModelError
@@ -220,6 +221,17 @@ def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(tmp_
             scores - scores[:1], expected - expected[:1], atol=1e-5
         )  # without the bias
     assert "run.pth (average of the weights)" in capsys.readouterr().out
+
+
+def test_average_without_an_update_is_not_used(tmp_path):
+    network = Vector()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+    ema = dict(type="constant", decay=0.9, begin_iter=5)
+    step = accelerate(network, optimizer, torch.nn.functional.cross_entropy, dict(ema=ema))
+    step((torch.randn(8, 5), torch.randint(0, 3, (8,))))
+    step.save(tmp_path / "run.pth")
+    loaded = weights_in(load_checkpoint(tmp_path / "run.pth"), "run.pth")
+    torch.testing.assert_close(loaded, dict(network.state_dict()), rtol=0, atol=0)
 
 
 def test_vector_classifiers_are_exported_with_a_shape(write_run, capsys):

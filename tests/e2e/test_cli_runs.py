@@ -101,6 +101,13 @@ def test_rows_can_be_sorted_by_the_best_value(tmp_path, capsys):
     assert values == [(40.0, 20.0), (30.0, 10.0)]
 
 
+def test_extremes_of_the_loss_are_those_of_training(tmp_path, capsys):
+    curves = {"train/loss": curve([3.0, 2.0]), "val/loss": curve([9.0, 8.0])}
+    reported(tmp_path, "run", curves=curves)
+    (row,) = json.loads("\n".join(rows(capsys, tmp_path, "--columns", "loss.min,val/loss.max", "--json")))
+    assert (row["loss"], row["loss.min"], row["val/loss.max"]) == (2.0, 2.0, 9.0)
+
+
 def test_rows_are_filtered_by_columns_and_settings(runs, capsys):
     assert names(rows(capsys, runs, "--filter", "status=failed")) == [BAD]
     assert names(rows(capsys, runs, "--filter", "optim_wrapper.optimizer.lr=1e-1")) == ["good"]

@@ -85,6 +85,24 @@ def test_results_for_other_values_are_kept(tmp_path, in_process):
     assert results(tmp_path)[:2] == before[::-1]
 
 
+def test_added_seeds_are_part_of_the_mean(tmp_path, in_process, capsys):
+    assert main(["train", "tiny.py", "--sweep", "randomness.seed=1"]) == 0
+    capsys.readouterr()
+    assert main(["train", "tiny.py", "--sweep", "randomness.seed=2", "--resume"]) == 0
+    first, second = (run["metrics"]["acc"] for run in results(tmp_path))
+    assert f"{(first + second) / 2:.4g} ±" in capsys.readouterr().out.partition("over the seeds:")[2]
+
+
+def test_resume_with_other_values_and_different_settings_raises_an_error(tmp_path, in_process, capsys):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
+    assert (
+        main(["train", "tiny.py", "--sweep", f"{LR}=0.2", "--resume", "optim_wrapper.accumulative_counts=2"])
+        != 0
+    )
+    assert "different values for optim_wrapper.accumulative_counts" in capsys.readouterr().err
+    assert len(in_process) == 1
+
+
 def test_new_sweep_does_not_replace_an_earlier_one(tmp_path, in_process, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
     before = results(tmp_path)

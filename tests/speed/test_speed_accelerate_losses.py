@@ -152,6 +152,18 @@ def test_outputs_of_a_model_are_not_a_result_of_compute_loss(kind, remedy):
         step(text()[0])
 
 
+def test_loss_per_sample_is_not_a_scalar():
+    model = model_of(Classifier)
+    step = accelerate(
+        model,
+        sgd(model),
+        speed={},
+        compute_loss=lambda model, batch: {"loss": model(**batch)["logits"][:, 0]},
+    )
+    with pytest.raises(LossError, match=r"use its mean\(\) or sum\(\)"):
+        step(text()[0])
+
+
 # ---- several models -----------------------------------------------------------------------------------
 
 

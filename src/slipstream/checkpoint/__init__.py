@@ -16,6 +16,7 @@ from slipstream.checkpoint.schema import (
     PENDING,
     RESUMED,
     check,
+    step_average,
     weights_in,
 )
 from slipstream.checkpoint.search import (
@@ -76,6 +77,7 @@ __all__ = [
     "save_checkpoint",
     "set_random_state",
     "sharded_name",
+    "step_average",
     "stored_config",
     "structure",
     "structure_changes",

@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "describe_value",
     "is_readable",
+    "step_average",
     "weights_in",
 ]
 
@@ -55,20 +56,33 @@ def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
 def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
     """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
 
-    If a training step from `slipstream.accelerate` saved the file with an average of the weights, the average is
-    returned instead of the weights, as for a Runner's checkpoint, whose `state_dict` contains the average.
+    If a training step from `slipstream.accelerate` saved the file with an average of the weights that has been updated,
+    the average is returned instead of the weights, as for a Runner's checkpoint, whose `state_dict` contains the
+    average.
 
     Raises:
         CheckpointError: the entry is not a dict, or one of its keys is not a string.
     """
     state = checkpoint.get("state_dict", checkpoint)
     check(state, _by_name(_anything), source, "state_dict")
+    return {**state, **step_average(checkpoint, source)}
+
+
+def step_average(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
+    """Return the average of the weights in a file from `TrainStep.save`, or an empty dict if there is none.
+
+    Raises:
+        CheckpointError: the entry `step.average` is invalid.
+    """
     step = checkpoint.get("step")
-    average = step.get("average", {}) if isinstance(step, Mapping) else {}
-    check(average, _by_name(_anything), source, "step.average")
-    prefix = "module."  # the other entry is the number of updates
-    averaged = {name[len(prefix) :]: value for name, value in average.items() if name.startswith(prefix)}
-    return {**state, **averaged}
+    if not isinstance(step, Mapping) or "average" not in step:
+        return {}
+    average = step["average"]
+    check(average, _AVERAGE, source, "step.average")
+    if not average["steps"]:  # before its first update, the average contains the initial weights
+        return {}
+    prefix = "module."
+    return {name[len(prefix) :]: value for name, value in average.items() if name.startswith(prefix)}
 
 
 def describe_value(value: Any) -> str:
@@ -283,10 +297,11 @@ DESCRIPTION = _entries(
     },
 )
 """The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""
+_AVERAGE = _all(_by_name(_anything), _entries({"steps": _step}))
 ACCELERATED = _entries(
     {"optimizer": _mapping, "steps": _count},
     {
-        "average": _all(_by_name(_anything), _entries({"steps": _step})),
+        "average": _AVERAGE,
         "gradients": _each(_optional(_tensor)),
         "other_tensors": _each(_tensor),
         "unfinished": _count,

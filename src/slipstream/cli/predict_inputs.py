@@ -80,6 +80,8 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
             raise DataError(f"no file matches {name}; check the pattern")
         base = _without_pattern(path)
         for match in matches:
+            if out in (Path(match).resolve(), *Path(match).resolve().parents):
+                continue
             if Path(match).is_dir():
                 yield from _match(match, out, base)
             else:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
@@ -77,15 +77,8 @@ def sweep(args: argparse.Namespace) -> int:
         )
     runs = list(_runs(args, values))
     base = Path(runs[0].folder).parent
-    earlier = _earlier_rows(base)
-    if earlier and args.resume is not True:
-        raise ConfigError(
-            f"{base} contains an earlier sweep; to continue it or to add values, use `--resume`; for a new sweep, set "
-            "a different `--work-dir` or delete the folder",
-            "--sweep",
-        )
-    others = _restore_completed(base, runs, earlier)
-    _write(base, runs, others)
+    others = _restore_completed(base, runs, _earlier_runs(base, args.resume is True))
+    _write(base, [*runs, *others])
     status = 0
     try:
         with interrupt_on_sigterm():
@@ -98,14 +91,15 @@ def sweep(args: argparse.Namespace) -> int:
                 if _train(args, run) == _preempted_status():
                     status = _preempted_status()
                     break
-                _write(base, runs, others)
+                _write(base, [*runs, *others])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
     finally:
-        _write(base, runs, others)
-        _print(runs)
-        _print_means(runs)
+        _write(base, [*runs, *others])
+        shown = [*runs, *(run for run in others if run.values.keys() == runs[0].values.keys())]
+        _print(shown)
+        _print_means(shown)
         print(f"Results: {base / 'sweep.json'}")
     return status or int(any(run.status for run in runs))
 
@@ -186,48 +180,55 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
         yield Run(selected, str(base / name), list(args.overrides))
 
 
-def _earlier_rows(base: Path) -> list[dict[str, Any]]:
-    """Return the rows in `sweep.json`, or an empty list if the file cannot be read."""
+def _earlier_runs(base: Path, resume: bool) -> list[Run]:
+    """Return the runs in `sweep.json`, or an empty list if the file does not exist or cannot be read.
+
+    Raises:
+        ConfigError: the file exists, but `--resume` is not given.
+    """
+    file = base / "sweep.json"
+    if not resume and file.exists():
+        raise ConfigError(
+            f"{base} contains an earlier sweep; to continue it or to add values, use `--resume`; for a new sweep, set "
+            "a different `--work-dir` or delete the folder",
+            "--sweep",
+        )
     try:
-        return [
-            row
-            for row in json.loads((base / "sweep.json").read_text(encoding="utf-8"))
-            if isinstance(row, dict)
-        ]
-    except (OSError, ValueError, TypeError):
-        return []  # with `--resume`, each run continues from its last checkpoint
+        rows = [Run(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+        for run in rows:
+            run.metrics = {name: float(value) for name, value in run.metrics.items()}
+        return [run for run in rows if Path(run.folder).parent == base]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []  # each run continues from its last checkpoint
 
 
-def _restore_completed(
-    base: Path, runs: Sequence[Run], earlier: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Restore the results of runs that an earlier invocation completed, and return the rows of all other runs.
+def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
+    """Restore the results of runs that an earlier invocation completed, and return its runs with other values.
 
     Raises:
         ConfigError: the earlier invocation used different overrides, so its results do not apply to these settings.
     """
-    others = [row for row in earlier if all(row.get("values") != run.values for run in runs)]
-    for run, row in itertools.product(runs, earlier):
-        folder = row.get("folder")
-        if row.get("values") != run.values or not isinstance(folder, str) or Path(folder).parent != base:
-            continue
-        run.folder = folder  # its number can differ if values were added to the sweep
-        if keys := _changed_keys(row.get("overrides"), run.overrides):
+    for before in earlier:
+        if keys := _changed_keys(before.overrides, runs[0].overrides):
             raise ConfigError(
                 f"the sweep in {base} was previously run with different values for {', '.join(keys)}, so its results "
                 "do not apply to these settings; use the same overrides, or a different work_dir",
                 "--resume",
             )
-        if row.get("status") == 0 and row.get("overrides") == run.overrides:
-            metrics = {name: float(value) for name, value in row["metrics"].items()}
-            run.status, run.seconds, run.metrics = 0, row["seconds"], metrics
+    others = [before for before in earlier if all(before.values != run.values for run in runs)]
+    for run, before in itertools.product(runs, earlier):
+        if before.values != run.values:
+            continue
+        run.folder = before.folder  # its number can differ if values were added to the sweep
+        if before.status == 0 and before.overrides == run.overrides:
+            run.status, run.seconds, run.metrics = 0, before.seconds, before.metrics
     _separate_folders(runs, others)
     return others
 
 
-def _separate_folders(runs: Sequence[Run], others: Sequence[Mapping[str, Any]]) -> None:
+def _separate_folders(runs: Sequence[Run], others: Sequence[Run]) -> None:
     """Give each run its own folder, because a restored folder can have the shortened name of another run."""
-    taken = {run.folder for run in runs if run.status == 0} | {str(row.get("folder")) for row in others}
+    taken = {run.folder for run in (*(run for run in runs if run.status == 0), *others)}
     for run in runs:
         if run.status == 0:
             continue
@@ -237,9 +238,9 @@ def _separate_folders(runs: Sequence[Run], others: Sequence[Mapping[str, Any]]) 
         taken.add(run.folder)
 
 
-def _changed_keys(before: object, now: list[str]) -> list[str]:
+def _changed_keys(before: list[str], now: list[str]) -> list[str]:
     """Return the keys of the overrides that differ, except those that set the length of the runs."""
-    changed = set(before if isinstance(before, list) else ()) ^ set(now)
+    changed = set(before) ^ set(now)
     return sorted({word.partition("=")[0].lstrip("+") for word in changed} - _LENGTHS)
 
 
@@ -288,11 +289,8 @@ def write_result(path: str, runner: Runner) -> None:
     write_text(Path(path), json.dumps(metrics))
 
 
-def _write(base: Path, runs: Sequence[Run], others: Sequence[dict[str, Any]]) -> None:
-    """Write the runs, and the rows of runs with other values, to `sweep.json`.
-
-    NaN and infinity are converted to strings, because JSON cannot represent them.
-    """
+def _write(base: Path, runs: Sequence[Run]) -> None:
+    """Write `sweep.json`. NaN and infinity are converted to strings, because JSON cannot represent them."""
     from slipstream.files import write_text
 
     base.mkdir(parents=True, exist_ok=True)
@@ -301,7 +299,7 @@ def _write(base: Path, runs: Sequence[Run], others: Sequence[dict[str, Any]]) ->
         row["metrics"] = {
             name: value if math.isfinite(value) else str(value) for name, value in row["metrics"].items()
         }
-    write_text(base / "sweep.json", json.dumps([*rows, *others], indent=1, allow_nan=False) + "\n")
+    write_text(base / "sweep.json", json.dumps(rows, indent=1, allow_nan=False) + "\n")
 
 
 def _print(runs: Sequence[Run]) -> None:

@@ -23,7 +23,8 @@ def print_table(
 ) -> None:
     """Print a table at most as wide as the terminal or `width` columns, whichever is larger; see `make_table`.
 
-    If `width` is None and the output is not a terminal, for example a pipe, no cell is wrapped.
+    If `width` is None, the table is at most as wide as the terminal; if the output is not a terminal, for example a
+    pipe, no cell is wrapped.
     """
     from rich.console import Console
 

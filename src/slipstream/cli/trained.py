@@ -16,6 +16,7 @@ from slipstream.checkpoint import (
     checkpoint_of,
     load_checkpoint,
     load_weights,
+    step_average,
     stored_config,
     weights_in,
 )
@@ -170,8 +171,6 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
     meta = checkpoint.get("meta")
     if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
         details.append(f"epoch {epoch}")
-    if "ema_state_dict" in checkpoint or (
-        isinstance(step := checkpoint.get("step"), Mapping) and "average" in step
-    ):
+    if "ema_state_dict" in checkpoint or step_average(checkpoint, path):
         details.append("average of the weights")
     return f"{path} ({', '.join(details)})" if details else str(path)

@@ -174,8 +174,8 @@ def tuned_text(record: RunRecord) -> str:
     return (
         f"slipstream tune has measured this configuration on this machine: with {' + '.join(tuned.adopted)}, training "
         f"steps {'probably ' * tuned.is_uncertain}run {tuned.ratio:.2f} times as fast as without these options "
-        f"({interval}; validation is not included). Run the same slipstream tune command again, with the same budget, "
-        "options and overrides, to write this result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
+        f"({interval}; validation is not included). Run slipstream tune again with the same arguments to write this "
+        "result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
     )
 
 

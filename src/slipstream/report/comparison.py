@@ -153,9 +153,10 @@ def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[Any]]]:
     keys = sorted({key for record in records for key in record.config} - set(_RUN_SPECIFIC_SETTINGS))
     rows = [(key, [_setting(record.config, key) for record in records]) for key in keys]
     # The environment contains the seed because the configuration may not.
-    hidden = (
-        {"seed"} if all("randomness.seed" in record.config for record in records if record.config) else set()
-    )
+    configured = [
+        (record.config.get("randomness.seed"), record.environment.get("seed")) for record in records
+    ]
+    hidden = {"seed"} if all(str(seed) == used for seed, used in configured) else set()
     names = sorted({name for record in records for name in record.environment} - hidden)
     rows += [
         (f"environment: {name}", [_setting(record.environment, name) for record in records]) for name in names

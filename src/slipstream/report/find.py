@@ -128,6 +128,7 @@ def record_value(record: RunRecord, key: str) -> Any:
     if (curve := _curve(record, key)) is not None:
         return curve.last()
     scalar, _, kind = key.rpartition(".")
+    scalar = "train/loss" if scalar == "loss" else scalar  # as in the column `loss`
     if kind in ("min", "max") and (curve := _curve(record, scalar)) is not None:
         return curve.lowest() if kind == "min" else curve.highest()
     return record.config.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,7 +106,7 @@ def accelerate(
     check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     device = default_device()
     plan, no_effect = _complete_plan(speed, model, device)
-    prepared = prepare_model(model, plan, device)
+    prepared = prepare_model(model, plan, device, logging.getLogger("slipstream").warning)
     if isinstance(loss_fn, nn.Module):
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
@@ -374,28 +374,24 @@ class TrainStep:
                 "ema=dict(type='threshold'), which starts with a small decay"
             )
 
-    @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
+    def averaged(self) -> AbstractContextManager[nn.Module]:
         """Swap the averaged weights into the unwrapped model within the context.
 
         Without `ema`, the model is unchanged, and the first call logs a warning.
         """
         if self.average is None:
             self._warn_once("The option ema is off, so averaged() yields the model itself")
-        before, self._in_averaged = self._in_averaged, self.average is not None
-        try:
-            with self._swapped_in(average=True) as core:
-                yield core
-        finally:
-            self._in_averaged = before
+        return self._swapped_in(average=True)
 
     @contextmanager
     def _swapped_in(self, average: bool) -> Iterator[nn.Module]:
         core = unwrap_model(self.model)
-        with ExitStack() as stack:
-            if self.average is not None:
-                stack.enter_context(self.average.swapped_in(core, average))
-            yield core
+        before, self._in_averaged = self._in_averaged, average and self.average is not None
+        try:
+            with nullcontext() if self.average is None else self.average.swapped_in(core, average):
+                yield core
+        finally:
+            self._in_averaged = before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the training state, except the state of the model.
@@ -478,7 +474,7 @@ class TrainStep:
         return begin + self.optim.accumulative_counts
 
     def _check_not_averaged(self, method: str) -> None:
-        if self.average is not None and self.average.swapped:
+        if self._in_averaged:
             raise CheckpointError(
                 f"{method}() cannot be called inside `with step.averaged()`, because the model contains the averaged "
                 "weights there; call it after the block, or use save() and load(), which work everywhere"

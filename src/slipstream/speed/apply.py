@@ -31,10 +31,10 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
+from slipstream.speed.cpu_fixes import correct_group_norms, correct_strided_convolutions
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
-from slipstream.speed.onednn_fixes import correct_strided_convolutions
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import cuda_settings
@@ -54,14 +54,20 @@ __all__ = [
 ]
 
 
-def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
+def prepare_model(
+    model: nn.Module, plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]
+) -> nn.Module:
     """Return the model on its device with the plan's options applied, wrapped if there are several processes.
+
+    `warn` is called with a message about each option that can compute wrong results for a part of the model.
 
     Raises:
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
     if device.type == "cpu" and (plan.channels_last or plan.compile is not None):
-        correct_strided_convolutions(model)
+        correct_strided_convolutions(model, warn)
+    if device.type == "cpu" and plan.channels_last:
+        correct_group_norms(model)
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
         return to_device(model, device)
@@ -147,13 +153,6 @@ def overrides_train_step(model: nn.Module) -> bool:
     return getattr(type(model), "train_step", standard[0]) not in standard
 
 
-def _is_invalid(cfg: Any) -> bool:
-    """Return whether `cfg` is a dict that describes neither one optimizer nor several wrappers."""
-    if not isinstance(cfg, Mapping) or {"optimizer", "constructor"} & set(cfg):
-        return False
-    return not all(isinstance(part, OptimWrapper) for part in cfg.values())
-
-
 def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     """Return the optimizer wrapper's configuration with the plan's precision, accumulation and clipping.
 
@@ -167,9 +166,10 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     changes = {key: value for option in options for key, value in _WRAPPER_OPTIONS[option](plan).items()}
     if not changes:
         return cfg
-    if _is_invalid(cfg):
-        return cfg  # `build_optim` raises the error
     if not is_plain_wrapper(cfg):
+        has_names = isinstance(cfg, Mapping) and not {"optimizer", "constructor"} & set(cfg)
+        if has_names and not all(isinstance(part, OptimWrapper) for part in cfg.values()):
+            return cfg  # `build_optim` raises the error
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         if isinstance(cfg, Mapping):

@@ -171,7 +171,11 @@ def _as_dict(loss: Any) -> Losses:
             "the loss function must return a scalar tensor or a dict of scalar tensors, not "
             f"{type(loss).__name__}{remedy}"
         )
-    others = [name for name, value in loss.items() if isinstance(value, Tensor) and value.numel() != 1]
+    others = [
+        name
+        for name, value in loss.items()
+        if name != "loss" and isinstance(value, Tensor) and value.numel() != 1
+    ]
     if others and "loss" in loss:
         raise LossError(
             f"the loss function must return a scalar tensor or a dict of scalar tensors, but {others} are not scalars; "

@@ -117,8 +117,7 @@ class TuneResult:
             if (steps := outcome.steps_per_epoch) is not None:
                 yield (
                     f"One epoch of {steps} step{'s' * (steps != 1)}: {steps * before:.3g} s before, "
-                    f"{steps * after:.3g} s after (without validation and the start of worker "
-                    "processes)."
+                    f"{steps * after:.3g} s after (without validation and the start of worker processes)."
                 )
             if "compile" in outcome.setting.speed and after < before:
                 num_steps = ceil(outcome.compile_seconds / (before - after))

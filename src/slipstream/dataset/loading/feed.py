@@ -43,7 +43,7 @@ def feed(
     """Return an iterable of the batches of `loader` on `device`, which defaults to the accelerator or the CPU.
 
     The worker processes of a DataLoader ignore signals to the whole process group, so that the loop can save its state
-    after such a signal (see `Preemption`).
+    after such a signal (see `Preemption`). This does not apply to the start method `forkserver`.
     """
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 

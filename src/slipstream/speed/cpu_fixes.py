@@ -1,29 +1,28 @@
-"""A correction of convolutions whose weight gradient oneDNN computes incorrectly on CPUs."""
+"""Corrections of modules that torch computes incorrectly on CPUs in the channels_last layout."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.logging import print_log
-
-__all__ = ["correct_strided_convolutions"]
+__all__ = ["correct_group_norms", "correct_strided_convolutions"]
 
 _VECTOR_WIDTH = 16
 """Number of float32 values in the largest vector register of an x86 processor."""
 
 
-def correct_strided_convolutions(model: nn.Module) -> None:
+def correct_strided_convolutions(model: nn.Module, warn: Callable[[str], None]) -> None:
     """Make the affected convolutions select every n-th pixel first and use a stride of 1, which is equivalent.
 
     For a 1x1 convolution with a stride and fewer input channels than a vector register holds, oneDNN's weight gradient
     in the channels_last layout writes beyond the end of a buffer: gradients can be wrong, and memory is corrupted
     (https://github.com/uxlfoundation/oneDNN/issues/6035, in oneDNN 3.12, which torch 2.13 contains). Inductor uses this
-    layout for all convolutions on CPUs. Affected modules whose class computes the convolution itself are not changed,
-    and a warning is logged.
+    layout for all convolutions on CPUs. For affected transposed convolutions, and for classes that compute the
+    convolution themselves, `warn` is called instead.
     """
     for name, module in model.named_modules():
         if not _is_affected(module):
@@ -36,14 +35,30 @@ def correct_strided_convolutions(model: nn.Module) -> None:
         ):
             module._conv_forward = partial(_convolve_selected, module.stride)
         else:
-            print_log(
+            replacement = (
+                "Use nn.Conv2d's own forward, or" if issubclass(kind, nn.Conv2d) else "To prevent this,"
+            )
+            warn(
                 f"The weight gradient of '{name}' ({kind.__name__}, with a 1x1 kernel, a stride and fewer than "
                 f"{_VECTOR_WIDTH} channels) can be wrong in the channels_last layout, which channels_last and compile "
-                "use on CPUs (https://github.com/uxlfoundation/oneDNN/issues/6035). Replace it with "
-                "nn.Conv2d, or disable both options",
-                "current",
-                logging.WARNING,
+                f"use on CPUs (https://github.com/uxlfoundation/oneDNN/issues/6035). {replacement} disable both options"
             )
+
+
+def correct_group_norms(model: nn.Module) -> None:
+    """Let GroupNorm modules convert their inputs to the default layout.
+
+    In the channels_last layout, torch 2.13 computes the variance as the difference of two means, which loses digits if
+    the mean is large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not
+    require a gradient, the backward pass ends with a segmentation fault.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm) and _make_contiguous not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_make_contiguous)
+
+
+def _make_contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
 
 
 def _is_affected(module: nn.Module) -> bool:
