@@ -129,3 +129,20 @@ def test_sigterm_handler_is_restored():
     with interrupt_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_process_saves_its_state_if_it_ignores_ctrl_c_like_background_jobs(tmp_path):
+    script = f"""
+import signal, sys, time
+assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+signal.signal(signal.SIGTERM, lambda *_: (open({str(tmp_path / "saved")!r}, "w").close(), sys.exit(75)))
+time.sleep(60)
+"""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        start = time.monotonic()
+        run_child(["-c", script], timeout=1.0, quiet=True)
+        assert time.monotonic() - start < 15  # without the grace period for SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "saved").exists()

@@ -252,6 +252,23 @@ def test_metrics_named_after_times_and_nan_are_in_the_results(tmp_path, capsys):
         command = [*command, "--resume"]
 
 
+def test_run_that_completes_after_an_interruption_is_complete(tmp_path, monkeypatch):
+    def completes(argv):
+        path = next(word for word in argv if word.startswith("--result=")).partition("=")[2]
+        Path(path).write_text('{"acc": 0.5}')
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_child", completes)
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.2"]) == 130
+    first, second = results(tmp_path)
+    assert (first["status"], first["error"], first["metrics"], second["status"]) == (
+        0,
+        "",
+        {"acc": 0.5},
+        None,
+    )
+
+
 def test_ctrl_c_keeps_the_table(tmp_path, monkeypatch, capsys):
     def interrupted(argv):
         raise KeyboardInterrupt

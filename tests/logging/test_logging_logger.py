@@ -1,7 +1,9 @@
 import copy
+import io
 import logging
 import pickle
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -171,3 +173,20 @@ def test_log_file_on_a_full_disk_is_reported_once(capsys):
         captured.out.count("The log file /dev/full cannot be written: the disk containing /dev is full") == 1
     )
     assert "Traceback" not in captured.err
+
+
+class _ClosedPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_closed_output_does_not_stop_the_log_file(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", _ClosedPipe())
+    logger = build_logger("run", tmp_path / "run.log")
+    logger.info("one")
+    logger.info("two")
+    logger.close()
+    text = (tmp_path / "run.log").read_text()
+    assert "one" in text
+    assert "two" in text
+    assert "Logging error" not in capfd.readouterr().err

@@ -35,7 +35,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
     ("changes", "start", "hint"),
     [
         # train_cfg
-        (dict(train_cfg=dict(max_epochs=2)), "train_cfg: ", "by_epoch"),
+        (dict(train_cfg=dict(max_epochs=2)), "train_cfg: ", "by_epoch=False (with max_iters)"),
         (dict(train_cfg=dict(by_epochs=True, max_epochs=2)), "train_cfg: ", "did you mean 'by_epoch'"),
         (dict(train_cfg=dict(by_epoch=True, max_epoch=2)), "train_cfg: ", "did you mean 'max_epochs'"),
         (dict(train_cfg=dict(by_epoch=True)), "train_cfg: ", "max_epochs"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from slipstream import Runner
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks import Hook
 from tiny_runs import Net, assert_same, loader, samples, training
 
@@ -103,6 +103,35 @@ def test_run_with_one_cycle_can_be_resumed(tmp_path):
     second = Runner(**arguments(tmp_path / "part", one_cycle, default_hooks=every, resume=True))
     second.train()
     assert_same(second.model.state_dict(), whole.model.state_dict())
+
+
+def resumed_with(tmp_path, first, second):
+    """Train two epochs with one schedule, then resume with another and one more epoch; return the captured warnings."""
+    by_epoch = dict(by_epoch=True, max_epochs=2)
+    Runner(**arguments(tmp_path, first, train_cfg=by_epoch)).train()
+    more = arguments(
+        tmp_path, second, train_cfg=dict(by_epoch, max_epochs=3), resume=True, log_level="WARNING"
+    )
+    Runner(**more).train()
+
+
+def test_changed_length_of_a_resumed_one_cycle_is_rejected(tmp_path):
+    def cycle(steps):
+        return lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)
+
+    with pytest.raises(
+        CheckpointError, match=r"created with total_steps=15, but .* contains total_steps=10, which torch"
+    ):
+        resumed_with(tmp_path, cycle(10), cycle(15))
+
+
+def test_changed_arguments_of_a_resumed_torch_scheduler_are_reported(tmp_path, capsys):
+    resumed_with(
+        tmp_path,
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 2),
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3),
+    )
+    assert "CosineAnnealingLR was created with T_max=3, but" in capsys.readouterr().out
 
 
 def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):

@@ -516,6 +516,10 @@ def test_close_logs_the_compile_report(caplog):
             "optimizer: contains none of the model's parameters",
         ),
         (dict(loss_fn=3), "loss_fn: must be a function, not 3"),
+        (
+            dict(loss_fn=nn.CrossEntropyLoss),
+            r"loss_fn: must be an instance, not the class; use CrossEntropyLoss\(\)",
+        ),
     ],
 )
 def test_mismatched_model_optimizer_or_loss_raises_an_error(change, message):

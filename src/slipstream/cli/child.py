@@ -97,7 +97,9 @@ def _end(process: subprocess.Popen[str], grace: float) -> None:
     children = descendants(process.pid) if process.poll() is None else {}
     try:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            # A process started in the background by a script, and its children, ignore SIGINT.
+            ignores_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            process.send_signal(signal.SIGTERM if ignores_sigint else signal.SIGINT)
             process.wait(grace)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # on SIGTERM, a launcher terminates its processes

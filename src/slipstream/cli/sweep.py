@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
@@ -256,10 +257,15 @@ def _train(args: argparse.Namespace, run: Run) -> int:
         if args.max_restarts:
             argv.append(f"--max-restarts={args.max_restarts}")
         run.status, run.error = 130, "interrupted"  # these values remain if the run is interrupted
-        child: Child = run_child(argv)
-        if result.is_file():
-            run.metrics = json.loads(result.read_text(encoding="utf-8"))
-    run.status, run.error, run.seconds = child.status, child.reason, child.seconds
+        start = perf_counter()
+        try:
+            child: Child = run_child(argv)
+            run.status, run.error, run.seconds = child.status, child.reason, child.seconds
+        finally:
+            if result.is_file():
+                run.metrics = json.loads(result.read_text(encoding="utf-8"))
+                if run.status == 130:  # the run completed before it was interrupted
+                    run.status, run.error, run.seconds = 0, "", perf_counter() - start
     return child.status
 
 

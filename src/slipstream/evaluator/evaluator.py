@@ -120,7 +120,8 @@ def _metric(entry: Any) -> BaseMetric:
         return TorchMetric(metric, **options)
     if not isinstance(metric, BaseMetric):
         raise ConfigError(
-            f"a metric must be a BaseMetric, a torchmetrics object or a dict with a 'type', got {metric!r}",
+            f"a metric must be a BaseMetric, a torchmetrics object or a dict with a 'type', got {metric!r}; to "
+            "evaluate only the loss, set val_evaluator='loss'",
             "metrics",
         )
     return metric

@@ -107,6 +107,8 @@ class _ConsoleHandler(logging.Handler):
             else:  # rich would wrap the line at 80 columns
                 self.console.file.write(line + "\n")
                 self.console.file.flush()
+        except BrokenPipeError:
+            pass  # the program that reads the output has ended; the log file contains all records
         except Exception:
             self.handleError(record)
 

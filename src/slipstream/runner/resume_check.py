@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from slipstream.checkpoint import (
@@ -32,6 +33,7 @@ __all__ = [
     "check_content",
     "check_matches",
     "check_stream",
+    "check_torch_schedules",
     "learning_rates",
     "warn_of_learning_rates",
     "warn_of_length",
@@ -42,6 +44,11 @@ _TRAINING_KEYS = (
     "model", "loss_fn", "data_preprocessor", "optim_wrapper", "param_scheduler", "auto_scale_lr", "train_dataloader",
     "speed",
 )  # fmt: skip
+_TORCH_ARGUMENTS = (
+    "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "factor", "total_iters",
+    "start_factor", "end_factor", "power",
+)  # fmt: skip
+"""Arguments of torch's schedulers that do not change during training."""
 _LOADING_KEYS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout")
 """Settings of loaders that do not affect the results."""
 _MAX_SETTINGS = 5
@@ -124,7 +131,9 @@ def check_matches(
                 "so the next optimizer step uses fewer batches"
             )
     if schedulers:
-        _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)
+        saved = _required(checkpoint, "param_schedulers")
+        _check_schedulers(schedulers, saved, "param_schedulers", source)
+        check_torch_schedules(schedulers, saved, source, warn)
 
 
 def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
@@ -174,6 +183,38 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
         f"that end with the run do not start again: {values}. To train with a complete schedule, start a new run from "
         "these weights with load_from; to keep a schedule unchanged, set its end"
     )
+
+
+def check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn: Warn) -> None:
+    """Warn if a torch scheduler was created with other arguments than that of the run that wrote the checkpoint.
+
+    torch's `load_state_dict` restores the old arguments.
+
+    Raises:
+        CheckpointError: `total_steps` has changed. With the old value, training would not end with the schedule.
+    """
+    if isinstance(schedulers, dict):
+        for name, part in schedulers.items():
+            check_torch_schedules(part, saved.get(name, []), source, warn)
+        return
+    for scheduler, state in zip(schedulers or (), saved, strict=False):
+        inner = getattr(scheduler, "scheduler", None)
+        if not isinstance(inner, LRScheduler) or not isinstance(state.get("scheduler"), Mapping):
+            continue
+        own, before = inner.state_dict(), state["scheduler"]
+        for name in _TORCH_ARGUMENTS:
+            if name not in own or own[name] == before.get(name, own[name]):
+                continue
+            message = (
+                f"{type(inner).__name__} was created with {name}={own[name]}, but {source} contains {name}="
+                f"{before[name]}, which torch restores"
+            )
+            if name == "total_steps":
+                raise CheckpointError(
+                    f"{message}. Create it with {name}={before[name]} and train for that many steps, or start a new "
+                    "run from these weights with load_from"
+                )
+            warn(f"{message}. To use the new value, start a new run from these weights with load_from")
 
 
 def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:

@@ -242,7 +242,7 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
         return options
     if "by_epoch" not in options:
         known = ("by_epoch", "type", "max_epochs", "max_iters")
-        hint = next((h for key in options if (h := did_you_mean(key, known))), "")
+        hint = next((h for key in options if key not in known and (h := did_you_mean(key, known))), "")
         raise ConfigError(
             f"requires by_epoch=True (with max_epochs) or by_epoch=False (with max_iters){hint}", "train_cfg"
         )

@@ -220,6 +220,9 @@ class TrainStep:
         )
         fuse_optim(self.optim, plan)
         add_parts(plan, model, self.optim)
+        if self.optim.accumulative_counts > 1:
+            # Suppress torch's warning if a schedule steps before the first update.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self._total_steps = total_steps
         self._is_longer = False  # whether training has continued after total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)

@@ -44,6 +44,8 @@ def read_losses(
     for name, function in {"loss_fn": loss_fn, "compute_loss": compute_loss}.items():
         if function is not None and not callable(function):
             raise ConfigError(f"must be a function, not {function!r}{_hint(name, function)}", name)
+        if isinstance(function, type):
+            raise ConfigError(f"must be an instance, not the class; use {function.__name__}()", name)
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError(
             "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"

@@ -59,9 +59,9 @@ class TuneResult:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the interval of an adopted option, or of the whole combination, includes a ratio of 1."""
+        """Whether the interval of an adopted option, or of the whole combination, includes a gain below 1%."""
         adopted = [row.estimate for row in self.rows if row.status == "adopted"]
-        return any(estimate.low <= 1 for estimate in (*adopted, self.outcome.total) if estimate is not None)
+        return any(estimate.low < 1.01 for estimate in (*adopted, self.outcome.total) if estimate is not None)
 
     @property
     def rows(self) -> list[Row]:
@@ -95,7 +95,7 @@ class TuneResult:
         if not any(row.estimate for row in outcome.rows):
             yield f"No option was measured for {self.name}; keep the current options."
         elif total is None:
-            yield f"No measured option makes {self.name} faster on this machine; keep the current options."
+            yield f"No measured option was shown to make {self.name} faster on this machine; keep the current options."
             counts = {name: sum(row.status == name for row in outcome.rows) for name in _UNDECIDED}
             if undecided := ", ".join(f"{count} {name}" for name, count in counts.items() if count):
                 yield (
@@ -107,7 +107,7 @@ class TuneResult:
             interval = (  # the product of the individual intervals is not a confidence interval for the product
                 "product of the individual ratios"
                 if outcome.total_is_product
-                else f"{total.low:.2f} to {total.high:.2f}, measured against the baseline"
+                else f"{total.low:.2f} to {total.high:.2f} in {total.rounds} rounds, measured against the baseline"
             )
             fastest = "Probably fastest" if self.is_uncertain else "Fastest"
             yield (
@@ -115,9 +115,14 @@ class TuneResult:
                 f"({interval})."
             )
             if (steps := outcome.steps_per_epoch) is not None:
+                interval = (
+                    ""
+                    if outcome.total_is_product
+                    else f"{steps * before / total.high:.3g} to {steps * before / total.low:.3g} s; "
+                )
                 yield (
                     f"One epoch of {steps} step{'s' * (steps != 1)}: {steps * before:.3g} s before, "
-                    f"{steps * after:.3g} s after (without validation and the start of worker processes)."
+                    f"{steps * after:.3g} s after ({interval}without validation and the start of worker processes)."
                 )
             if "compile" in outcome.setting.speed and after < before:
                 num_steps = ceil(outcome.compile_seconds / (before - after))
