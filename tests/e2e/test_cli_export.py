@@ -217,9 +217,9 @@ def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(tmp_
         ]
         assert main(command) == 0
         scores = run_alone("torch", inputs)
-        np.testing.assert_allclose(
-            scores - scores[:1], expected - expected[:1], atol=1e-5
-        )  # without the bias
+        # The difference between two inputs does not contain the bias.
+        np.testing.assert_allclose(scores - scores[:1], expected - expected[:1], atol=1e-5)
+        assert "no normalization" in json.loads(Path("run.pt2.json").read_text())["input"]["values"]
     assert "run.pth (average of the weights)" in capsys.readouterr().out
 
 

@@ -151,6 +151,24 @@ def test_output_folder_must_not_contain_the_input_folder(tmp_path, monkeypatch, 
         find_inputs(["photos"], Path(out))
 
 
+def test_results_of_earlier_calls_are_not_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [
+        "road_mask.png",
+        "a.png",
+        "o1/classes.csv",
+        "o1/a_mask.png",
+        "o1/a_overlay.png",
+        "o1/clip_mask/000000.png",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for pattern in (".", "*", "**/*.png"):
+        found = find_inputs([pattern], tmp_path / "out")
+        assert sorted(str(item.path) for item in found) == ["a.png", "road_mask.png"]
+
+
 def test_unreadable_files_are_listed_and_the_others_are_processed(tmp_path, capsys):
     (tmp_path / "broken.png").write_bytes(b"no image")
     Image.fromarray(half_bright()[..., 0].astype(np.uint16) * 257).save("deep.png")

@@ -1,8 +1,9 @@
 """Tests of log output on each rank, and of warnings about unused configuration keys."""
 
-from slipstream.runner import logs
+from slipstream.runner import Runner, logs
 from slipstream.runner.user_config import unknown_key_warnings
 from slipstream.visualization import BaseVisBackend, Visualizer
+from tiny_runs import training
 
 
 class Recorder(BaseVisBackend):
@@ -29,3 +30,11 @@ def test_misspelled_keys_are_reported_but_variables_are_not():
         unknown_key_warnings(["parm_scheduler", "data_root", "compile"], ["param_scheduler", "compile"])
     )
     assert lines == ["The configuration key 'parm_scheduler' is not used; did you mean 'param_scheduler'?"]
+    assert list(unknown_key_warnings(["ema"], ["compile"])) == [
+        "The configuration key 'ema' is not used; set speed=dict(ema=...)"
+    ]
+
+
+def test_speed_options_in_cfg_are_reported(tmp_path, capsys):
+    Runner(**training(tmp_path, cfg=dict(ema=True), log_level="WARNING"))
+    assert "'ema' is not used; set speed=dict(ema=...)" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.hooks import Hook
 from slipstream.logging import HistoryBuffer
 from slipstream.model import BaseModel
@@ -192,7 +192,9 @@ def gan_training(work_dir, model, **changes):
 def test_gradient_penalty_of_a_compiled_block_names_the_remedy(tmp_path):
     compile = dict(scope="block", blocks=["critic"], backend="aot_eager")
     runner = Runner(**gan_training(tmp_path, PenaltyGan(), speed=dict(compile=compile)))
-    with pytest.raises(ModelError, match=r"leave the model out of compile\.blocks"):
+    with pytest.raises(
+        ModelError, match=r"leave the module whose gradients it differentiates out of compile\.blocks"
+    ):
         runner.train()
 
 
@@ -214,6 +216,25 @@ def test_gradient_penalty_of_a_compiled_block_names_the_remedy(tmp_path):
 def test_errors_for_several_optimizers_name_the_setting(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**gan_training(tmp_path, Gan(), **changes)).train()
+
+
+class Silent(Gan):
+    def train_step(self, data, optim_wrapper):
+        super().train_step(data, optim_wrapper)
+
+
+def test_train_step_without_logs_is_rejected(tmp_path):
+    with pytest.raises(
+        LossError, match=r"Silent\.train_step must return a dict of tensors to log, not NoneType"
+    ):
+        Runner(**gan_training(tmp_path, Silent())).train()
+
+
+def test_auto_scale_lr_requires_a_batch_size(tmp_path):
+    batches = list(zip(*(part.split(8) for part in samples()), strict=True))
+    scale = dict(enable=True, base_batch_size=16)
+    with pytest.raises(ConfigError, match="auto_scale_lr: requires a loader with a batch size"):
+        run(tmp_path, train_dataloader=batches, auto_scale_lr=scale)
 
 
 def test_each_optimizer_has_its_own_scheduler(tmp_path):

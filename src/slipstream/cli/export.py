@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         difference = _largest_difference(kind, file, network, trained.model, params, checks)
         meaning = _meaning(network, checks[1])
         write_text(
-            file.with_name(f"{out.name}.json"), _description(trained, shape, dynamic, difference, meaning)
+            file.with_name(f"{out.name}.json"),
+            _description(trained, shape, dynamic, difference, meaning, network.normalizes),
         )
         for written in sorted(Path(folder).iterdir()):
             written.replace(out.absolute().parent / written.name)
@@ -101,6 +102,7 @@ class _ExportedNetwork(nn.Module):
             scale, shift = params.view(2, -1, 1, 1)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
+        self.normalizes = bool((scale != 1).any() or (shift != 0).any())
         self.flips_channels, self.divisor = images.flips_channels, images.pad_size_divisor
         self.pad_value = images.pad_value
 
@@ -225,7 +227,12 @@ def _meaning(network: _ExportedNetwork, images: Tensor) -> str:
 
 
 def _description(
-    trained: TrainedModel, shape: Sequence[int], dynamic: bool, difference: float, meaning: str
+    trained: TrainedModel,
+    shape: Sequence[int],
+    dynamic: bool,
+    difference: float,
+    meaning: str,
+    normalizes: bool,
 ) -> str:
     included = (Affine, SegConvertToTensor, ToTensor, Normalize)
     pairs = zip(trained.transform_configs, trained.transforms, strict=True)
@@ -235,7 +242,9 @@ def _description(
             "name": "images",
             "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
             "dtype": "float32",
-            "values": "RGB, 0 to 255; the exported model normalizes them",
+            "values": "RGB, 0 to 255; the exported model normalizes them"
+            if normalizes
+            else "as the model's network expects them; the configuration contains no normalization",
         },
         "output": {"name": "scores", "meaning": meaning},
         "classes": list(trained.classes),

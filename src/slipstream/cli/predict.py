@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.cli.predict_inputs import Input, find_inputs, frame_rate, frames, video_writer
+from slipstream.cli.predict_inputs import TABLE, Input, find_inputs, frame_rate, frames, video_writer
 from slipstream.cli.tables import print_table, printable
 from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
 from slipstream.dataset.prediction import prepare_image
@@ -133,7 +133,7 @@ class _Job:
         writer.writerow(["file", *self.trained.classes])
         for name, counts in self.counts.items():
             writer.writerow([name, *(f"{share:.6f}" for share in _shares(counts))])
-        write_text(self.out / "classes.csv", table.getvalue(), "surrogateescape")
+        write_text(self.out / TABLE, table.getvalue(), "surrogateescape")
         if self.quiet:
             print(json.dumps(self._results(), indent=1))
         elif self.counts:
@@ -143,7 +143,7 @@ class _Job:
             cells = [(name, f"{share:.2%}", f"{files} of {len(self.counts)}") for name, share, files in rows]
             header = ("class", "share of pixels", "found in")
             print_table(header, cells, 60, right=header[1:])
-            print(f"Shares per file: {self.out / 'classes.csv'}")
+            print(f"Shares per file: {self.out / TABLE}")
         for message in self.failed.values():
             print(printable(f"slipstream: error: {message}"), file=sys.stderr)
 

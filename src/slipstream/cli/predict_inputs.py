@@ -16,9 +16,11 @@ from slipstream.errors import DataError
 from slipstream.extras import extra
 from slipstream.files import atomic_write
 
-__all__ = ["Input", "find_inputs", "frame_rate", "frames", "video_writer"]
+__all__ = ["TABLE", "Input", "find_inputs", "frame_rate", "frames", "video_writer"]
 
 RGB = NDArray[np.uint8]
+TABLE = "classes.csv"
+"""Name of the file with the class shares, which is in every output folder."""
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
@@ -43,7 +45,7 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     A name is a file, a folder, or a pattern such as `photos/*.jpg` (for shells that do not expand patterns). A folder
     stands for all images and videos in it and in its subfolders, and the output files are written to subfolders with
     the same names. For a pattern, these are the subfolders of the folder before its first wildcard. If a folder
-    contains the output folder `out`, the files in `out` are excluded.
+    contains the output folder `out`, the files in `out` are excluded, and so are files written by earlier calls.
 
     Raises:
         DataError: a folder or pattern matches no file, `out` contains a folder, or two files would have the same output
@@ -51,7 +53,9 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     """
     inputs: dict[Path, Input] = {}
     for name in names:
-        for item in _match(name, out.resolve()):
+        if not (found := list(_match(name, out.resolve()))):
+            raise DataError(f"no file matches {name}, except results of `predict`; check the pattern")
+        for item in found:
             first = inputs.setdefault(item.stem, item)
             if first.path != item.path:
                 raise DataError(
@@ -68,8 +72,8 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
         raise DataError(f"the output folder {out} contains the folder {name}; choose a different `--out`")
     if path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file()]
-        files = [p for p in files if out not in p.resolve().parents]
-        if not files:
+        files = [p for p in files if out not in p.resolve().parents and not _is_prediction(p)]
+        if not files and root is None:
             raise DataError(
                 f"the folder {name} contains no images or videos; supported suffixes are "
                 f"{', '.join(_IMAGES + _VIDEOS)}"
@@ -80,7 +84,8 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
             raise DataError(f"no file matches {name}; check the pattern")
         base = _without_pattern(path)
         for match in matches:
-            if out in (Path(match).resolve(), *Path(match).resolve().parents):
+            inside = out in (Path(match).resolve(), *Path(match).resolve().parents)
+            if inside or _is_prediction(Path(match)):
                 continue
             if Path(match).is_dir():
                 yield from _match(match, out, base)
@@ -88,6 +93,12 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
                 yield Input(Path(match), Path(match).relative_to(base).with_suffix(""))
     else:
         yield Input(path, Path(path.stem))
+
+
+def _is_prediction(path: Path) -> bool:
+    """Return whether `predict` wrote this file, in an earlier call with another output folder."""
+    is_named = path.stem.endswith(("_mask", "_overlay")) or path.parent.name.endswith("_mask")
+    return is_named and any((folder / TABLE).is_file() for folder in path.parents)
 
 
 def _without_pattern(path: Path) -> Path:

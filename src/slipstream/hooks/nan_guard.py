@@ -58,7 +58,7 @@ class NanGuardHook(Hook):
             return
         if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
             raise self.config_error(
-                "'skip' of nan_guard supports only one optimizer, but this run has several; use nan_guard='stop'",
+                "'skip' of nan_guard supports only one optimizer, but this run has several; use 'stop' or 'rollback'",
                 "action",
             )
         self.release(runner)

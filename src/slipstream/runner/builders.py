@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from slipstream.config.merge import join
+from slipstream.dataset.loading.loader import batch_size
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
@@ -200,6 +201,20 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
         yield (
             f"{name} has {argument}={count}, but it steps once per {unit}, and the run has only {length}; set "
             f"{remedy}{argument}={steps}"
+        )
+
+
+def check_batch_size(loader: Any) -> None:
+    """Check that the loader has a batch size, from which `auto_scale_lr` computes the learning rates.
+
+    Raises:
+        ConfigError: the loader is a list of batches, or uses a custom batch sampler without a batch size.
+    """
+    if batch_size(loader) is None:
+        raise ConfigError(
+            "requires a loader with a batch size, because the learning rates are multiplied by the samples per step; "
+            "set the learning rates yourself, or pass a DataLoader or a dict with batch_size",
+            "auto_scale_lr",
         )
 
 

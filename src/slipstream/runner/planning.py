@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.devices import device_type
 from slipstream.dist import get_world_size
-from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, LossError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import EMAHook, Hook
 from slipstream.logging import MMLogger, PhaseTimes
 from slipstream.model import unwrap_model
@@ -166,8 +166,14 @@ def make_step(
         try:
             logs: dict[str, Tensor] = owner.train_step(batch, optim)
         except RuntimeError as error:
-            check_compiled_backward(error)
+            check_compiled_backward(
+                error, "leave the module whose gradients it differentiates out of compile.blocks"
+            )
             raise
+        if not isinstance(logs, Mapping):
+            raise LossError(
+                f"{type(owner).__name__}.train_step must return a dict of tensors to log, not {type(logs).__name__}"
+            )
         return logs
 
     return own_step if core._compiled_call_impl is None else _CompiledOwnStep(own_step, core, warn)

@@ -192,6 +192,8 @@ class Runner:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         show_config(self.cfg, self.seed, self.visualizer, self.logger)
+        for line in unknown_key_warnings(self.cfg, [*arguments, *CFG_OPTIONS]):
+            self.logger.warning(line)
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
@@ -204,10 +206,7 @@ class Runner:
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
-        runner = cls(**constructor_arguments(cfg, names), cfg=cfg)
-        for line in unknown_key_warnings(cfg, [*names, *CFG_OPTIONS]):
-            runner.logger.warning(line)
-        return runner
+        return cls(**constructor_arguments(cfg, names), cfg=cfg)
 
     # ---- loops, progress and configuration -----------------------------------------------------------
 
@@ -435,6 +434,7 @@ class Runner:
         """Scale every learning rate by `samples_per_step / base_batch_size`, if enabled."""
         scale = options(AutoScaleLr, auto_scale_lr, "auto_scale_lr")
         if scale.enable and scale.base_batch_size is not None:
+            builders.check_batch_size(self.train_dataloader)
             self.logger.info(builders.scale_lr(optim_wrapper, scale.base_batch_size, self.samples_per_step))
 
     def _compile(self) -> None:

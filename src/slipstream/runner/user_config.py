@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from slipstream.logging import MMLogger
 from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+from slipstream.speed import SpeedPlan
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check, short_repr
 
 if TYPE_CHECKING:
@@ -188,12 +189,15 @@ def display_hooks(logger: MMLogger) -> list[Hook]:
 
 
 def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
-    """Yield a warning for each unknown key that resembles a key in `known`.
+    """Yield a warning for each unknown key that is the name of a speed option or resembles a key in `known`.
 
     Unknown keys are not errors, because a configuration file may define variables.
     """
+    speed_options = {field.name for field in fields(SpeedPlan)}
     for key in map(str, cfg):
-        if key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
+        if key not in known and key in speed_options:
+            yield f"The configuration key '{key}' is not used; set speed=dict({key}=...)"
+        elif key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
             yield f"The configuration key '{key}' is not used; did you mean '{similar[0]}'?"
 
 

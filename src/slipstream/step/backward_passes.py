@@ -72,12 +72,14 @@ def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
         handle.remove()
 
 
-def check_compiled_backward(error: RuntimeError) -> None:
+def check_compiled_backward(
+    error: RuntimeError,
+    remedy: str = "set compile=dict(scope='step') if the whole step can be compiled as one graph",
+) -> None:
     """Raise a `ModelError` if a backward pass failed because a compiled model does not support it."""
     if any(part in str(error) for part in _UNSUPPORTED):
         raise ModelError(
             "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
             "the model's outputs (retain_graph=True), neither of which a compiled model supports; set compile=False, "
-            "leave the model out of compile.blocks, or set compile=dict(scope='step') if the whole step can be "
-            "compiled as one graph"
+            f"or {remedy}"
         ) from error
