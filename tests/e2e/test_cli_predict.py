@@ -163,7 +163,7 @@ def test_results_of_earlier_calls_are_not_inputs(tmp_path, monkeypatch):
     ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("file,road\n")
     for pattern in (".", "*", "**/*.png"):
         found = find_inputs([pattern], tmp_path / "out")
         assert sorted(str(item.path) for item in found) == ["a.png", "road_mask.png"]

@@ -93,6 +93,35 @@ def test_added_seeds_are_part_of_the_mean(tmp_path, in_process, capsys):
     assert f"{(first + second) / 2:.4g} ±" in capsys.readouterr().out.partition("over the seeds:")[2]
 
 
+def test_only_comparable_runs_are_shown_in_the_order_of_the_keys():
+    run = module.Run({"lr": "1", "seed": "2"}, "w/0")
+    others = [
+        module.Run({"seed": "0", "lr": "1"}, "w/1"),
+        module.Run({"seed": "1", "lr": "1"}, "w/2", overrides=["train_cfg.max_epochs=3"]),
+        module.Run({"seed": "1"}, "w/3"),
+    ]
+    (shown,) = module._comparable(others, run)
+    assert (list(shown.values.items()), shown.folder) == ([("lr", "1"), ("seed", "0")], "w/1")
+
+
+def test_results_of_a_moved_sweep_are_kept(tmp_path, in_process):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
+    before = results(tmp_path)
+    (tmp_path / "work_dirs").rename(tmp_path / "moved")
+    command = [
+        "train",
+        "tiny.py",
+        "--sweep",
+        f"{LR}=0.1,0.2",
+        "--work-dir",
+        str(tmp_path / "moved/tiny"),
+        "--resume",
+    ]
+    assert (main(command), len(in_process)) == (0, 2)
+    (first, _) = json.loads((tmp_path / "moved/tiny/sweep/sweep.json").read_text())
+    assert first["metrics"] == before[0]["metrics"]
+
+
 def test_resume_with_other_values_and_different_settings_raises_an_error(tmp_path, in_process, capsys):
     assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
     assert (

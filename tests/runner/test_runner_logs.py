@@ -31,10 +31,14 @@ def test_misspelled_keys_are_reported_but_variables_are_not():
     )
     assert lines == ["The configuration key 'parm_scheduler' is not used; did you mean 'param_scheduler'?"]
     assert list(unknown_key_warnings(["ema"], ["compile"])) == [
-        "The configuration key 'ema' is not used; set speed=dict(ema=...)"
+        "The Runner does not read the configuration key 'ema'; to set it, use speed=dict(ema=...)"
     ]
 
 
 def test_speed_options_in_cfg_are_reported(tmp_path, capsys):
     Runner(**training(tmp_path, cfg=dict(ema=True), log_level="WARNING"))
-    assert "'ema' is not used; set speed=dict(ema=...)" in capsys.readouterr().out
+    message = "does not read the configuration key 'ema'"
+    assert message in capsys.readouterr().out
+    used = dict(cfg=dict(accumulate=2), speed=dict(accumulate=2), log_level="WARNING")
+    Runner(**training(tmp_path, **used))
+    assert "does not read" not in capsys.readouterr().out

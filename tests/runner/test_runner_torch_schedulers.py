@@ -134,6 +134,30 @@ def test_changed_arguments_of_a_resumed_torch_scheduler_are_reported(tmp_path, c
     assert "CosineAnnealingLR was created with T_max=3, but" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda o, n: lr_scheduler.MultiStepLR(o, [n]), "MultiStepLR was created with milestones="),
+        (
+            lambda o, n: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, n)], [1]
+            ),
+            "CosineAnnealingLR was created with T_max=3, but",
+        ),
+        (
+            lambda o, n: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.LinearLR(o, total_iters=1), lr_scheduler.CosineAnnealingLR(o, 4)], [n]
+            ),
+            "SequentialLR was created with milestones=[3], but",
+        ),
+    ],
+    ids=["milestones", "part", "sequence"],
+)
+def test_nested_arguments_and_milestones_are_compared(tmp_path, capsys, make, message):
+    resumed_with(tmp_path, lambda optimizer: make(optimizer, 2), lambda optimizer: make(optimizer, 3))
+    assert message in capsys.readouterr().out
+
+
 def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):
     changed = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=False, max_iters=4))
     with pytest.raises(

@@ -102,8 +102,8 @@ class _ExportedNetwork(nn.Module):
             scale, shift = params.view(2, -1, 1, 1)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
-        self.normalizes = bool((scale != 1).any() or (shift != 0).any())
         self.flips_channels, self.divisor = images.flips_channels, images.pad_size_divisor
+        self.normalizes = self.flips_channels or bool((scale != 1).any() or (shift != 0).any())
         self.pad_value = images.pad_value
 
     def forward(self, images: Tensor) -> Tensor:

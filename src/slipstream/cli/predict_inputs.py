@@ -54,7 +54,9 @@ def find_inputs(names: Sequence[str], out: Path) -> list[Input]:
     inputs: dict[Path, Input] = {}
     for name in names:
         if not (found := list(_match(name, out.resolve()))):
-            raise DataError(f"no file matches {name}, except results of `predict`; check the pattern")
+            raise DataError(
+                f"{name} matches no image or video, or only results of `predict`; check the pattern"
+            )
         for item in found:
             first = inputs.setdefault(item.stem, item)
             if first.path != item.path:
@@ -98,7 +100,15 @@ def _match(name: str, out: Path, root: Path | None = None) -> Iterator[Input]:
 def _is_prediction(path: Path) -> bool:
     """Return whether `predict` wrote this file, in an earlier call with another output folder."""
     is_named = path.stem.endswith(("_mask", "_overlay")) or path.parent.name.endswith("_mask")
-    return is_named and any((folder / TABLE).is_file() for folder in path.parents)
+    return is_named and path.suffix in (".png", ".mp4") and any(map(_has_table, path.parents))
+
+
+def _has_table(folder: Path) -> bool:
+    try:
+        with (folder / TABLE).open(encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith("file,")
+    except OSError:
+        return False
 
 
 def _without_pattern(path: Path) -> Path:

@@ -11,7 +11,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ def sweep(args: argparse.Namespace) -> int:
         status = 130
     finally:
         _write(base, [*runs, *others])
-        shown = [*runs, *(run for run in others if run.values.keys() == runs[0].values.keys())]
+        shown = [*runs, *_comparable(others, runs[0])]
         _print(shown)
         _print_means(shown)
         print(f"Results: {base / 'sweep.json'}")
@@ -195,12 +196,26 @@ def _earlier_runs(base: Path, resume: bool) -> list[Run]:
             "--sweep",
         )
     try:
-        rows = [Run(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
-        for run in rows:
-            run.metrics = {name: float(value) for name, value in run.metrics.items()}
-        return [run for run in rows if Path(run.folder).parent == base]
-    except (OSError, ValueError, TypeError, AttributeError):
+        rows = list(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return []  # each run continues from its last checkpoint
+    runs = []
+    for row in rows:
+        with suppress(TypeError, ValueError, AttributeError):
+            run = Run(**row)
+            run.metrics = {name: float(value) for name, value in run.metrics.items()}
+            run.folder = str(base / Path(run.folder).name)  # the sweep may have been moved
+            runs.append(run)
+    return runs
+
+
+def _comparable(others: Sequence[Run], run: Run) -> list[Run]:
+    """Return the runs with the same swept keys and overrides as `run`, with their values in the same order."""
+    return [
+        replace(other, values={key: other.values[key] for key in run.values})
+        for other in others
+        if other.values.keys() == run.values.keys() and other.overrides == run.overrides
+    ]
 
 
 def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
@@ -210,6 +225,8 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
         ConfigError: the earlier invocation used different overrides, so its results do not apply to these settings.
     """
     for before in earlier:
+        if before.values.keys() != runs[0].values.keys():
+            continue
         if keys := _changed_keys(before.overrides, runs[0].overrides):
             raise ConfigError(
                 f"the sweep in {base} was previously run with different values for {', '.join(keys)}, so its results "

@@ -187,7 +187,8 @@ class Checkpoints:
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
             resume_check.check_stream(checkpoint["meta"], runner.train_loop, source)
-            resume_check.warn_of_settings(checkpoint["meta"], config_text(runner.cfg), source, warn)
+            if not runner.is_training:  # not for a rollback
+                resume_check.warn_of_settings(checkpoint["meta"], config_text(runner.cfg), source, warn)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(

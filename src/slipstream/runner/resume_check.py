@@ -27,7 +27,6 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import all_schedulers
-from slipstream.typecheck import short_repr
 
 __all__ = [
     "check_content",
@@ -45,12 +44,17 @@ _TRAINING_KEYS = (
     "speed",
 )  # fmt: skip
 _TORCH_ARGUMENTS = (
-    "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "factor", "total_iters",
-    "start_factor", "end_factor", "power",
+    "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "_milestones", "factor",
+    "total_iters", "start_factor", "end_factor", "power",
 )  # fmt: skip
 """Arguments of torch's schedulers that do not change during training."""
-_LOADING_KEYS = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout")
-"""Settings of loaders that do not affect the results."""
+_LOADING_KEYS = (
+    "num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout", "prefetch", "gc",
+    "expandable_segments",
+)  # fmt: skip
+"""Settings that do not affect the results."""
+_MAX_LENGTH = 200
+"""Maximum number of characters of a value in a message."""
 _MAX_SETTINGS = 5
 """Maximum number of changed settings in a message."""
 Warn = Callable[[str], None]
@@ -199,22 +203,28 @@ def check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn:
         return
     for scheduler, state in zip(schedulers or (), saved, strict=False):
         inner = getattr(scheduler, "scheduler", None)
-        if not isinstance(inner, LRScheduler) or not isinstance(state.get("scheduler"), Mapping):
+        if isinstance(inner, LRScheduler) and isinstance(state.get("scheduler"), Mapping):
+            _check_torch_schedule(inner, state["scheduler"], source, warn)
+
+
+def _check_torch_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], source: Any, warn: Warn) -> None:
+    parts, states = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
+    for part, state in zip(parts, states, strict=False):  # of SequentialLR and ChainedScheduler
+        _check_torch_schedule(part, state, source, warn)
+    own = scheduler.state_dict()
+    for name in _TORCH_ARGUMENTS:
+        if name not in own or name not in saved or own[name] == saved[name]:
             continue
-        own, before = inner.state_dict(), state["scheduler"]
-        for name in _TORCH_ARGUMENTS:
-            if name not in own or own[name] == before.get(name, own[name]):
-                continue
-            message = (
-                f"{type(inner).__name__} was created with {name}={own[name]}, but {source} contains {name}="
-                f"{before[name]}, which torch restores"
+        message = (
+            f"{type(scheduler).__name__} was created with {name.lstrip('_')}={own[name]}, but {source} contains "
+            f"{name.lstrip('_')}={saved[name]}, which torch restores"
+        )
+        if name == "total_steps":
+            raise CheckpointError(
+                f"{message}. Create it with {name}={saved[name]} and train for that many steps, or start a new run "
+                "from these weights with load_from"
             )
-            if name == "total_steps":
-                raise CheckpointError(
-                    f"{message}. Create it with {name}={before[name]} and train for that many steps, or start a new "
-                    "run from these weights with load_from"
-                )
-            warn(f"{message}. To use the new value, start a new run from these weights with load_from")
+        warn(f"{message}. To use the new value, start a new run from these weights with load_from")
 
 
 def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:
@@ -240,19 +250,20 @@ def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: W
         )
 
 
-def _text(settings: Mapping[str, Any], key: str) -> str:
-    return short_repr(settings[key]) if key in settings else "not set"
+def _text(settings: Mapping[str, str], key: str) -> str:
+    text = settings.get(key, "not set")
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
-def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of each setting that affects the results of training."""
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the dotted path and the `repr` of each setting that affects the results of training."""
     pending = [(key, config[key]) for key in _TRAINING_KEYS if key in config]
     while pending:
         path, value = pending.pop()
         if isinstance(value, Mapping):
             pending += [(f"{path}.{key}", item) for key, item in value.items()]
-        elif path.rpartition(".")[2] not in _LOADING_KEYS:
-            yield path, value
+        elif value is not None and path.rpartition(".")[2] not in _LOADING_KEYS:
+            yield path, repr(value)  # NaN is equal to itself
 
 
 def _check_optim(
@@ -314,6 +325,10 @@ def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> No
     for index, (scheduler, state) in enumerate(zip(schedulers, saved, strict=True)):
         # Exclude `attributes`, because different attributes may have changed at different steps.
         expected = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
+        if isinstance(
+            inner := expected.get("scheduler"), Mapping
+        ):  # `check_torch_schedules` compares the milestones
+            expected["scheduler"] = {key: value for key, value in inner.items() if key != "milestones"}
         check_like(expected, state, f"{path}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):
             try:

@@ -192,7 +192,7 @@ class Runner:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         show_config(self.cfg, self.seed, self.visualizer, self.logger)
-        for line in unknown_key_warnings(self.cfg, [*arguments, *CFG_OPTIONS]):
+        for line in unknown_key_warnings(self.cfg, [*arguments, *CFG_OPTIONS, *self.speed.sources]):
             self.logger.warning(line)
 
     @classmethod

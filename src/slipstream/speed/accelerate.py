@@ -479,8 +479,8 @@ class TrainStep:
     def _check_not_averaged(self, method: str) -> None:
         if self._in_averaged:
             raise CheckpointError(
-                f"{method}() cannot be called inside `with step.averaged()`, because the model contains the averaged "
-                "weights there; call it after the block, or use save() and load(), which work everywhere"
+                f"{method}() cannot be called inside `with step.averaged()`, because the model can contain the "
+                "averaged weights there; call it after the block, or use save() and load(), which work everywhere"
             )
 
     def _other_tensors(self) -> list[Tensor]:

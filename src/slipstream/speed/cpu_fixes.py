@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["correct_group_norms", "correct_strided_convolutions"]
 
@@ -48,17 +49,17 @@ def correct_strided_convolutions(model: nn.Module, warn: Callable[[str], None]) 
 def correct_group_norms(model: nn.Module) -> None:
     """Let GroupNorm modules convert their inputs to the default layout.
 
-    In the channels_last layout, torch 2.13 computes the variance as the difference of two means, which loses digits if
+    In the channels_last layout, torch 2.13 computes the variance as the difference of two means, which is inaccurate if
     the mean is large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not
-    require a gradient, the backward pass ends with a segmentation fault.
+    require a gradient, the backward pass ends with a segmentation fault. Calls of `F.group_norm` are not changed.
     """
     for module in model.modules():
         if isinstance(module, nn.GroupNorm) and _make_contiguous not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_make_contiguous)
+            module.register_forward_pre_hook(_make_contiguous, with_kwargs=True)
 
 
-def _make_contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)
+def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
 
 
 def _is_affected(module: nn.Module) -> bool:

@@ -59,7 +59,7 @@ class TuneResult:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the interval of an adopted option, or of the whole combination, includes a gain below 1%."""
+        """Whether the lower bound of an adopted option, or of the whole combination, is below 1.01."""
         adopted = [row.estimate for row in self.rows if row.status == "adopted"]
         return any(estimate.low < 1.01 for estimate in (*adopted, self.outcome.total) if estimate is not None)
 
