@@ -61,6 +61,23 @@ def test_changed_settings_of_a_resumed_run_are_reported():
     assert "num_workers" not in message
 
 
+def test_longer_run_keeps_the_best_checkpoint_of_its_last_validation(tmp_path):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc", rule="greater"))
+
+    def train(epochs, values, **changes):
+        evaluation = validation([dict(type=Scripted, values=values, name="acc")])
+        cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=2)
+        return run(tmp_path, train_cfg=cfg, default_hooks=hooks, **evaluation, **changes)
+
+    train(1, [0.9])  # validates at its end, after the last checkpoint has been written
+    runner = train(2, [0.5], resume=True)
+    assert runner.message_hub.get_info("best_score/acc") == 0.9
+    assert [path.name for path in tmp_path.glob("best_*")] == ["best_acc_epoch_1.pth"]
+    runner = train(3, [0.5, 0.95], resume=True)  # repeats the validation after epoch 2
+    assert runner.message_hub.get_info("best_score/acc") == 0.95
+    assert [path.name for path in tmp_path.glob("best_*")] == ["best_acc_epoch_3.pth"]
+
+
 LOOPS = {
     "epochs": dict(sampler="DefaultSampler", train_cfg=dict(by_epoch=True, max_epochs=3)),
     "iterations": dict(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint import read_origin, remove_checkpoint, sharded_name
-from slipstream.dist import is_main_process
+from slipstream.checkpoint import load_checkpoint, read_origin, remove_checkpoint, sharded_name
+from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook
@@ -177,6 +177,7 @@ class CheckpointHook(Hook):
         self._saved_best: dict[str, str] = {}
         self._owns_files = runner.checkpoints.owns_files(self._folder, runner.work_dir)
         self._warn_about_kept(runner, self._restore_kept(runner))
+        self._restore_best(runner)
         self._warn_about_earlier_run(runner)
         self._remove_surplus(runner)
         self._replaced.load(runner, self._folder, self._owns_files)
@@ -203,6 +204,32 @@ class CheckpointHook(Hook):
         within_limit = self.max_keep_ckpts < 0 or len(names) <= self.max_keep_ckpts
         self._kept: list[str] = names if within_limit else []
         return [] if within_limit else names
+
+    def _restore_best(self, runner: Runner) -> None:
+        """Restore best scores that this run found after it had saved the checkpoint from which it resumes.
+
+        The run validated after its last checkpoint. If it is now longer, that validation may not be due again.
+        """
+        if runner.checkpoints.resumed_from is None:
+            return
+        found = [self._best_in_folder(runner) if is_main_process() else {}]
+        broadcast_object_list(found)
+        for key, (score, name) in found[0].items():
+            runner.message_hub.update_info(f"best_score/{key}", score)
+            runner.message_hub.update_info(f"best_ckpt/{key}", name)
+
+    def _best_in_folder(self, runner: Runner) -> dict[str, tuple[float, str]]:
+        """Return the scores and names of the best checkpoints that this run saved at the current iteration."""
+        found = {}
+        for path in sorted(self._folder.glob("best_*.pth")):
+            if read_origin(path) != (self._run_id, runner.iter):
+                continue
+            info = load_checkpoint(path).get("message_hub", {}).get("runtime_info", {})
+            for entry, name in info.items():
+                key = entry.removeprefix("best_ckpt/")
+                if key != entry and name == path.name and f"best_score/{key}" in info:
+                    found[key] = info[f"best_score/{key}"], path.name
+        return found
 
     def _warn_about_kept(self, runner: Runner, names: Sequence[str]) -> None:
         existing = [name for name in names if (self._folder / name).exists()]
