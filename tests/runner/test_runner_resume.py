@@ -3,6 +3,7 @@
 import os
 import random
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,21 +62,31 @@ def test_changed_settings_of_a_resumed_run_are_reported():
     assert "num_workers" not in message
 
 
-def test_longer_run_keeps_the_best_checkpoint_of_its_last_validation(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc", rule="greater"))
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (dict(save_best="acc"), ["best_acc_epoch_1.pth", "best_acc_epoch_3.pth"]),
+        (dict(save_best="auto"), ["best_acc_epoch_1.pth", "best_acc_epoch_3.pth"]),
+        (dict(save_best="acc", best_filename="top/one.pth"), ["top/one.pth", "top/one.pth"]),
+        (dict(save_best="acc", out_dir="{out}"), ["best_acc_epoch_1.pth", "best_acc_epoch_3.pth"]),
+    ],
+    ids=["name", "auto", "best_filename", "out_dir"],
+)
+def test_longer_run_keeps_the_best_checkpoint_of_its_last_validation(tmp_path, options, names):
+    options = {key: value.format(out=tmp_path / "out") for key, value in options.items()}
+    hooks = dict(checkpoint=dict(type="CheckpointHook", rule="greater", **options))
 
     def train(epochs, values, **changes):
         evaluation = validation([dict(type=Scripted, values=values, name="acc")])
         cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=2)
-        return run(tmp_path, train_cfg=cfg, default_hooks=hooks, **evaluation, **changes)
+        runner = run(tmp_path / "work", train_cfg=cfg, default_hooks=hooks, **evaluation, **changes)
+        best = [path for pattern in ("best_*.pth", "one.pth") for path in tmp_path.rglob(pattern)]
+        return runner.message_hub.get_info("best_score/acc"), [path.name for path in best]
 
+    first, last = ([Path(name).name] for name in names)
     train(1, [0.9])  # validates at its end, after the last checkpoint has been written
-    runner = train(2, [0.5], resume=True)
-    assert runner.message_hub.get_info("best_score/acc") == 0.9
-    assert [path.name for path in tmp_path.glob("best_*")] == ["best_acc_epoch_1.pth"]
-    runner = train(3, [0.5, 0.95], resume=True)  # repeats the validation after epoch 2
-    assert runner.message_hub.get_info("best_score/acc") == 0.95
-    assert [path.name for path in tmp_path.glob("best_*")] == ["best_acc_epoch_3.pth"]
+    assert train(2, [0.5], resume=True) == (0.9, first)
+    assert train(3, [0.5, 0.95], resume=True) == (0.95, last)  # repeats the validation after epoch 2
 
 
 LOOPS = {

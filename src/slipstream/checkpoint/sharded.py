@@ -42,6 +42,7 @@ __all__ = [
     "load_sharded",
     "read_meta",
     "read_origin",
+    "read_without_data",
     "remove_partial_checkpoints",
     "sharded_name",
     "verify_checkpoint",
@@ -160,16 +161,26 @@ def read_meta(path: Path) -> dict[str, Any]:
         return meta
 
 
-def read_origin(path: Path) -> tuple[str | None, int | None]:
-    """Return the ID of the run that wrote a checkpoint, and the iteration; None for an entry that cannot be read.
+def read_without_data(path: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint, without the data of the tensors and without the shards.
 
-    The data of the tensors is not read, so the time depends on the number of tensors, but not on their sizes.
+    The time depends on the number of tensors, but not on their sizes.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
     """
+    with _reading(path):
+        is_sharded = path.is_dir()
+        content = read_file(path / PLAIN_FILE if is_sharded else path, "meta")
+        checkpoint: dict[str, Any] = content["checkpoint"] if is_sharded else content
+        return checkpoint
+
+
+def read_origin(path: Path) -> tuple[str | None, int | None]:
+    """Return the ID of the run that wrote a checkpoint, and the iteration; None for an entry that cannot be read."""
     try:
         with _reading(path):
-            is_sharded = path.is_dir()
-            content = read_file(path / PLAIN_FILE if is_sharded else path, "meta")
-            meta = (content["checkpoint"] if is_sharded else content).get("meta", {})
+            meta = read_without_data(path).get("meta", {})
             run_id, iteration = meta.get("run_id"), meta.get("iter")
     except CheckpointError:
         return None, None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.checkpoint import load_checkpoint, read_origin, remove_checkpoint, sharded_name
+from slipstream.checkpoint import read_origin, read_without_data, remove_checkpoint, sharded_name
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
@@ -210,7 +210,7 @@ class CheckpointHook(Hook):
 
         The run validated after its last checkpoint. If it is now longer, that validation may not be due again.
         """
-        if runner.checkpoints.resumed_from is None:
+        if runner.checkpoints.resumed_from is None or not self.monitors:
             return
         found = [self._best_in_folder(runner) if is_main_process() else {}]
         broadcast_object_list(found)
@@ -220,15 +220,19 @@ class CheckpointHook(Hook):
 
     def _best_in_folder(self, runner: Runner) -> dict[str, tuple[float, str]]:
         """Return the scores and names of the best checkpoints that this run saved at the current iteration."""
+        names = [path.name for path in self._folder.iterdir()]
+        if self.best_filename is not None:  # may be in a subfolder
+            names += [self.best_filename, sharded_name(self.best_filename)]
         found = {}
-        for path in sorted(self._folder.glob("best_*.pth")):
-            if read_origin(path) != (self._run_id, runner.iter):
+        for name in filter(self._is_best, names):
+            path = self._folder / name
+            if not path.exists() or read_origin(path) != (self._run_id, runner.iter):
                 continue
-            info = load_checkpoint(path).get("message_hub", {}).get("runtime_info", {})
-            for entry, name in info.items():
+            info = read_without_data(path).get("message_hub", {}).get("runtime_info", {})
+            for entry, best in info.items():
                 key = entry.removeprefix("best_ckpt/")
-                if key != entry and name == path.name and f"best_score/{key}" in info:
-                    found[key] = info[f"best_score/{key}"], path.name
+                if key != entry and best == name and f"best_score/{key}" in info:
+                    found[key] = info[f"best_score/{key}"], name
         return found
 
     def _warn_about_kept(self, runner: Runner, names: Sequence[str]) -> None:

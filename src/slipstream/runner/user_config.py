@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,13 +191,10 @@ def display_hooks(logger: MMLogger) -> list[Hook]:
 def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
     """Yield a warning for each unknown key that is the name of a speed option or resembles a key in `known`.
 
-    A key that has the name of a speed option may be a variable that other keys use.
-
     Unknown keys are not errors, because a configuration file may define variables.
     """
-    speed_options = {field.name for field in fields(SpeedPlan)}
     for key in map(str, cfg):
-        if key not in known and key in speed_options:
+        if key not in known and key in SpeedPlan.options():
             yield f"The Runner does not read the configuration key '{key}'; to set it, use speed=dict({key}=...)"
         elif key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
             yield f"The configuration key '{key}' is not used; did you mean '{similar[0]}'?"
