@@ -16,7 +16,7 @@ from slipstream.files import write_text
 from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting, merged_speed
 from slipstream.tune.process import incomplete_note
-from slipstream.tune.search import Outcome, Row
+from slipstream.tune.search import MIN_GAIN, Outcome, Row
 from slipstream.tune.statistics import Estimate
 
 if TYPE_CHECKING:
@@ -59,9 +59,11 @@ class TuneResult:
 
     @property
     def is_uncertain(self) -> bool:
-        """Whether the lower bound of an adopted option, or of the whole combination, is below 1.01."""
+        """Whether the lower bound of an adopted option, or of the whole combination, is below `MIN_GAIN`."""
         adopted = [row.estimate for row in self.rows if row.status == "adopted"]
-        return any(estimate.low < 1.01 for estimate in (*adopted, self.outcome.total) if estimate is not None)
+        return any(
+            estimate.low < MIN_GAIN for estimate in (*adopted, self.outcome.total) if estimate is not None
+        )
 
     @property
     def rows(self) -> list[Row]:

@@ -20,7 +20,7 @@ from slipstream.tune.options import LOW_PRECISION, Batches, Candidate, candidate
 from slipstream.tune.process import WARMUP, Job, Process, TrialError, budget_error, format_seconds
 from slipstream.tune.statistics import Estimate, difference, estimate
 
-__all__ = ["Outcome", "Row", "Search"]
+__all__ = ["MIN_GAIN", "Outcome", "Row", "Search"]
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _MAX_ROUND_SECONDS = 2.0
@@ -28,7 +28,7 @@ _MARGIN, _MAX_MARGIN = 0.02, 5.0
 """Time reserved for terminating processes and writing files: a fraction of the budget, and the maximum in seconds."""
 _MAX_PROCESSES = 3
 """Maximum number of processes to terminate at the deadline: those of the baseline, the plan and a trial."""
-_MIN_GAIN = 1.01
+MIN_GAIN = 1.01
 """Minimum ratio for which an option is adopted."""
 _MIN_CONFIDENCE = 0.85
 """Minimum confidence for which an option is adopted if its interval contains 1. Adopted options do not change the
@@ -425,12 +425,15 @@ class Search:
             if measured is not None and measured.rounds >= _MIN_ROUNDS:
                 self.outcome.total, self.outcome.total_is_product = measured, False
                 if measured.ratio < 1:
-                    self._withdraw(measured.ratio)
+                    self._withdraw(measured)
 
-    def _withdraw(self, ratio: float) -> None:
+    def _withdraw(self, measured: Estimate) -> None:
         """Return to the baseline, because the options of the plan are not faster in combination."""
         outcome = self.outcome
-        reason = f"{' + '.join(outcome.adopted)} combined: {ratio:.2f} times the speed of the baseline"
+        reason = (
+            f"{' + '.join(outcome.adopted)} combined: {measured.ratio:.2f} times the speed of the baseline "
+            f"({measured.low:.2f} to {measured.high:.2f} in {measured.rounds} rounds)"
+        )
         outcome.rows = [
             replace(row, status="inconclusive", reason=reason) if row.status == "adopted" else row
             for row in outcome.rows
@@ -484,7 +487,7 @@ def _is_decided(ratios: Sequence[float]) -> bool:
     if len(ratios) < _MIN_ROUNDS:
         return False
     result = estimate(ratios)
-    return result.low > _MIN_GAIN or result.high < 1 or result.width < 0.02
+    return result.low > MIN_GAIN or result.high < 1 or result.width < 0.02
 
 
 def _with_status(row: Row, measured: Estimate | None) -> Row:
@@ -496,11 +499,11 @@ def _with_status(row: Row, measured: Estimate | None) -> Row:
         return replace(
             row, status="inconclusive", reason=f"the time budget ran out after round {measured.rounds}"
         )
-    if measured.low > 1 and measured.ratio >= _MIN_GAIN:
+    if measured.low > 1 and measured.ratio >= MIN_GAIN:
         return replace(row, status="adopted")
     if measured.high < 1:
         return replace(row, status="slower")
-    if measured.confidence >= _MIN_CONFIDENCE and measured.ratio >= _MIN_GAIN:
+    if measured.confidence >= _MIN_CONFIDENCE and measured.ratio >= MIN_GAIN:
         return replace(
             row,
             status="adopted",
