@@ -262,6 +262,12 @@ def test_step_within_averaged_raises_an_error_before_the_first_update():
     step(batch)
 
 
+def test_step_with_a_swapped_average_raises_an_error():
+    model, _, step = train(ema=dict(type="constant", decay=0.8))
+    with step.average.swapped_in(model, True), pytest.raises(ModelError, match="cannot be called inside"):
+        step(batches()[0])
+
+
 @pytest.mark.parametrize("compile", [None, GRAPH])
 def test_step_within_averaged_raises_an_error_and_changes_nothing(compile):
     model, _, step = train(compile=compile, ema=dict(type="constant", decay=0.8))

@@ -117,6 +117,11 @@ def accelerate(
     )
 
 
+def _expect_early_schedule(optimizer: Any) -> None:
+    """Suppress torch's warning that a schedule steps before the first update, as in a first accumulation window."""
+    optimizer._opt_called = True
+
+
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that `optimizer` is a torch optimizer for the model's parameters.
 
@@ -197,6 +202,8 @@ class TrainStep:
     step is deleted.
     """
 
+    _in_averaged = False  # whether the code runs inside `with step.averaged()`
+
     def __init__(
         self,
         model: nn.Module,
@@ -221,8 +228,7 @@ class TrainStep:
         fuse_optim(self.optim, plan)
         add_parts(plan, model, self.optim)
         if self.optim.accumulative_counts > 1:
-            # Suppress torch's warning if a schedule steps before the first update.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            _expect_early_schedule(optimizer)
         self._total_steps = total_steps
         self._is_longer = False  # whether training has continued after total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
@@ -256,7 +262,6 @@ class TrainStep:
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
         """The averaged model, or None if the plan does not set `ema`."""
-        self._in_averaged = False
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema, total_steps)
 
@@ -266,7 +271,7 @@ class TrainStep:
         Raises:
             ModelError: the step was called within `averaged`.
         """
-        if self._in_averaged:
+        if self._may_be_averaged():
             raise ModelError(
                 "the step cannot be called inside `with step.averaged()`, because it would train the averaged weights; "
                 "call it after the block"
@@ -476,8 +481,12 @@ class TrainStep:
         begin = options.begin_iter if isinstance(options, EmaOptions) else 0
         return begin + self.optim.accumulative_counts
 
+    def _may_be_averaged(self) -> bool:
+        """Return whether the model contains the averaged weights, or would contain them if they existed."""
+        return self._in_averaged or (self.average is not None and self.average.swapped)
+
     def _check_not_averaged(self, method: str) -> None:
-        if self._in_averaged:
+        if self._may_be_averaged():
             raise CheckpointError(
                 f"{method}() cannot be called inside `with step.averaged()`, because the model can contain the "
                 "averaged weights there; call it after the block, or use save() and load(), which work everywhere"
