@@ -18,6 +18,7 @@ from slipstream.checkpoint import (
     mark_last_checkpoint,
     restoring,
     set_random_state,
+    step_average,
     structure,
     structure_changes,
     weights_in,
@@ -218,7 +219,9 @@ class Checkpoints:
         self._loaded = True
         if not self._initialized:
             self._loaded_names |= loaded_names(core, state)
-        logger.info(f"Loaded {source}")
+        logger.info(
+            f"Loaded {source}{' (average of the weights)' if step_average(checkpoint, source) else ''}"
+        )
 
     def _restore_parts(
         self, checkpoint: Mapping[str, Any], source: str | Path, optim: OptimWrapper | None, schedulers: Any

@@ -32,7 +32,6 @@ __all__ = [
     "check_content",
     "check_matches",
     "check_stream",
-    "check_torch_schedules",
     "learning_rates",
     "warn_of_learning_rates",
     "warn_of_length",
@@ -43,6 +42,7 @@ _TRAINING_KEYS = (
     "model", "loss_fn", "data_preprocessor", "optim_wrapper", "param_scheduler", "auto_scale_lr", "train_dataloader",
     "speed",
 )  # fmt: skip
+"""Top-level keys of the configuration that determine what a step computes."""
 _TORCH_ARGUMENTS = (
     "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "_milestones", "factor",
     "total_iters", "start_factor", "end_factor", "power",
@@ -137,7 +137,7 @@ def check_matches(
     if schedulers:
         saved = _required(checkpoint, "param_schedulers")
         _check_schedulers(schedulers, saved, "param_schedulers", source)
-        check_torch_schedules(schedulers, saved, source, warn)
+        _check_torch_schedules(schedulers, saved, source, warn)
 
 
 def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
@@ -189,7 +189,7 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
     )
 
 
-def check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn: Warn) -> None:
+def _check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn: Warn) -> None:
     """Warn if a torch scheduler was created with other arguments than that of the run that wrote the checkpoint.
 
     torch's `load_state_dict` restores the old arguments.
@@ -199,7 +199,7 @@ def check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn:
     """
     if isinstance(schedulers, dict):
         for name, part in schedulers.items():
-            check_torch_schedules(part, saved.get(name, []), source, warn)
+            _check_torch_schedules(part, saved.get(name, []), source, warn)
         return
     for scheduler, state in zip(schedulers or (), saved, strict=False):
         inner = getattr(scheduler, "scheduler", None)
@@ -327,7 +327,7 @@ def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> No
         expected = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
         if isinstance(
             inner := expected.get("scheduler"), Mapping
-        ):  # `check_torch_schedules` compares the milestones
+        ):  # `_check_torch_schedules` compares the milestones
             expected["scheduler"] = {key: value for key, value in inner.items() if key != "milestones"}
         check_like(expected, state, f"{path}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):

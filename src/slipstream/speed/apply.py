@@ -59,7 +59,7 @@ def prepare_model(
 ) -> nn.Module:
     """Return the model on its device with the plan's options applied, wrapped if there are several processes.
 
-    `warn` is called with a message about each option that can compute wrong results for a part of the model.
+    `warn` is called with a message about each module for which an option can compute wrong results.
 
     Raises:
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
@@ -167,8 +167,8 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if not changes:
         return cfg
     if not is_plain_wrapper(cfg):
-        has_names = isinstance(cfg, Mapping) and not {"optimizer", "constructor"} & set(cfg)
-        if has_names and not all(isinstance(part, OptimWrapper) for part in cfg.values()):
+        is_several = isinstance(cfg, Mapping) and not {"optimizer", "constructor"} & set(cfg)
+        if is_several and not all(isinstance(part, OptimWrapper) for part in cfg.values()):
             return cfg  # `build_optim` raises the error
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
