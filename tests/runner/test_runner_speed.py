@@ -158,9 +158,7 @@ def test_fused_is_rejected_for_optimizers_without_a_fused_kernel(tmp_path):
 
 def test_channels_last_converts_the_model(tmp_path):
     model = nn.Sequential(nn.Conv2d(4, 5, 3))
-    prepared = prepare_model(
-        model, SpeedPlan.read(dict(channels_last=True)), torch.device("cpu"), pytest.fail
-    )
+    prepared = prepare_model(model, SpeedPlan.read(dict(channels_last=True)), torch.device("cpu"))
     assert prepared is model
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
@@ -199,8 +197,8 @@ def test_wrapped_model_rejects_options_for_its_layers(option):
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
     with pytest.raises(ConfigError, match=rf"^speed.{option}: the model is already wrapped in MMDistributed"):
-        prepare_model(wrapped, SpeedPlan.read({option: True}), device, pytest.fail)
-    assert prepare_model(wrapped, SpeedPlan(), device, pytest.fail) is wrapped
+        prepare_model(wrapped, SpeedPlan.read({option: True}), device)
+    assert prepare_model(wrapped, SpeedPlan(), device) is wrapped
 
 
 # ---- hooks and switches -----------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def prepare(
     capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
     plan = complete_plan(plan, capabilities, logger.info)
     with process_settings(plan, device, logger.warning):
-        model = prepare_model(model, plan, device, logger.warning)
+        model = prepare_model(model, plan, device)
     return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
 
 

@@ -42,7 +42,7 @@ from slipstream.runner.user_config import (
     with_defaults,
 )
 from slipstream.speed import CFG_OPTIONS, compile_model
-from slipstream.speed.apply import add_parts, fuse_optim, plan_optim
+from slipstream.speed.apply import add_parts, plan_optim, select_kernels
 from slipstream.step import CompiledStep, Step
 
 if TYPE_CHECKING:
@@ -421,7 +421,7 @@ class Runner:
             with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
             self.optim_wrapper.phases = self.phases
-            fuse_optim(self.optim_wrapper, self.speed)
+            select_kernels(self.optim_wrapper, self.speed, self.device)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers, lr_scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable

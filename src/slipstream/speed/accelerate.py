@@ -24,10 +24,10 @@ from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import (
     add_parts,
     compiling,
-    fuse_optim,
     plan_optim,
     prepare_model,
     process_settings,
+    select_kernels,
     to_device,
 )
 from slipstream.speed.auto import Capabilities
@@ -106,7 +106,7 @@ def accelerate(
     check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     device = default_device()
     plan, no_effect = _complete_plan(speed, model, device)
-    prepared = prepare_model(model, plan, device, logging.getLogger("slipstream").warning)
+    prepared = prepare_model(model, plan, device)
     if isinstance(loss_fn, nn.Module):
         to_device(loss_fn, device)
     _check_devices(optimizer, model, device)
@@ -225,7 +225,7 @@ class TrainStep:
         self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
         )
-        fuse_optim(self.optim, plan)
+        select_kernels(self.optim, plan, device)
         add_parts(plan, model, self.optim)
         if self.optim.accumulative_counts > 1:
             _expect_early_schedule(optimizer)

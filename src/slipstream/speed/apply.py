@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import CodeType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
@@ -31,7 +31,7 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
-from slipstream.speed.cpu_fixes import correct_group_norms, correct_strided_convolutions
+from slipstream.speed.cpu_fixes import correct_kernels
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
@@ -44,30 +44,23 @@ from slipstream.step.trained_parameters import keeps_parameters
 __all__ = [
     "add_parts",
     "compiling",
-    "fuse_optim",
     "overrides_train_step",
     "plan_optim",
     "prepare_model",
     "process_settings",
+    "select_kernels",
     "to_device",
     "wrap_model",
 ]
 
 
-def prepare_model(
-    model: nn.Module, plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]
-) -> nn.Module:
+def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
     """Return the model on its device with the plan's options applied, wrapped if there are several processes.
-
-    `warn` is called with a message about each module for which an option can compute wrong results.
 
     Raises:
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
-    if device.type == "cpu" and (plan.channels_last or plan.compile is not None):
-        correct_strided_convolutions(model, warn)
-    if device.type == "cpu" and plan.channels_last:
-        correct_group_norms(model)
+    _correct_kernels(plan, model.parameters(), device)
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
         return to_device(model, device)
@@ -83,6 +76,11 @@ def prepare_model(
         with _with_config_path(plan, "activation_checkpointing"):
             checkpoint_activations(model, plan.activation_checkpointing)
     return wrap_model(model, plan, device) if is_distributed() else model
+
+
+def _correct_kernels(plan: SpeedPlan, parameters: Iterable[Tensor], device: torch.device) -> None:
+    if device.type == "cpu" and (plan.channels_last or plan.compile is not None):
+        correct_kernels(parameters)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -199,14 +197,14 @@ _WRAPPER_OPTIONS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
 }
 
 
-def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
-    """Switch the optimizer, or each of several optimizers, to fused kernels if the plan enables them."""
-    if plan.fused is False:
-        return
+def select_kernels(optim: OptimWrapper, plan: SpeedPlan, device: torch.device) -> None:
+    """Select the kernels for the trained parameters, including those outside the model, and for the optimizers."""
     wrappers = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
     for wrapper in wrappers:
-        with _with_config_path(plan, "fused"):
-            fuse(wrapper.optimizer, plan.fused)
+        _correct_kernels(plan, wrapper.parameters(), device)
+        if plan.fused is not False:
+            with _with_config_path(plan, "fused"):
+                fuse(wrapper.optimizer, plan.fused)
 
 
 @runtime_checkable

@@ -1,80 +1,116 @@
-"""Corrections of modules that torch computes incorrectly on CPUs in the channels_last layout."""
+"""Corrections of torch's CPU kernels that compute wrong values in the channels_last layout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+from torch.nn.parameter import is_lazy
 
-__all__ = ["correct_group_norms", "correct_strided_convolutions"]
+__all__ = ["correct_kernels"]
 
 _VECTOR_WIDTH = 16
 """Number of float32 values in the largest vector register of an x86 processor."""
 
 
-def correct_strided_convolutions(model: nn.Module, warn: Callable[[str], None]) -> None:
-    """Make the affected convolutions select every n-th pixel first and use a stride of 1, which is equivalent.
+def correct_kernels(parameters: Iterable[Tensor]) -> None:
+    """Replace kernels of this process for the gradients of convolutions and for GroupNorm on CPUs.
 
-    For a 1x1 convolution with a stride and fewer input channels than a vector register holds, oneDNN's weight gradient
-    in the channels_last layout writes beyond the end of a buffer: gradients can be wrong, and memory is corrupted
-    (https://github.com/uxlfoundation/oneDNN/issues/6035, in oneDNN 3.12, which torch 2.13 contains). Inductor uses this
-    layout for all convolutions on CPUs. For affected transposed convolutions, and for classes that compute the
-    convolution themselves, `warn` is called instead.
+    Inductor uses the channels_last layout for all convolutions on CPUs, and its code calls the same kernels.
+
+    - For a 1x1 convolution with a stride and fewer input channels than a vector register holds, oneDNN's weight
+      gradient writes beyond the end of a buffer: gradients can be wrong, and memory is corrupted
+      (https://github.com/uxlfoundation/oneDNN/issues/6035, in oneDNN 3.12, which torch 2.13 contains). The replacement
+      selects every n-th pixel and computes the gradient of a convolution with a stride of 1, which is equivalent. It
+      takes about 50 microseconds per convolution, so it is used only if one of the parameters can be such a weight.
+    - For GroupNorm, torch 2.13 computes the variance as the difference of two means, which is inaccurate if the mean is
+      large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not require a
+      gradient, the backward pass ends with a segmentation fault. The replacements compute in the default layout and
+      return tensors in the layout of the input.
     """
-    for name, module in model.named_modules():
-        if not _is_affected(module):
-            continue
-        kind = type(module)
-        if (
-            issubclass(kind, nn.Conv2d)
-            and kind.forward is nn.Conv2d.forward
-            and kind._conv_forward is nn.Conv2d._conv_forward
-        ):
-            module._conv_forward = partial(_convolve_selected, module.stride)
-        else:
-            replacement = (
-                "Use nn.Conv2d's own forward, or" if issubclass(kind, nn.Conv2d) else "To prevent this,"
-            )
-            warn(
-                f"The weight gradient of '{name}' ({kind.__name__}, with a 1x1 kernel, a stride and fewer than "
-                f"{_VECTOR_WIDTH} channels) can be wrong in the channels_last layout, which channels_last and compile "
-                f"use on CPUs (https://github.com/uxlfoundation/oneDNN/issues/6035). {replacement} disable both options"
-            )
+    _replace("native_group_norm", _group_norm)
+    _replace("native_group_norm_backward", _group_norm_backward)
+    if any(is_lazy(param) or _is_affected(param) for param in parameters):
+        _replace("convolution_backward", _convolution_backward)
 
 
-def correct_group_norms(model: nn.Module) -> None:
-    """Let GroupNorm modules convert their inputs to the default layout.
+@functools.cache  # torch restores the kernel when the `Library` is deleted
+def _replace(name: str, replacement: Callable[..., Any]) -> Library:
+    library = Library("aten", "IMPL")
+    original = get_kernel(f"aten::{name}", "CPU")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*also be overridden", UserWarning)
+        library.impl(name, functools.partial(replacement, original), "CPU", with_keyset=True)
+    return library
 
-    In the channels_last layout, torch 2.13 computes the variance as the difference of two means, which is inaccurate if
-    the mean is large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not
-    require a gradient, the backward pass ends with a segmentation fault. Calls of `F.group_norm` are not changed.
+
+def _is_affected(weight: Tensor) -> bool:
+    """Return whether a weight, of shape (O, I, 1, 1), or (I, O, 1, 1) for transposed convolutions, can be affected.
+
+    The weight gradient of a transposed convolution is that of a convolution from the output to the input.
     """
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm) and _make_contiguous not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_make_contiguous, with_kwargs=True)
+    return weight.ndim == 4 and weight.shape[2:] == (1, 1) and weight.shape[1] < _VECTOR_WIDTH
 
 
-def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
-
-
-def _is_affected(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-        return False
-    channels = module.out_channels if module.transposed else module.in_channels  # 0 if unknown (LazyConv2d)
-    has_padding = module.padding != "valid" and any(module.padding)
-    return (
-        set(module.kernel_size) == {1}
-        and max(module.stride) > 1
-        and not has_padding
-        and module.groups == 1
-        and channels < _VECTOR_WIDTH
+def _convolution_backward(
+    original: Any,
+    keys: Any,
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    call = functools.partial(original.call_boxed, keys)
+    is_affected = _is_affected(weight) and max(stride) > 1 and not any(padding) and groups == 1
+    if not is_affected or not any(output_mask[1:]):  # the same kernel computes the gradient of the bias
+        args = bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+        result: tuple[Tensor | None, ...] = call(gradient, x, weight, *args)
+        return result
+    args = (
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        [output_mask[0], False, False],
     )
+    by_input, _, _ = call(gradient, x, weight, *args)
+    small = x if transposed else gradient
+    slices = (slice(0, size * step, step) for size, step in zip(small.shape[2:], stride * 2, strict=False))
+    select: tuple[Any, ...] = (..., *slices)
+    pair = (gradient[select], x) if transposed else (gradient, x[select])
+    unstrided = None, [1, 1], padding, [1, 1], transposed, [0, 0], groups, [False, output_mask[1], False]
+    by_weight = call(*pair, weight, *unstrided)[1] if output_mask[1] else None
+    by_bias = gradient.sum((0, 2, 3)) if output_mask[2] else None
+    return by_input, by_weight, by_bias
 
 
-def _convolve_selected(stride: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.conv2d(x[..., :: stride[0], :: stride[1]], weight, bias)
+def _group_norm(original: Any, keys: Any, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, mean, rstd = original.call_boxed(keys, x.contiguous(), *args)
+    return _like(x, y), mean, rstd
+
+
+def _group_norm_backward(
+    original: Any, keys: Any, gradient: Tensor, x: Tensor, *args: Any
+) -> tuple[Tensor | None, ...]:
+    by_input, *others = original.call_boxed(keys, gradient.contiguous(), x.contiguous(), *args)
+    return (None if by_input is None else _like(x, by_input)), *others
+
+
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    """Return `y` in the layout of `x`."""
+    return y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
