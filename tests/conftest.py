@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,15 @@ import torch
 from slipstream.logging import logger
 
 # Tests do not use the user's cache of compiled code and do not share a cache with another test run.
-os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-tests-"))
+# The processes that this process starts inherit the variable.
+_own_cache = None if "SLIPSTREAM_CACHE" in os.environ else tempfile.mkdtemp(prefix="slipstream-tests-")
+os.environ.setdefault("SLIPSTREAM_CACHE", _own_cache or "")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the cache if this process has created it."""
+    if _own_cache is not None:
+        shutil.rmtree(_own_cache, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
