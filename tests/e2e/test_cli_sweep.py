@@ -145,13 +145,35 @@ def test_new_sweep_does_not_replace_an_earlier_one(tmp_path, in_process, capsys)
 
 
 def test_runs_with_the_same_shortened_name_have_different_folders():
-    runs = [
-        module.Run({"a": "1"}, "w/0_a", status=0),
-        module.Run({"a": "2"}, "w/0_a"),
-        module.Run({"a": "3"}, "w/1_a"),
-    ]
-    module._separate_folders(runs, [])
-    assert [run.folder for run in runs] == ["w/0_a", "w/0_a_2", "w/1_a"]
+    runs = [module.Run({"a": value}, folder) for value, folder in [("1", "w/0"), ("2", "w/0"), ("3", "w/1")]]
+    interrupted = module.Run({"a": "2"}, "w/0", status=130)
+    assert module._restore_completed(Path("w"), runs, [interrupted]) == []
+    assert [run.folder for run in runs] == ["w/0_2", "w/0", "w/1"]  # "2" continues from its own checkpoints
+
+
+def test_resume_with_another_configuration_file_raises_an_error(tmp_path, in_process, capsys):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1"]) == 0
+    (tmp_path / "other.py").write_text(CONFIG)
+    command = ["train", "other.py", "--sweep", f"{LR}=0.1,0.2", "--work-dir", "work_dirs/tiny", "--resume"]
+    assert (main(command), len(in_process)) == (2, 1)
+    assert "trained tiny.py, not other.py" in capsys.readouterr().err
+
+
+def test_order_of_overrides_and_plus_signs_do_not_matter(tmp_path, in_process):
+    overrides = ["optim_wrapper.accumulative_counts=1", "+train_cfg.max_epochs=1"]
+    assert main(["train", "tiny.py", "--sweep", "+randomness.seed=1", *overrides]) == 0
+    before = results(tmp_path)
+    command = ["train", "tiny.py", "--sweep", "randomness.seed=1", "--resume", *overrides[::-1]]
+    assert (main(command), len(in_process)) == (0, 1)
+    assert [run["metrics"] for run in results(tmp_path)] == [before[0]["metrics"]]
+
+
+def test_results_of_a_longer_run_are_not_used_for_a_shorter_one(tmp_path, in_process, capsys):
+    command = ["train", "tiny.py", "--sweep", f"{LR}=0.1"]
+    assert main([*command, "train_cfg.max_epochs=2"]) == 0
+    assert main([*command, "--resume"]) == 1
+    (run,) = results(tmp_path)
+    assert "contains a run of 2 epochs, so its results do not apply to 1" in run["error"]
 
 
 def test_resume_with_different_settings_raises_an_error(tmp_path, in_process, capsys):

@@ -47,6 +47,8 @@ class Run:
     """The work_dir of the run."""
     overrides: list[str] = field(default_factory=list)
     """The overrides common to all runs in the sweep."""
+    config: str = ""
+    """The recipe or the name of the configuration file; empty if an earlier version wrote `sweep.json`."""
     status: int | None = None
     """Exit status; None if the run has not started."""
     error: str = ""
@@ -54,6 +56,14 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of each metric, or of the loss if the run has no validation; and the best value, named `best
     METRIC`, of each metric by which the run saves its best checkpoint."""
+
+    def has_values_of(self, other: Run) -> bool:
+        """Return whether both runs have the same values. `+key` and `key` are the same key."""
+        return _plain_keys(self.values) == _plain_keys(other.values)
+
+    def has_settings_of(self, other: Run) -> bool:
+        """Return whether both runs have the same overrides, in any order, in addition to their values."""
+        return _words(self.overrides) == _words(other.overrides)
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -126,9 +136,8 @@ def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str,
                 "sweep as an override",
                 "--sweep",
             )
-        if key in sweeps or any(
-            override.partition("=")[0].lstrip("+") == key.lstrip("+") for override in overrides
-        ):
+        others = [*sweeps, *(override.partition("=")[0] for override in overrides)]
+        if key.lstrip("+") in (other.lstrip("+") for other in others):
             raise ConfigError(
                 f"'{key}' is set twice; set it either in one `--sweep` or as an override", "--sweep"
             )
@@ -179,7 +188,7 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
         label = "_".join(f"{key}={value}" for key, value in selected.items())
         name = _UNSAFE_CHARACTERS.sub("-", f"{index}_{label}")[:_MAX_NAME_LENGTH]
         base = base or Path(cfg.work_dir) / "sweep"
-        yield Run(selected, str(base / name), list(args.overrides))
+        yield Run(selected, str(base / name), list(args.overrides), Path(args.config).name)
 
 
 def _earlier_runs(base: Path, resume: bool) -> list[Run]:
@@ -212,20 +221,36 @@ def _earlier_runs(base: Path, resume: bool) -> list[Run]:
 def _comparable(others: Sequence[Run], run: Run) -> list[Run]:
     """Return the runs with the same swept keys and overrides as `run`, with their values in the same order."""
     return [
-        replace(other, values={key: other.values[key] for key in run.values})
+        replace(other, values={key: values[key.lstrip("+")] for key in run.values})
         for other in others
-        if other.values.keys() == run.values.keys() and other.overrides == run.overrides
+        if (values := _plain_keys(other.values)).keys() == _plain_keys(run.values).keys()
+        and other.has_settings_of(run)
     ]
+
+
+def _plain_keys(values: Mapping[str, str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, value in values.items()}
+
+
+def _words(overrides: Sequence[str]) -> list[str]:
+    return sorted(word.lstrip("+") for word in overrides)
 
 
 def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
     """Restore the results of runs that an earlier invocation completed, and return its runs with other values.
 
     Raises:
-        ConfigError: the earlier invocation used different overrides, so its results do not apply to these settings.
+        ConfigError: the earlier invocation used another configuration or different overrides, so its results do not
+            apply to these settings.
     """
     for before in earlier:
-        if before.values.keys() != runs[0].values.keys():
+        if before.config not in ("", runs[0].config):
+            raise ConfigError(
+                f"the sweep in {base} trained {before.config}, not {runs[0].config}; use the same configuration, or a "
+                "different work_dir",
+                "--resume",
+            )
+        if _plain_keys(before.values).keys() != _plain_keys(runs[0].values).keys():
             continue
         if keys := _changed_keys(before.overrides, runs[0].overrides):
             raise ConfigError(
@@ -233,23 +258,23 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
                 "do not apply to these settings; use the same overrides, or a different work_dir",
                 "--resume",
             )
-    others = [before for before in earlier if all(before.values != run.values for run in runs)]
-    for run, before in itertools.product(runs, earlier):
-        if before.values != run.values:
+    others = [before for before in earlier if not any(before.has_values_of(run) for run in runs)]
+    new = []
+    for run in runs:
+        same = next((before for before in earlier if before.has_values_of(run)), None)
+        if same is None:
+            new.append(run)
             continue
-        run.folder = before.folder  # its number can differ if values were added to the sweep
-        if before.status == 0 and before.overrides == run.overrides:
-            run.status, run.seconds, run.metrics = 0, before.seconds, before.metrics
-    _separate_folders(runs, others)
+        run.folder = same.folder  # its number can differ if values were added to the sweep
+        if same.status == 0 and same.has_settings_of(run):
+            run.status, run.seconds, run.metrics = 0, same.seconds, same.metrics
+    _separate_folders(new, {run.folder for run in (*earlier, *runs) if run not in new})
     return others
 
 
-def _separate_folders(runs: Sequence[Run], others: Sequence[Run]) -> None:
-    """Give each run its own folder, because a restored folder can have the shortened name of another run."""
-    taken = {run.folder for run in (*(run for run in runs if run.status == 0), *others)}
+def _separate_folders(runs: Sequence[Run], taken: set[str]) -> None:
+    """Give each run its own folder, because another run can have the same shortened name."""
     for run in runs:
-        if run.status == 0:
-            continue
         folder, number = run.folder, 2
         while run.folder in taken:
             run.folder, number = f"{folder}_{number}", number + 1
@@ -258,8 +283,8 @@ def _separate_folders(runs: Sequence[Run], others: Sequence[Run]) -> None:
 
 def _changed_keys(before: list[str], now: list[str]) -> list[str]:
     """Return the keys of the overrides that differ, except those that set the length of the runs."""
-    changed = set(before) ^ set(now)
-    return sorted({word.partition("=")[0].lstrip("+") for word in changed} - _LENGTHS)
+    changed = set(_words(before)) ^ set(_words(now))
+    return sorted({word.partition("=")[0] for word in changed} - _LENGTHS)
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
@@ -293,9 +318,26 @@ def _preempted_status() -> int:
 
 
 def write_result(path: str, runner: Runner) -> None:
-    """Write a run's last metrics for the sweep that started the run."""
+    """Write a run's last metrics for the sweep that started the run.
+
+    Raises:
+        ConfigError: the run was resumed with a length that it had already exceeded, so that these are the metrics of
+            the longer run.
+    """
     from slipstream.files import write_text
 
+    loop = runner.train_loop
+    done, length, unit = (
+        (runner.epoch, runner.max_epochs, "epochs")
+        if loop.counts_epochs
+        else (runner.iter, runner.max_iters, "iterations")
+    )
+    if done > length:
+        raise ConfigError(
+            f"{runner.work_dir} contains a run of {done} {unit}, so its results do not apply to {length}; use a "
+            "different work_dir",
+            "--resume",
+        )
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}
     metrics = {
         name.removeprefix("val/"): value
@@ -343,7 +385,7 @@ def _print(runs: Sequence[Run]) -> None:
 
 def _print_means(runs: Sequence[Run]) -> None:
     """If the seed is swept, print the mean and the standard deviation of each metric over the seeds."""
-    seeds = {key for key in runs[0].values if key.rpartition(".")[2] == "seed"}
+    seeds = {key for key in runs[0].values if key.lstrip("+").rpartition(".")[2] == "seed"}
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         others = tuple(value for key, value in run.values.items() if key not in seeds)
