@@ -328,8 +328,12 @@ def collate(samples):
     time.sleep(0.02)
     return torch.tensor(samples)
 
+class GeneratorLoader(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
 options = dict(num_workers=2, collate_fn=collate, multiprocessing_context=sys.argv[1])
-loader = DataLoader(list(range(1000)), batch_size=2, **options)
+loader = vars()[sys.argv[2]](list(range(1000)), batch_size=2, **options)
 if __name__ == "__main__":
     with Preemption() as preemption:
         for index, batch in enumerate(feed(loader)):
@@ -341,12 +345,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_signal_to_all_processes_of_a_custom_loop_does_not_end_its_workers(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "kind"), [("fork", "DataLoader"), ("fork", "GeneratorLoader"), ("spawn", "DataLoader")]
+)
+def test_signal_to_all_processes_of_a_custom_loop_does_not_end_its_workers(tmp_path, method, kind):
     script = tmp_path / "loop.py"
     script.write_text(WORKERS)
     process = subprocess.Popen(
-        [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script), method, kind], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         assert process.stdout.readline() == "started\n"

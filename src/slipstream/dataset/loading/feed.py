@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from types import GeneratorType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.worker_init import prepared_workers
@@ -43,7 +46,8 @@ def feed(
     """Return an iterable of the batches of `loader` on `device`, which defaults to the accelerator or the CPU.
 
     The worker processes of a DataLoader ignore signals to the whole process group, so that the loop can save its state
-    after such a signal (see `Preemption`). This does not apply to the start method `forkserver`.
+    after such a signal (see `Preemption`). This does not apply to the start method `forkserver`, to workers that
+    already run, or to a DataLoader inside another object, such as `zip(loader, other)`.
     """
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
@@ -107,6 +111,8 @@ class DeviceFeed(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         with prepared_workers(self.loader):
             batches = iter(self.loader)
+        if isinstance(self.loader, DataLoader) and isinstance(batches, GeneratorType):
+            batches = _draw_first(self.loader, batches)
         return self.move_batches(batches)
 
     def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -120,6 +126,14 @@ class DeviceFeed(Generic[Batch]):
         if not getattr(self.loader, "pin_memory", False) and self.device.type not in _DEVICES_WITHOUT_STREAMS:
             batches = _pin_batches(batches, self.device)
         return _run_ahead(batches, self._copy_stream, self.prefetch)
+
+
+def _draw_first(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of a subclass of DataLoader whose `__iter__` is a generator, which starts the workers late."""
+    with prepared_workers(loader, block_signals=False):
+        first = list(islice(batches, 1))
+    yield from first
+    yield from batches
 
 
 def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.queues import Queue
@@ -93,7 +93,7 @@ def signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def prepared_workers(loader: Any) -> Iterator[None]:
+def prepared_workers(loader: Any, block_signals: bool = True) -> Iterator[None]:
     """Let a `WorkerInit` prepare the workers that the user's loader starts in this context; see `signals_blocked`."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         yield
@@ -101,7 +101,7 @@ def prepared_workers(loader: Any) -> Iterator[None]:
     user_init = loader.worker_init_fn
     loader.worker_init_fn = worker_init(user_init)
     try:
-        with signals_blocked(loader):
+        with signals_blocked(loader) if block_signals else nullcontext():
             yield
     finally:
         loader.worker_init_fn = user_init
