@@ -14,7 +14,19 @@ import slipstream
 from slipstream.errors import ModelError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
-from tiny_runs import Accuracy, Losses, Net, Noisy, assert_same, loader, run, training, validation, weights
+from tiny_runs import (
+    Accuracy,
+    Losses,
+    Net,
+    Noisy,
+    assert_same,
+    loader,
+    run,
+    samples,
+    training,
+    validation,
+    weights,
+)
 
 
 class Drawn(Net):
@@ -272,3 +284,25 @@ def test_weight_average_of_a_model_with_a_growing_buffer_is_refused(tmp_path, bu
 def test_nan_guard_of_a_model_with_a_growing_buffer_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"buffer 'queue' .* from \(0, 4\) to \(8, 4\)"):
         run(tmp_path, model=dict(type=Grows), speed=dict(nan_guard="skip"))
+
+
+@pytest.mark.parametrize(
+    ("name", "revise_keys"),
+    [("module", {}), ("backbone", dict(revise_keys=[(r"^backbone\.", "")]))],
+    ids=["module", "backbone"],
+)
+def test_average_in_a_file_of_a_step_is_loaded_under_other_names(tmp_path, name, revise_keys):
+    net = Net()
+    wrapper = nn.ModuleDict({name: net})
+    wrapper.forward = lambda inputs, targets: net(inputs, targets, "loss")["loss"]
+    ema = dict(type="constant", decay=0.9)
+    step = slipstream.accelerate(wrapper, torch.optim.SGD(net.parameters(), lr=0.5), speed=dict(ema=ema))
+    for start in (0, 8):
+        step([part[start : start + 8] for part in samples()])
+    step.save(tmp_path / "step.pth")
+    with step.averaged():
+        average = {key: value.clone() for key, value in net.state_dict().items()}
+    runner = Runner(**training(tmp_path))
+    runner.load_checkpoint(str(tmp_path / "step.pth"), **revise_keys)
+    assert_same(weights(runner), average)
+    assert not torch.equal(average["first.weight"], net.first.weight)

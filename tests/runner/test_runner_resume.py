@@ -49,9 +49,9 @@ def test_a_configured_learning_rate_that_a_resumed_run_does_not_use_is_reported(
 
 
 def test_changed_settings_of_a_resumed_run_are_reported():
-    base = "model: {loss: {weight: [1, 2]}, depth: 3}\ntrain_dataloader: {batch_size: 4, num_workers: 2}\n"
+    base = "model: {loss: {weight: [1, 2]}, gc: 1}\ntrain_dataloader: {batch_size: 4, num_workers: 2}\n"
     same = base + "work_dir: a\ntrain_cfg: {max_epochs: 2}\n"
-    other = "model: {loss: {}, depth: 3}\nloss_fn: null\ntrain_dataloader: {batch_size: 8, num_workers: 0}\n"
+    other = "model: {loss: {eps: null}, gc: 2}\nloss_fn: null\ntrain_dataloader: {batch_size: 8, num_workers: 0}\n"
     messages = []
     for current in (base, same, "# not a configuration", other):
         warn_of_settings({"cfg": base}, current, "epoch_1.pth", messages.append)
@@ -59,7 +59,10 @@ def test_changed_settings_of_a_resumed_run_are_reported():
     assert message.startswith("This run continues with other settings than the run that wrote epoch_1.pth: ")
     assert "model.loss.weight is not set (before: [1, 2])" in message
     assert "train_dataloader.batch_size is 8 (before: 4)" in message
+    assert "model.loss.eps is None (before: not set)" in message  # the default may be another value
+    assert "model.gc is 2 (before: 1)" in message
     assert "num_workers" not in message
+    assert "loss_fn" not in message
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,20 @@ def test_longer_run_keeps_the_best_checkpoint_of_its_last_validation(tmp_path, o
     train(1, [0.9])  # validates at its end, after the last checkpoint has been written
     assert train(2, [0.5], resume=True) == (0.9, first)
     assert train(3, [0.5, 0.95], resume=True) == (0.95, last)  # repeats the validation after epoch 2
+
+
+def test_resumed_run_does_not_replace_its_best_score_by_a_worse_one(tmp_path):
+    def train(epochs, values, resume):
+        evaluation = validation([dict(type=Scripted, values=values, name="acc")])
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, save_best="acc", rule="greater"))
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        runner = run(tmp_path, train_cfg=cfg, default_hooks=hooks, resume=resume, **evaluation)
+        return [runner.message_hub.get_info(f"best_{name}/acc") for name in ("score", "ckpt")]
+
+    train(2, [0.1, 0.2], False)  # a resumed run repeats the validation after its checkpoint
+    assert train(4, [0.2, 0.3, 0.6], True) == [0.6, "best_acc_epoch_4.pth"]
+    assert train(4, [0.2, 0.9, 0.5], str(tmp_path / "epoch_2.pth")) == [0.9, "best_acc_epoch_3.pth"]
+    assert train(5, [0.5, 0.7], True) == [0.9, "best_acc_epoch_3.pth"]  # epoch 4 of the first run had 0.6
 
 
 LOOPS = {

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 from slipstream import Runner
 from slipstream.errors import CheckpointError, ConfigError
@@ -105,12 +105,12 @@ def test_run_with_one_cycle_can_be_resumed(tmp_path):
     assert_same(second.model.state_dict(), whole.model.state_dict())
 
 
-def resumed_with(tmp_path, first, second):
+def resumed_with(tmp_path, first, second, option=None):
     """Train two epochs with one schedule, then resume with another and one more epoch; return the captured warnings."""
     by_epoch = dict(by_epoch=True, max_epochs=2)
-    Runner(**arguments(tmp_path, first, train_cfg=by_epoch)).train()
+    Runner(**arguments(tmp_path, first, option, train_cfg=by_epoch)).train()
     more = arguments(
-        tmp_path, second, train_cfg=dict(by_epoch, max_epochs=3), resume=True, log_level="WARNING"
+        tmp_path, second, option, train_cfg=dict(by_epoch, max_epochs=3), resume=True, log_level="WARNING"
     )
     Runner(**more).train()
 
@@ -156,6 +156,48 @@ def test_changed_arguments_of_a_resumed_torch_scheduler_are_reported(tmp_path, c
 def test_nested_arguments_and_milestones_are_compared(tmp_path, capsys, make, message):
     resumed_with(tmp_path, lambda optimizer: make(optimizer, 2), lambda optimizer: make(optimizer, 3))
     assert message in capsys.readouterr().out
+
+
+class Decay(lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, rate):
+        self.rate = rate
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [
+            group["initial_lr"] / (1 + self.rate * self.last_epoch) for group in self.optimizer.param_groups
+        ]
+
+
+SCHEDULES = {
+    "OneCycleLR": (
+        dict(max_lr=0.5, total_steps=20),
+        [dict(max_lr=0.9), dict(pct_start=0.6), dict(final_div_factor=5.0), dict(anneal_strategy="linear")],
+    ),
+    "CyclicLR": (
+        dict(base_lr=0.01, max_lr=0.5, step_size_up=4),
+        [dict(max_lr=0.9), dict(step_size_up=8), dict(mode="triangular2"), dict(base_momentum=0.5)],
+    ),
+    "SWALR": (dict(swa_lr=0.05), [dict(swa_lr=0.01), dict(anneal_epochs=3), dict(anneal_strategy="linear")]),
+    "CosineAnnealingWarmRestarts": (dict(T_0=2), [dict(eta_min=0.01)]),
+    "Decay": (dict(rate=0.1), [dict(rate=0.2)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, change) for name, (_, changes) in SCHEDULES.items() for change in [{}, *changes]],
+    ids=str,
+)
+def test_each_changed_argument_of_a_resumed_torch_scheduler_is_reported(tmp_path, capsys, name, change):
+    def make(**changes):
+        kind = getattr(lr_scheduler, name, None) or getattr(swa_utils, name, Decay)
+        return lambda optimizer: kind(optimizer, **{**SCHEDULES[name][0], **changes})
+
+    by_epoch = None if name.endswith(("CycleLR", "CyclicLR")) else True
+    resumed_with(tmp_path, make(), make(**change), by_epoch)
+    text = capsys.readouterr().out
+    assert ("which torch restores" in text or "is not used" in text) == bool(change), text
 
 
 def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):

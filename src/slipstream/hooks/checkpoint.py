@@ -215,8 +215,9 @@ class CheckpointHook(Hook):
         found = [self._best_in_folder(runner) if is_main_process() else {}]
         broadcast_object_list(found)
         for key, (score, name) in found[0].items():
-            runner.message_hub.update_info(f"best_score/{key}", score)
-            runner.message_hub.update_info(f"best_ckpt/{key}", name)
+            if self._is_improvement(key, score, runner.message_hub.get_info(f"best_score/{key}")):
+                runner.message_hub.update_info(f"best_score/{key}", score)
+                runner.message_hub.update_info(f"best_ckpt/{key}", name)
 
     def _best_in_folder(self, runner: Runner) -> dict[str, tuple[float, str]]:
         """Return the scores and names of the best checkpoints that this run saved at the current iteration."""
@@ -429,10 +430,7 @@ class CheckpointHook(Hook):
 
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
         hub = runner.message_hub
-        best = hub.get_info(f"best_score/{key}")
-        greater = infer_rule(key, self.rule) == "greater"
-        improved = best is None or (value > best if greater else value < best)
-        if not math.isfinite(value) or not improved:
+        if not self._is_improvement(key, value, hub.get_info(f"best_score/{key}")):
             return False
         previous = hub.get_info(f"best_ckpt/{key}")
         prefix = f"best_{key.replace('/', '_')}_{'epoch' if self.by_epoch else 'iter'}_"
@@ -453,6 +451,10 @@ class CheckpointHook(Hook):
         # With by_epoch=None, the counters are saved as they are: they already include this epoch (or step).
         self._save(runner, name, message, surplus, by_epoch=None)
         return True
+
+    def _is_improvement(self, key: str, value: float, best: float | None) -> bool:
+        greater = infer_rule(key, self.rule) == "greater"
+        return math.isfinite(value) and (best is None or (value > best if greater else value < best))
 
     def _replace(self, runner: Runner, previous: str, name: str) -> list[str]:
         """Return the checkpoints to remove when `name`, which replaces `previous`, has been written."""

@@ -21,7 +21,6 @@ from slipstream.checkpoint import (
     step_average,
     structure,
     structure_changes,
-    weights_in,
     write_checkpoint,
 )
 from slipstream.config import config_text
@@ -211,7 +210,7 @@ class Checkpoints:
         return resume.read_checkpoint(unwrap_model(self._runner.model), source, map_location, revise_keys)
 
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, source: str | Path) -> None:
-        logger, state = self._runner.logger, weights_in(checkpoint, source)
+        logger, state = self._runner.logger, checkpoint["state_dict"]
         core = unwrap_model(self._runner.model)
         with restoring("state_dict", source):
             for line in load_weights(core, state, strict, str(source)):

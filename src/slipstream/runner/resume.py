@@ -197,14 +197,17 @@ def read_checkpoint(
     map_location: str | torch.device,
     revise_keys: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Read a checkpoint for the unwrapped `model`, rename its weights, and shard them like the model's parameters."""
+    """Read a checkpoint for the unwrapped `model`, rename its weights, and shard them like the model's parameters.
+
+    The entry `state_dict` contains the weights that `weights_in` selects.
+    """
     checkpoint = load_checkpoint(path, map_location, mesh_of(model))
     checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
-    weights_in(checkpoint, path)
+    state = weights_in(checkpoint, path)
     # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."
     has_prefix = any(key.startswith(prefix) for key in model.state_dict())
-    checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if has_prefix else revise_keys)
+    checkpoint["state_dict"] = revise(state, () if has_prefix else revise_keys)
     for part in ("state_dict", "ema_state_dict"):
         saved = checkpoint.get(part)
         if not isinstance(saved, dict):

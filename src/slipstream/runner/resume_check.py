@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,6 @@ from slipstream.checkpoint import (
     check_tensors,
     compare_weights,
     stored_config,
-    weights_in,
 )
 from slipstream.dist import get_world_size
 from slipstream.errors import CheckpointError
@@ -27,6 +27,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import all_schedulers
+from slipstream.plain_values import plain
 
 __all__ = [
     "check_content",
@@ -43,14 +44,19 @@ _TRAINING_KEYS = (
     "speed",
 )  # fmt: skip
 """Top-level keys of the configuration that determine what a step computes."""
-_TORCH_ARGUMENTS = (
-    "total_steps", "T_max", "T_0", "T_mult", "eta_min", "step_size", "gamma", "milestones", "_milestones", "factor",
-    "total_iters", "start_factor", "end_factor", "power",
+_DERIVED_ARGUMENTS = (
+    "_schedule_phases", "_anneal_func_type", "total_size", "step_ratio", "max_lrs", "base_momentums", "max_momentums",
+    "min_lrs", "lr_lambdas",
 )  # fmt: skip
-"""Arguments of torch's schedulers that do not change during training."""
+"""Attributes of torch's schedulers that depend on their arguments and do not change during training."""
+_GROUP_ARGUMENTS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+"""Arguments of torch's schedulers that are stored in the parameter groups of the optimizer."""
 _LOADING_KEYS = (
-    "num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout", "prefetch", "gc",
-    "expandable_segments",
+    *(
+        f"train_dataloader.{name}"
+        for name in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout")
+    ),
+    "speed.prefetch", "speed.gc", "speed.expandable_segments",
 )  # fmt: skip
 """Settings that do not affect the results."""
 _MAX_LENGTH = 200
@@ -105,7 +111,7 @@ def check_matches(
     _warn_about_missing(checkpoint, source, warn)
     core = unwrap_model(model)
     parameters = dict(core.named_parameters())
-    compare_weights(core, weights_in(checkpoint, source), strict=True, source=str(source))
+    compare_weights(core, checkpoint["state_dict"], strict=True, source=str(source))
     check_tensors(core.state_dict(), checkpoint["state_dict"], "state_dict", source, warn, shapes=False)
     if optim is not None:
         check(checkpoint, PENDING, source)
@@ -211,13 +217,15 @@ def _check_torch_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], sour
     parts, states = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
     for part, state in zip(parts, states, strict=False):  # of SequentialLR and ChainedScheduler
         _check_torch_schedule(part, state, source, warn)
-    own = scheduler.state_dict()
-    for name in _TORCH_ARGUMENTS:
-        if name not in own or name not in saved or own[name] == saved[name]:
+    own, arguments = scheduler.state_dict(), _arguments(scheduler)
+    for name in own.keys() & saved.keys():
+        before, now = (repr(plain(state[name], lambda message: None)) for state in (saved, own))
+        is_argument = name.lstrip("_") in arguments or name in _DERIVED_ARGUMENTS
+        if not is_argument or before == now:
             continue
         message = (
-            f"{type(scheduler).__name__} was created with {name.lstrip('_')}={own[name]}, but {source} contains "
-            f"{name.lstrip('_')}={saved[name]}, which torch restores"
+            f"{type(scheduler).__name__} was created with {name.lstrip('_')}={_shortened(now)}, but {source} contains "
+            f"{name.lstrip('_')}={_shortened(before)}, which torch restores"
         )
         if name == "total_steps":
             raise CheckpointError(
@@ -225,6 +233,13 @@ def _check_torch_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], sour
                 "from these weights with load_from"
             )
         warn(f"{message}. To use the new value, start a new run from these weights with load_from")
+
+
+def _arguments(scheduler: LRScheduler) -> set[str]:
+    """Return the names of the constructor arguments, except those that change during training or are schedulers."""
+    constructors = [vars(cls)["__init__"] for cls in type(scheduler).__mro__ if "__init__" in vars(cls)]
+    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    return names - {"last_epoch", "schedulers"}
 
 
 def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:
@@ -241,7 +256,8 @@ def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: W
     changed = sorted(key for key in {*saved, *now} if saved.get(key, missing) != now.get(key, missing))
     if saved and now and changed:
         shown = [
-            f"{key} is {_text(now, key)} (before: {_text(saved, key)})" for key in changed[:_MAX_SETTINGS]
+            f"{key} is {_shortened(now.get(key, 'not set'))} (before: {_shortened(saved.get(key, 'not set'))})"
+            for key in changed[:_MAX_SETTINGS]
         ]
         more = f", and {len(changed) - len(shown)} more" if len(changed) > len(shown) else ""
         warn(
@@ -250,8 +266,7 @@ def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: W
         )
 
 
-def _text(settings: Mapping[str, str], key: str) -> str:
-    text = settings.get(key, "not set")
+def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
@@ -262,7 +277,7 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         path, value = pending.pop()
         if isinstance(value, Mapping):
             pending += [(f"{path}.{key}", item) for key, item in value.items()]
-        elif value is not None and path.rpartition(".")[2] not in _LOADING_KEYS:
+        elif path not in _LOADING_KEYS and (value is not None or path not in _TRAINING_KEYS):
             yield path, repr(value)  # NaN is equal to itself
 
 
@@ -361,20 +376,30 @@ def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
     return checkpoint[key]
 
 
-def learning_rates(optim: OptimWrapper) -> list[float]:
-    """Return the learning rate of each parameter group, without the factor of a schedule."""
+def learning_rates(optim: OptimWrapper) -> list[dict[str, float]]:
+    """Return the learning rate of each parameter group, without the factor of a schedule, and its limits."""
     wrappers = list(optim.values()) if isinstance(optim, OptimWrapperDict) else [optim]
     groups = [group for wrapper in wrappers for group in wrapper.param_groups]
-    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+    return [
+        {
+            "learning rate": float(group.get("initial_lr", group["lr"])),
+            **{name: float(group[name]) for name in _GROUP_ARGUMENTS if isinstance(group.get(name), float)},
+        }
+        for group in groups
+    ]
 
 
-def warn_of_learning_rates(configured: list[float], restored: list[float], warn: Warn) -> None:
+def warn_of_learning_rates(
+    configured: list[dict[str, float]], restored: list[dict[str, float]], warn: Warn
+) -> None:
     """Warn if a resumed run continues with other learning rates than those that are configured."""
-    pairs = zip(configured, restored, strict=True)
-    different = [(a, b) for a, b in pairs if not math.isclose(a, b, rel_tol=1e-6)]
-    if different:
-        own, saved = different[0]
+    different: dict[str, tuple[float, float]] = {}
+    for own, saved in zip(configured, restored, strict=True):
+        for name in own.keys() & saved.keys():
+            if not math.isclose(own[name], saved[name], rel_tol=1e-6):
+                different.setdefault(name, (own[name], saved[name]))
+    for name, (now, before) in sorted(different.items()):
         warn(
-            f"The configured learning rate {own:g} is not used: the resumed run continues with the checkpoint's "
-            f"optimizer, whose learning rate is {saved:g}. To train with {own:g}, start a new run with load_from"
+            f"The configured {name} {now:g} is not used: the resumed run continues with the checkpoint's "
+            f"optimizer, whose {name} is {before:g}. To train with {now:g}, start a new run with load_from"
         )
