@@ -330,14 +330,15 @@ def collate(samples):
 
 class GeneratorLoader(DataLoader):
     def __iter__(self):
-        yield from super().__iter__()
+        while True:
+            yield from super().__iter__()
 
 options = dict(num_workers=2, collate_fn=collate, multiprocessing_context=sys.argv[1])
-loader = vars()[sys.argv[2]](list(range(1000)), batch_size=2, **options)
+loader = vars()[sys.argv[2]](list(range(8)) * (1 if "Gen" in sys.argv[2] else 99), batch_size=2, **options)
 if __name__ == "__main__":
     with Preemption() as preemption:
         for index, batch in enumerate(feed(loader)):
-            if index == 2:
+            if index == 5:
                 print("started", flush=True)
             if preemption.requested():
                 print("saved", flush=True)

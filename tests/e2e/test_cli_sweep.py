@@ -172,8 +172,19 @@ def test_results_of_a_longer_run_are_not_used_for_a_shorter_one(tmp_path, in_pro
     command = ["train", "tiny.py", "--sweep", f"{LR}=0.1"]
     assert main([*command, "train_cfg.max_epochs=2"]) == 0
     assert main([*command, "--resume"]) == 1
-    (run,) = results(tmp_path)
-    assert "contains a run of 2 epochs, so its results do not apply to 1" in run["error"]
+    failed, longer = results(tmp_path)
+    assert "contains a run of 2 epochs, so its results do not apply to 1" in failed["error"]
+    assert (longer["status"], longer["overrides"]) == (0, ["train_cfg.max_epochs=2"])
+    assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 2)
+    assert results(tmp_path)[0] == longer
+
+
+def test_order_of_overrides_that_replace_each_other_matters(tmp_path, in_process, capsys):
+    command = ["train", "tiny.py", "--sweep", f"{LR}=0.1"]
+    overrides = ["optim_wrapper.accumulative_counts=1", "optim_wrapper.accumulative_counts=2"]
+    assert main([*command, *overrides]) == 0
+    assert main([*command, *overrides[::-1], "--resume"]) != 0
+    assert "different values for optim_wrapper.accumulative_counts" in capsys.readouterr().err
 
 
 def test_resume_with_different_settings_raises_an_error(tmp_path, in_process, capsys):

@@ -106,6 +106,22 @@ def test_resumed_run_does_not_replace_its_best_score_by_a_worse_one(tmp_path):
     assert train(5, [0.5, 0.7], True) == [0.9, "best_acc_epoch_3.pth"]  # epoch 4 of the first run had 0.6
 
 
+def test_best_checkpoint_of_another_hook_is_not_used_when_a_run_is_resumed(tmp_path):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, save_best="auto"))
+    other = dict(type="CheckpointHook", save_best="foo", rule="greater", filename_tmpl="other_{}.pth")
+    for epochs in (1, 2):
+        evaluation = validation(
+            [
+                dict(type=Scripted, values=[0.5, 0.5], name="acc"),
+                dict(type=Scripted, values=[7, 6], name="foo"),
+            ]
+        )
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        changes = dict(default_hooks=hooks, custom_hooks=[other], resume=epochs > 1, **evaluation)
+        hub = run(tmp_path, train_cfg=cfg, **changes).message_hub
+    assert (hub.get_info("best_score/acc"), hub.get_info("best_score/foo")) == (0.5, 7)
+
+
 LOOPS = {
     "epochs": dict(sampler="DefaultSampler", train_cfg=dict(by_epoch=True, max_epochs=3)),
     "iterations": dict(

@@ -233,7 +233,11 @@ def _plain_keys(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words(overrides: Sequence[str]) -> list[str]:
-    return sorted(word.lstrip("+") for word in overrides)
+    """Return the overrides without `+`, sorted unless a later one replaces the value of an earlier one."""
+    words = [word.lstrip("+") for word in overrides]
+    keys = [f"{word.partition('=')[0]}." for word in words]
+    overlap = any(one.startswith(other) for one, other in itertools.permutations(keys, 2))
+    return words if overlap else sorted(words)
 
 
 def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
@@ -258,17 +262,19 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
                 "do not apply to these settings; use the same overrides, or a different work_dir",
                 "--resume",
             )
-    others = [before for before in earlier if not any(before.has_values_of(run) for run in runs)]
-    new = []
+    others, new = list(earlier), []
     for run in runs:
-        same = next((before for before in earlier if before.has_values_of(run)), None)
-        if same is None:
+        matches = [before for before in earlier if before.has_values_of(run)]
+        if not matches:
             new.append(run)
             continue
-        run.folder = same.folder  # its number can differ if values were added to the sweep
-        if same.status == 0 and same.has_settings_of(run):
-            run.status, run.seconds, run.metrics = 0, same.seconds, same.metrics
-    _separate_folders(new, {run.folder for run in (*earlier, *runs) if run not in new})
+        run.folder = matches[0].folder  # its number can differ if values were added to the sweep
+        for before in matches:
+            if before.has_settings_of(run) or before.status != 0:  # keep results for another length
+                others.remove(before)
+            if before.has_settings_of(run) and before.status == 0:
+                run.status, run.seconds, run.metrics = 0, before.seconds, before.metrics
+    _separate_folders(new, {before.folder for before in earlier})
     return others
 
 
@@ -283,7 +289,8 @@ def _separate_folders(runs: Sequence[Run], taken: set[str]) -> None:
 
 def _changed_keys(before: list[str], now: list[str]) -> list[str]:
     """Return the keys of the overrides that differ, except those that set the length of the runs."""
-    changed = set(_words(before)) ^ set(_words(now))
+    first, last = _words(before), _words(now)
+    changed = set(first) ^ set(last) or set(last if first != last else ())
     return sorted({word.partition("=")[0] for word in changed} - _LENGTHS)
 
 
@@ -334,8 +341,8 @@ def write_result(path: str, runner: Runner) -> None:
     )
     if done > length:
         raise ConfigError(
-            f"{runner.work_dir} contains a run of {done} {unit}, so its results do not apply to {length}; use a "
-            "different work_dir",
+            f"{runner.work_dir} contains a run of {done} {unit}, so its results do not apply to {length}; use the "
+            "earlier length, or a different work_dir",
             "--resume",
         )
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}

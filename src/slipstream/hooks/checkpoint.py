@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from string import Formatter
@@ -215,13 +216,14 @@ class CheckpointHook(Hook):
         found = [self._best_in_folder(runner) if is_main_process() else {}]
         broadcast_object_list(found)
         for key, (score, name) in found[0].items():
-            if self._is_improvement(key, score, runner.message_hub.get_info(f"best_score/{key}")):
-                runner.message_hub.update_info(f"best_score/{key}", score)
-                runner.message_hub.update_info(f"best_ckpt/{key}", name)
+            with suppress(ConfigError):  # of a metric without a rule, about which `_auto_metric` warns
+                if self._is_improvement(key, score, runner.message_hub.get_info(f"best_score/{key}")):
+                    runner.message_hub.update_info(f"best_score/{key}", score)
+                    runner.message_hub.update_info(f"best_ckpt/{key}", name)
 
     def _best_in_folder(self, runner: Runner) -> dict[str, tuple[float, str]]:
         """Return the scores and names of the best checkpoints that this run saved at the current iteration."""
-        names = [path.name for path in self._folder.iterdir()]
+        names = sorted(path.name for path in self._folder.iterdir())
         if self.best_filename is not None:  # may be in a subfolder
             names += [self.best_filename, sharded_name(self.best_filename)]
         found = {}
@@ -230,9 +232,9 @@ class CheckpointHook(Hook):
             if not path.exists() or read_origin(path) != (self._run_id, runner.iter):
                 continue
             info = read_without_data(path).get("message_hub", {}).get("runtime_info", {})
-            for entry, best in info.items():
-                key = entry.removeprefix("best_ckpt/")
-                if key != entry and best == name and f"best_score/{key}" in info:
+            for monitor in self.monitors:
+                key = info.get(self._auto_metric_key) if monitor == "auto" else monitor
+                if info.get(f"best_ckpt/{key}") == name and f"best_score/{key}" in info:
                     found[key] = info[f"best_score/{key}"], name
         return found
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -26,8 +26,7 @@ from slipstream.errors import CheckpointError
 from slipstream.model import unwrap_model
 from slipstream.model.wrappers import check_comm_hook_state
 from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.optim.scheduler import all_schedulers
-from slipstream.plain_values import plain
+from slipstream.optim.scheduler import TorchSchedulerAdapter, all_schedulers
 
 __all__ = [
     "check_content",
@@ -44,11 +43,6 @@ _TRAINING_KEYS = (
     "speed",
 )  # fmt: skip
 """Top-level keys of the configuration that determine what a step computes."""
-_DERIVED_ARGUMENTS = (
-    "_schedule_phases", "_anneal_func_type", "total_size", "step_ratio", "max_lrs", "base_momentums", "max_momentums",
-    "min_lrs", "lr_lambdas",
-)  # fmt: skip
-"""Attributes of torch's schedulers that depend on their arguments and do not change during training."""
 _GROUP_ARGUMENTS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 """Arguments of torch's schedulers that are stored in the parameter groups of the optimizer."""
 _LOADING_KEYS = (
@@ -196,7 +190,7 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
 
 
 def _check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn: Warn) -> None:
-    """Warn if a torch scheduler was created with other arguments than that of the run that wrote the checkpoint.
+    """Warn if a torch scheduler was created with other arguments than in the run that wrote the checkpoint.
 
     torch's `load_state_dict` restores the old arguments.
 
@@ -208,38 +202,42 @@ def _check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn
             _check_torch_schedules(part, saved.get(name, []), source, warn)
         return
     for scheduler, state in zip(schedulers or (), saved, strict=False):
-        inner = getattr(scheduler, "scheduler", None)
-        if isinstance(inner, LRScheduler) and isinstance(state.get("scheduler"), Mapping):
-            _check_torch_schedule(inner, state["scheduler"], source, warn)
+        if isinstance(scheduler, TorchSchedulerAdapter) and isinstance(state.get("initial"), Mapping):
+            own = scheduler.state_dict()["initial"]
+            _check_torch_schedule(scheduler.scheduler, own, state["initial"], source, warn)
 
 
-def _check_torch_schedule(scheduler: LRScheduler, saved: Mapping[str, Any], source: Any, warn: Warn) -> None:
-    parts, states = getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())
-    for part, state in zip(parts, states, strict=False):  # of SequentialLR and ChainedScheduler
-        _check_torch_schedule(part, state, source, warn)
-    own, arguments = scheduler.state_dict(), _arguments(scheduler)
-    for name in own.keys() & saved.keys():
-        before, now = (repr(plain(state[name], lambda message: None)) for state in (saved, own))
-        is_argument = name.lstrip("_") in arguments or name in _DERIVED_ARGUMENTS
-        if not is_argument or before == now:
-            continue
-        message = (
-            f"{type(scheduler).__name__} was created with {name.lstrip('_')}={_shortened(now)}, but {source} contains "
-            f"{name.lstrip('_')}={_shortened(before)}, which torch restores"
+def _check_torch_schedule(
+    scheduler: LRScheduler, own: Mapping[str, Any], saved: Mapping[str, Any], source: Any, warn: Warn
+) -> None:
+    parts = (getattr(scheduler, "_schedulers", ()), own.get("_schedulers", ()), saved.get("_schedulers", ()))
+    for part, own_state, state in zip(*parts, strict=False):  # of SequentialLR and ChainedScheduler
+        _check_torch_schedule(part, own_state, state, source, warn)
+    kind = type(scheduler).__name__
+    changed = {
+        name: f"{_shortened(repr(own[name]))} (before: {_shortened(repr(saved[name]))})"
+        for name in own.keys() & saved.keys() - {"_schedulers"}
+        if not _equal(own[name], saved[name])
+    }
+    if "total_steps" in changed:
+        raise CheckpointError(
+            f"{kind} was created with total_steps={changed['total_steps']}, but torch restores the schedule in "
+            f"{source}. Create it with total_steps={saved['total_steps']} and train for that many steps, or start a "
+            "new run from these weights with load_from"
         )
-        if name == "total_steps":
-            raise CheckpointError(
-                f"{message}. Create it with {name}={saved[name]} and train for that many steps, or start a new run "
-                "from these weights with load_from"
-            )
-        warn(f"{message}. To use the new value, start a new run from these weights with load_from")
+    if changed:
+        values = ", ".join(f"{name.lstrip('_')}={text}" for name, text in sorted(changed.items()))
+        warn(
+            f"{kind} was created with other arguments than in the run that wrote {source}, and torch restores the old "
+            f"schedule: {values}. To use the new arguments, start a new run from these weights with load_from"
+        )
 
 
-def _arguments(scheduler: LRScheduler) -> set[str]:
-    """Return the names of the constructor arguments, except those that change during training or are schedulers."""
-    constructors = [vars(cls)["__init__"] for cls in type(scheduler).__mro__ if "__init__" in vars(cls)]
-    names = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
-    return names - {"last_epoch", "schedulers"}
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # tensors with several elements
+        return repr(one) == repr(other)
 
 
 def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:
@@ -338,8 +336,10 @@ def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> No
             "load_from"
         )
     for index, (scheduler, state) in enumerate(zip(schedulers, saved, strict=True)):
-        # Exclude `attributes`, because different attributes may have changed at different steps.
-        expected = {key: value for key, value in scheduler.state_dict().items() if key != "attributes"}
+        # Exclude `attributes`, because different attributes may have changed at different steps, and `initial`, which
+        # `_check_torch_schedules` compares.
+        ignored = ("attributes", "initial")
+        expected = {key: value for key, value in scheduler.state_dict().items() if key not in ignored}
         if isinstance(
             inner := expected.get("scheduler"), Mapping
         ):  # `_check_torch_schedules` compares the milestones
@@ -377,13 +377,13 @@ def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
 
 
 def learning_rates(optim: OptimWrapper) -> list[dict[str, float]]:
-    """Return the learning rate of each parameter group, without the factor of a schedule, and its limits."""
+    """Return, for each parameter group, the learning rate without the factor of a schedule, and `_GROUP_ARGUMENTS`."""
     wrappers = list(optim.values()) if isinstance(optim, OptimWrapperDict) else [optim]
     groups = [group for wrapper in wrappers for group in wrapper.param_groups]
     return [
         {
             "learning rate": float(group.get("initial_lr", group["lr"])),
-            **{name: float(group[name]) for name in _GROUP_ARGUMENTS if isinstance(group.get(name), float)},
+            **{name: float(group[name]) for name in _GROUP_ARGUMENTS if isinstance(group.get(name), Real)},
         }
         for group in groups
     ]
@@ -392,7 +392,7 @@ def learning_rates(optim: OptimWrapper) -> list[dict[str, float]]:
 def warn_of_learning_rates(
     configured: list[dict[str, float]], restored: list[dict[str, float]], warn: Warn
 ) -> None:
-    """Warn if a resumed run continues with other learning rates than those that are configured."""
+    """Warn if a resumed run continues with other values of `learning_rates` than those that are configured."""
     different: dict[str, tuple[float, float]] = {}
     for own, saved in zip(configured, restored, strict=True):
         for name in own.keys() & saved.keys():

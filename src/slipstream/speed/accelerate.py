@@ -118,7 +118,7 @@ def accelerate(
 
 
 def _expect_early_schedule(optimizer: Any) -> None:
-    """Suppress torch's warning that a schedule steps before the first update, as in a first accumulation window."""
+    """Suppress torch's warning if a schedule steps before the first update, as in the first accumulation window."""
     optimizer._opt_called = True
 
 
@@ -482,7 +482,7 @@ class TrainStep:
         return begin + self.optim.accumulative_counts
 
     def _may_be_averaged(self) -> bool:
-        """Return whether the model contains the averaged weights, or would contain them if they existed."""
+        """Return whether the weights are swapped with the average, or the code runs inside `averaged()`."""
         return self._in_averaged or (self.average is not None and self.average.swapped)
 
     def _check_not_averaged(self, method: str) -> None:

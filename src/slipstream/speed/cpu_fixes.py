@@ -16,22 +16,29 @@ __all__ = ["correct_kernels"]
 
 _VECTOR_WIDTH = 16
 """Number of float32 values in the largest vector register of an x86 processor."""
+_LARGE_MEAN = {True: 1.0, False: 10.0}
+"""Absolute mean, in standard deviations, above which GroupNorm is computed again, with the mean subtracted first.
+
+The second value is for bfloat16 and float16, in which subtracting a small mean causes larger rounding errors.
+"""
 
 
 def correct_kernels(parameters: Iterable[Tensor]) -> None:
-    """Replace kernels of this process for the gradients of convolutions and for GroupNorm on CPUs.
+    """Replace torch's CPU kernels for the gradients of convolutions and for GroupNorm in this process.
 
-    Inductor uses the channels_last layout for all convolutions on CPUs, and its code calls the same kernels.
+    Inductor uses the channels_last layout for all convolutions on CPUs. The code that it generates calls these kernels
+    through torch's dispatcher, unless `torch._inductor.config.cpp_wrapper` is set.
 
     - For a 1x1 convolution with a stride and fewer input channels than a vector register holds, oneDNN's weight
       gradient writes beyond the end of a buffer: gradients can be wrong, and memory is corrupted
       (https://github.com/uxlfoundation/oneDNN/issues/6035, in oneDNN 3.12, which torch 2.13 contains). The replacement
       selects every n-th pixel and computes the gradient of a convolution with a stride of 1, which is equivalent. It
-      takes about 50 microseconds per convolution, so it is used only if one of the parameters can be such a weight.
+      takes about 50 microseconds per convolution, so it is used only if one of the parameters has the shape of such a
+      weight.
     - For GroupNorm, torch 2.13 computes the variance as the difference of two means, which is inaccurate if the mean is
       large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not require a
-      gradient, the backward pass ends with a segmentation fault. The replacements compute in the default layout and
-      return tensors in the layout of the input.
+      gradient, the backward pass ends with a segmentation fault. The replacements compute the forward pass again with
+      the mean subtracted if it is large, and the backward pass in the default layout if the input requires no gradient.
     """
     _replace("native_group_norm", _group_norm)
     _replace("native_group_norm_backward", _group_norm_backward)
@@ -74,21 +81,11 @@ def _convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     call = functools.partial(original.call_boxed, keys)
     is_affected = _is_affected(weight) and max(stride) > 1 and not any(padding) and groups == 1
+    options = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
     if not is_affected or not any(output_mask[1:]):  # the same kernel computes the gradient of the bias
-        args = bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
-        result: tuple[Tensor | None, ...] = call(gradient, x, weight, *args)
+        result: tuple[Tensor | None, ...] = call(gradient, x, weight, *options, output_mask)
         return result
-    args = (
-        bias_sizes,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-        [output_mask[0], False, False],
-    )
-    by_input, _, _ = call(gradient, x, weight, *args)
+    by_input = call(gradient, x, weight, *options, [True, False, False])[0] if output_mask[0] else None
     small = x if transposed else gradient
     slices = (slice(0, size * step, step) for size, step in zip(small.shape[2:], stride * 2, strict=False))
     select: tuple[Any, ...] = (..., *slices)
@@ -99,18 +96,33 @@ def _convolution_backward(
     return by_input, by_weight, by_bias
 
 
-def _group_norm(original: Any, keys: Any, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd = original.call_boxed(keys, x.contiguous(), *args)
-    return _like(x, y), mean, rstd
+def _group_norm(
+    original: Any,
+    keys: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    samples: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = weight, bias, samples, channels, pixels, groups, eps
+    result: tuple[Tensor, Tensor, Tensor] = original.call_boxed(keys, x, *options)
+    _, mean, rstd = result
+    limit = _LARGE_MEAN[x.dtype in (torch.float32, torch.float64)]
+    if x.is_contiguous() or (mean.abs() * rstd <= limit).all():
+        return result
+    shift = mean.repeat_interleave(channels // groups, dim=1).view(samples, channels, *[1] * (x.ndim - 2))
+    y, rest, rstd = original.call_boxed(keys, (x - shift).to(x.dtype), *options)
+    return y, mean + rest, rstd
 
 
 def _group_norm_backward(
     original: Any, keys: Any, gradient: Tensor, x: Tensor, *args: Any
 ) -> tuple[Tensor | None, ...]:
-    by_input, *others = original.call_boxed(keys, gradient.contiguous(), x.contiguous(), *args)
-    return (None if by_input is None else _like(x, by_input)), *others
-
-
-def _like(x: Tensor, y: Tensor) -> Tensor:
-    """Return `y` in the layout of `x`."""
-    return y if y.stride() == x.stride() else torch.empty_like(x, dtype=y.dtype).copy_(y)
+    *_, output_mask = args
+    inputs = (gradient, x) if output_mask[0] else (gradient.contiguous(), x.contiguous())
+    result: tuple[Tensor | None, ...] = original.call_boxed(keys, *inputs, *args)
+    return result

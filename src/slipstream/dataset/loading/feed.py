@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from types import GeneratorType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -23,6 +22,7 @@ __all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"
 
 Batch = TypeVar("Batch")
 _DEVICES_WITHOUT_STREAMS = ("cpu", "mps", "meta")
+_END = object()
 
 
 def read_prefetch(value: Any) -> int:
@@ -112,7 +112,7 @@ class DeviceFeed(Generic[Batch]):
         with prepared_workers(self.loader):
             batches = iter(self.loader)
         if isinstance(self.loader, DataLoader) and isinstance(batches, GeneratorType):
-            batches = _draw_first(self.loader, batches)
+            batches = _draw_prepared(self.loader, batches)
         return self.move_batches(batches)
 
     def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -128,12 +128,17 @@ class DeviceFeed(Generic[Batch]):
         return _run_ahead(batches, self._copy_stream, self.prefetch)
 
 
-def _draw_first(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a subclass of DataLoader whose `__iter__` is a generator, which starts the workers late."""
-    with prepared_workers(loader, block_signals=False):
-        first = list(islice(batches, 1))
-    yield from first
-    yield from batches
+def _draw_prepared(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches of a subclass of DataLoader whose `__iter__` is a generator.
+
+    Such a generator starts workers when a batch is drawn.
+    """
+    while True:
+        with prepared_workers(loader, block_signals=False):
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -> Iterator[Any]:

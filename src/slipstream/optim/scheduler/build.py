@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.optim.scheduler.checks import INF
 from slipstream.optim.scheduler.torch_steps import counts_epochs
+from slipstream.plain_values import plain
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, check_finite, is_number, short_repr
 
@@ -39,6 +41,7 @@ class TorchSchedulerAdapter:
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
+        self._initial = _without_rates(scheduler.state_dict())
         # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -53,19 +56,32 @@ class TorchSchedulerAdapter:
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's progress and state."""
-        return {"_global_step": self._global_step, "scheduler": self.scheduler.state_dict()}
+        """Return the scheduler's progress, its state, and its initial state, which depends on its arguments."""
+        states = {"scheduler": self.scheduler.state_dict(), "initial": self._initial}
+        return {"_global_step": self._global_step, **states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`."""
         self._global_step = state_dict["_global_step"]
         self.scheduler.load_state_dict(state_dict["scheduler"])
+        self._initial = state_dict.get("initial", {})  # `load_state_dict` restores the arguments
         due = min(self._global_step, self.end - 1) + self._offset
         if getattr(self.scheduler, "last_epoch", due) == due - 1:
             self.scheduler.step()  # a completed run with a smaller `end` omitted this step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
+
+
+def _without_rates(state: Any) -> dict[str, Any]:
+    """Return a copy of a torch scheduler's state as plain values, without the learning rates."""
+    if not isinstance(state, Mapping):
+        return {}
+    values = {key: value for key, value in state.items() if key not in ("base_lrs", "_last_lr")}
+    if "_schedulers" in values:  # of SequentialLR and ChainedScheduler
+        values["_schedulers"] = [_without_rates(part) for part in values["_schedulers"]]
+    copied: dict[str, Any] = copy.deepcopy(plain(values, lambda message: None))
+    return copied
 
 
 def all_schedulers(schedulers: list[Any] | dict[str, list[Any]] | None) -> list[Any]:
