@@ -173,7 +173,8 @@ def test_results_of_a_longer_run_are_not_used_for_a_shorter_one(tmp_path, in_pro
     assert main([*command, "train_cfg.max_epochs=2"]) == 0
     assert main([*command, "--resume"]) == 1
     failed, longer = results(tmp_path)
-    assert "contains a run of 2 epochs, so its results do not apply to 1" in failed["error"]
+    assert "contains a run with max_epochs=2, so its results do not apply to max_epochs=1" in failed["error"]
+    assert len(list((tmp_path / failed["folder"]).glob("2*/"))) == 1  # a log folder only for the longer run
     assert (longer["status"], longer["overrides"]) == (0, ["train_cfg.max_epochs=2"])
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 2)
     assert results(tmp_path)[0] == longer
@@ -337,7 +338,9 @@ def test_ctrl_c_keeps_the_table(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "run_child", interrupted)
     assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.2"]) == 130
-    assert "failed: interrupted" in (printed := capsys.readouterr().out)
+    assert "failed" not in (printed := capsys.readouterr().out)
+    assert "interrupted" in printed
+    assert "runs are not complete; to continue them, run their command with --resume" in printed
     assert "not started" in printed
     assert [run["status"] for run in results(tmp_path)] == [130, None]
 

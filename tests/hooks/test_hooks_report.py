@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,7 +23,7 @@ from slipstream.runner import Runner
 from slipstream.runner.rollback import Rollback
 from slipstream.step.interface import CompiledStep
 from slipstream.training import Trainer
-from tiny_runs import LOCAL, Net, loader, run, samples, training, validation
+from tiny_runs import LOCAL, Net, Scripted, loader, run, samples, training, validation
 
 
 def report(runner):
@@ -130,16 +131,35 @@ def test_interrupted_run_has_a_report(tmp_path):
     assert f"the state after iteration {saved} was saved" in log
 
 
-def test_resumed_run_has_a_separate_report_of_its_own_steps(tmp_path):
-    first = run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=2))
-    second = run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=3), resume=True)
+def test_report_of_a_resumed_run_continues_the_curves(tmp_path):
+    def train(epochs, values, **changes):
+        evaluation = validation([dict(type=Scripted, values=values, name="acc")])
+        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=-1))
+        changes |= dict(train_cfg=dict(by_epoch=True, max_epochs=epochs), default_hooks=hooks)
+        return run(tmp_path, **evaluation, **changes)
+
+    first = train(2, [0.1, 0.9])
+    second = train(3, [0.9, 0.5], resume=True)  # repeats the validation after epoch 2
     assert first.log_dir != second.log_dir
     made = report(second)
     assert (made.start_iteration, made.iteration, made.phases.steps) == (10, 15, 5)
     assert made.resumed_from == "epoch_2.pth"
-    assert sum(made.curves["train/loss"].count) == 5
+    assert sum(made.curves["train/loss"].count) == 15
+    assert made.curves["val/acc"].x == [5, 10, 15]
+    assert made.curves["val/acc"].newest == [0.1, 0.9, 0.5]
+    assert max(made.curves["speed/images_per_second"].x) == 15 > 10 >= report(first).iteration
+    assert min(made.curves["speed/images_per_second"].x) > 10
+    other = train(
+        3, [0.1, 0.4, 0.5], resume=str(tmp_path / "epoch_1.pth")
+    )  # the first report continues to epoch 2
+    assert report(other).curves["val/acc"].newest == [0.1, 0.4, 0.5]
+
+
+def test_report_of_a_resumed_run_without_an_earlier_report_starts_at_the_checkpoint(tmp_path):
+    first = run(tmp_path)
+    shutil.rmtree(first.log_dir)
+    made = report(run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=3), resume=True))
     assert min(made.curves["train/loss"].x) > 10
-    assert report(first).iteration == 10
 
 
 def test_results_of_a_later_test_are_added_to_the_training_report(tmp_path):

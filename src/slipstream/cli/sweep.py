@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 from slipstream.cli.child import Child, interrupt_on_sigterm, run_child
 from slipstream.cli.configure import command_args, read_config
 from slipstream.cli.tables import print_table
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.config import Config
     from slipstream.runner import Runner
 
-__all__ = ["read_sweep", "sweep", "write_result"]
+__all__ = ["check_length", "read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
@@ -53,6 +54,7 @@ class Run:
     """Exit status; None if the run has not started."""
     error: str = ""
     seconds: float = 0.0
+    """Duration of all processes that have trained this run."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of each metric, or of the loss if the run has no validation; and the best value, named `best
     METRIC`, of each metric by which the run saves its best checkpoint."""
@@ -112,6 +114,10 @@ def sweep(args: argparse.Namespace) -> int:
         shown = [*runs, *_comparable(others, runs[0])]
         _print(shown)
         _print_means(shown)
+        if rest := sum(run.status != 0 for run in shown):
+            print(
+                f"{rest} of {len(shown)} runs are not complete; to continue them, run their command with --resume"
+            )
         print(f"Results: {base / 'sweep.json'}")
     return status or int(any(run.status for run in runs))
 
@@ -269,10 +275,12 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
             new.append(run)
             continue
         run.folder = matches[0].folder  # its number can differ if values were added to the sweep
+        run.seconds = max(before.seconds for before in matches)  # the run continues from its last checkpoint
         for before in matches:
-            if before.has_settings_of(run) or before.status != 0:  # keep results for another length
-                others.remove(before)
-            if before.has_settings_of(run) and before.status == 0:
+            if before.status == 0 and not before.has_settings_of(run):
+                continue  # keep the results for another length
+            others.remove(before)
+            if before.status == 0:
                 run.status, run.seconds, run.metrics = 0, before.seconds, before.metrics
     _separate_folders(new, {before.folder for before in earlier})
     return others
@@ -309,12 +317,15 @@ def _train(args: argparse.Namespace, run: Run) -> int:
         start = perf_counter()
         try:
             child: Child = run_child(argv)
-            run.status, run.error, run.seconds = child.status, child.reason, child.seconds
+            run.status, run.error, run.seconds = child.status, child.reason, run.seconds + child.seconds
+        except KeyboardInterrupt:
+            run.seconds += perf_counter() - start
+            raise
         finally:
             if result.is_file():
                 run.metrics = json.loads(result.read_text(encoding="utf-8"))
                 if run.status == 130:  # the run completed before it was interrupted
-                    run.status, run.error, run.seconds = 0, "", perf_counter() - start
+                    run.status, run.error = 0, ""
     return child.status
 
 
@@ -324,27 +335,35 @@ def _preempted_status() -> int:
     return EXIT_STATUS
 
 
-def write_result(path: str, runner: Runner) -> None:
-    """Write a run's last metrics for the sweep that started the run.
+def check_length(cfg: Config) -> None:
+    """Check that the checkpoint from which a run of a sweep resumes does not come from a longer run.
 
     Raises:
-        ConfigError: the run was resumed with a length that it had already exceeded, so that these are the metrics of
-            the longer run.
+        ConfigError: the checkpoint comes from a longer run, whose results do not apply to this length.
     """
+    from slipstream.checkpoint import newest_checkpoints, read_meta
+
+    train_cfg = cfg.get("train_cfg") or {}
+    for path in newest_checkpoints(cfg.work_dir):
+        try:
+            meta = read_meta(path)
+        except CheckpointError:
+            continue  # the Runner does not resume from a damaged checkpoint either
+        for key, name in (("epoch", "max_epochs"), ("iter", "max_iters")):
+            length = train_cfg.get(name)
+            if isinstance(length, int) and isinstance(meta.get(key), int) and meta[key] > length:
+                raise ConfigError(
+                    f"{cfg.work_dir} contains a run with {name}={meta[key]}, so its results do not apply to "
+                    f"{name}={length}; use the earlier length, or a different work_dir",
+                    "--resume",
+                )
+        return
+
+
+def write_result(path: str, runner: Runner) -> None:
+    """Write a run's last metrics for the sweep that started the run."""
     from slipstream.files import write_text
 
-    loop = runner.train_loop
-    done, length, unit = (
-        (runner.epoch, runner.max_epochs, "epochs")
-        if loop.counts_epochs
-        else (runner.iter, runner.max_iters, "iterations")
-    )
-    if done > length:
-        raise ConfigError(
-            f"{runner.work_dir} contains a run of {done} {unit}, so its results do not apply to {length}; use the "
-            "earlier length, or a different work_dir",
-            "--resume",
-        )
     scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}
     metrics = {
         name.removeprefix("val/"): value
@@ -379,15 +398,15 @@ def _print(runs: Sequence[Run]) -> None:
     rows = []
     for run in runs:
         metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
-        text = (
-            "not started"
-            if run.status is None
-            else f"failed: {run.error}"
-            if run.status
-            else f"{run.seconds:.0f} s"
-        )
+        text = f"{run.seconds:.0f} s" if run.status == 0 else _describe_incomplete(run)
         rows.append([*run.values.values(), *metrics, text])
     print_table([*_column_names(list(runs[0].values)), *names, "time"], rows, None)
+
+
+def _describe_incomplete(run: Run) -> str:
+    if run.status is None:
+        return "not started"
+    return run.error if run.error == "interrupted" else f"failed: {run.error}"
 
 
 def _print_means(runs: Sequence[Run]) -> None:

@@ -34,6 +34,10 @@ def run(args: argparse.Namespace) -> int:
         args.nproc = str(count)
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
+    if args.result and cfg.get("resume"):
+        from slipstream.cli.sweep import check_length
+
+        check_length(cfg)
     with at_user_paths(cfg):
         runner = _runner_class().from_cfg(cfg)
         runner.train()

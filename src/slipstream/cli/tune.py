@@ -97,7 +97,10 @@ def _find_batch_size(args: argparse.Namespace, cfg: Config, seconds: float, star
 
 
 def _print_row(row: Row) -> None:
-    ratio = f"{row.estimate.ratio:.2f} times as fast as {row.reference}, " if row.estimate else ""
+    ratio = ""
+    if row.estimate:
+        low, high = row.estimate.low, row.estimate.high
+        ratio = f"{row.estimate.ratio:.2f} times as fast as {row.reference} ({low:.2f} to {high:.2f}), "
     print(f"{row.label}: {ratio}{row.status}{': ' + row.reason if row.reason else ''}", flush=True)
 
 

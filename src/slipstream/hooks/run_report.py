@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +15,7 @@ import torch
 from slipstream.dataset.loading.loader import length
 from slipstream.dataset.loading.workers import loading_rates
 from slipstream.dist import is_main_process
+from slipstream.errors import DataError
 from slipstream.files import user_cache
 from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.report_compute import ComputeCount
@@ -25,6 +27,7 @@ from slipstream.preemption import Preempted
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.advice import waits_for_data
 from slipstream.report.config_values import flat_config
+from slipstream.report.files import read_run
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Compute, Confusion, Example, LoadingRate, OptionRow, Status, TunedOptions
 from slipstream.scalars import is_learning_rate
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["RunReport"]
 
 T = TypeVar("T")
+_TIMESTAMP = re.compile(r"\d{8}_\d{6}(_\d+)?$")
+"""The end of an experiment name, which is the name of the run's log folder."""
 _MAX_CLASSES = 200
 """Maximum number of classes in a confusion matrix."""
 _MEMORY_INTERVAL = 1.0
@@ -70,15 +75,26 @@ class RunReport:
         self._measurements: tuple[Compute, list[LoadingRate], list[TunedOptions]] | None = None
 
     def before_train(self, runner: Runner) -> None:
-        """Store the start iteration, and skip the values that were loaded when the run was resumed."""
+        """Store the start iteration, and skip the values that were loaded when the run was resumed.
+
+        The curves of a resumed run begin with those of the run that wrote the checkpoint.
+        """
         self._start, self._training = runner.iter, True
         self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
         if is_main_process():
+            if runner.checkpoints.resumed_from is not None:
+                self._curves = {**_earlier_curves(runner), **self._curves}
+                self._truncate(runner)
             self._compute.begin(runner)
 
     def after_rollback(self, runner: Runner) -> None:
         """Remove the values recorded after the checkpoint, because the run repeats these steps and evaluations."""
+        self._truncate(runner)
+        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
+
+    def _truncate(self, runner: Runner) -> None:
         loop = runner.train_loop
         # The evaluation at the checkpoint's iteration is repeated if the checkpoint was written first.
         repeats_evaluation = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
@@ -91,8 +107,6 @@ class RunReport:
             for key, confusion in self._confusions.items()
             if confusion.iteration <= last_evaluated
         }
-        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
-        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
 
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
@@ -277,6 +291,21 @@ class RunReport:
             ):
                 record.loading_rates = _attempt(runner, _probe)
         self._measurements = record.compute, record.loading_rates, record.tuned
+
+
+def _earlier_curves(runner: Runner) -> dict[str, Curve]:
+    """Return the losses and metrics in the report of the run that wrote the resumed checkpoint, or {}."""
+    path, meta = runner.checkpoints.resumed_from, runner.checkpoints.resumed_meta
+    name = _TIMESTAMP.search(str(meta.get("experiment_name", "")))
+    if path is None or name is None or meta["iter"] != runner.iter:
+        return {}
+    try:
+        record = read_run(path.parent / name[0])
+    except (DataError, OSError):
+        return {}
+    if record.source != "run":  # the steps in log files may be epochs
+        return {}
+    return {key: curve for key, curve in record.curves.items() if key.startswith(("train/", "val/"))}
 
 
 def _completed_steps(runner: Runner) -> int:

@@ -175,7 +175,7 @@ def tuned_text(record: RunRecord) -> str:
         f"slipstream tune has measured this configuration on this machine: with {' + '.join(tuned.adopted)}, training "
         f"steps {'probably ' * tuned.is_uncertain}run {tuned.ratio:.2f} times as fast as without these options "
         f"({interval}; validation is not included). Run slipstream tune again with the same arguments to write this "
-        "result from its cache to tuned.yaml, and train with +speed=tuned.yaml."
+        "result from its cache to a file (by default, tuned.yaml), and train with +speed=FILE."
     )
 
 

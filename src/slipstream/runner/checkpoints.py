@@ -71,6 +71,8 @@ class Checkpoints:
         """Whether the run is being resumed from a checkpoint, in which case hooks restore their state from it."""
         self.resumed_from: Path | None = None
         """The checkpoint from which the run was resumed, or None."""
+        self.resumed_meta: Mapping[str, Any] = {}
+        """The `meta` entry of this checkpoint."""
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
 
@@ -200,6 +202,7 @@ class Checkpoints:
         finally:
             self.resuming = False
         self.resume_from = None
+        self.resumed_meta = checkpoint["meta"]
         self.run_id = checkpoint["meta"].get("run_id", self.run_id)
         runner.rollback.load()
         runner.rollback.add(runner.iter, Path(source).absolute())

@@ -193,7 +193,10 @@ class _TrainLoop(BaseLoop):
                 f"has {self.epoch_length}. The data or the batch sampler has changed, so the rest of this epoch may "
                 "repeat some samples and skip others"
             )
-        epochs = f"epoch {position['epoch']}, " if self.counts_epochs and position["epoch"] else ""
+        epoch = position["epoch"] + (
+            start == self.epoch_length
+        )  # saved before the end of the epoch was counted
+        epochs = f"epoch {epoch}, " if self.counts_epochs and epoch else ""
         logger.info(f"Resumed after {epochs}iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
