@@ -155,6 +155,21 @@ def test_report_of_a_resumed_run_continues_the_curves(tmp_path):
     assert report(other).curves["val/acc"].newest == [0.1, 0.4, 0.5]
 
 
+def test_report_of_a_resumed_run_keeps_an_evaluation_that_is_not_repeated(tmp_path):
+    def train(epochs, values, **changes):
+        evaluation = validation([dict(type=Scripted, values=values, name="acc")])
+        cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=2)
+        return Runner(**training(tmp_path, train_cfg=cfg, **evaluation, **changes))
+
+    train(3, [0.1, 0.9]).train()  # evaluates after epoch 2 and, at its end, after epoch 3
+    resumed = train(5, [0.7, 0.3, 0.4], resume=True)
+    resumed.val()
+    resumed.train()
+    made = report(resumed)
+    assert made.curves["val/acc"].x == [10, 15, 20, 25]
+    assert made.curves["val/acc"].newest == [0.1, 0.9, 0.3, 0.4]
+
+
 def test_report_of_a_resumed_run_without_an_earlier_report_starts_at_the_checkpoint(tmp_path):
     first = run(tmp_path)
     shutil.rmtree(first.log_dir)

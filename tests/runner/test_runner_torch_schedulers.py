@@ -219,6 +219,45 @@ def test_each_changed_argument_of_a_resumed_torch_scheduler_is_reported(tmp_path
     assert ("torch restores the old schedule" in text or "is not used" in text) == bool(change), text
 
 
+def change_checkpoint(path, change):
+    checkpoint = torch.load(path, weights_only=True)
+    change(checkpoint["param_schedulers"][0])
+    torch.save(checkpoint, path)
+
+
+@pytest.mark.parametrize("initial", [None, 3, {"parts": 5}, {"parts": ["a"], "class": 1}], ids=str)
+def test_missing_or_damaged_arguments_in_a_checkpoint_do_not_prevent_resuming(tmp_path, initial):
+    Runner(**arguments(tmp_path, cosine, train_cfg=dict(by_epoch=True, max_epochs=2))).train()
+    change_checkpoint(tmp_path / "epoch_2.pth", lambda state: state.update(initial=initial))
+    Runner(**arguments(tmp_path, cosine, resume=True)).train()
+
+
+def test_changed_length_is_rejected_for_a_checkpoint_without_the_arguments(tmp_path):
+    def cycle(steps):
+        return lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)
+
+    Runner(**arguments(tmp_path, cycle(10), train_cfg=dict(by_epoch=True, max_epochs=2))).train()
+    change_checkpoint(tmp_path / "epoch_2.pth", lambda state: state.pop("initial"))
+    with pytest.raises(CheckpointError, match=r"total_steps=15 \(before: 10\)"):
+        Runner(**arguments(tmp_path, cycle(15), resume=True)).train()
+
+
+def test_scheduler_object_of_a_second_runner_is_not_reported(tmp_path, capsys):
+    first = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=True, max_epochs=2), log_level="WARNING")
+    Runner(**first).train()
+    Runner(**{**first, "train_cfg": dict(by_epoch=True, max_epochs=3), "resume": True}).train()
+    assert "created with other arguments" not in capsys.readouterr().out
+
+
+def test_changed_class_of_a_resumed_torch_scheduler_is_reported(tmp_path, capsys):
+    resumed_with(
+        tmp_path,
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3]),
+    )
+    assert "class='MultiStepLR' (before: 'StepLR')" in capsys.readouterr().out
+
+
 def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_path):
     changed = arguments(tmp_path, cosine, train_cfg=dict(by_epoch=False, max_iters=4))
     with pytest.raises(

@@ -30,7 +30,10 @@ __all__ = ["check_length", "read_sweep", "sweep", "write_result"]
 
 _OPEN, _CLOSE = "([{", ")]}"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.=+-]+")
-_LENGTHS = {"epochs", "train_cfg.max_epochs", "train_cfg.max_iters", "training_params.max_epochs"}
+_LENGTHS = {
+    "epochs", "train_cfg.max_epochs", "train_cfg.max_iters", "training_params.max_epochs",
+    "training_hyperparams.max_epochs",
+}  # fmt: skip
 """Keys that set the length of a run.
 
 Their values may change when a sweep is resumed, because each run then continues from its last checkpoint.
@@ -48,6 +51,8 @@ class Run:
     """The work_dir of the run."""
     overrides: list[str] = field(default_factory=list)
     """The overrides common to all runs in the sweep."""
+    length: int | None = None
+    """The number of epochs or iterations; None if unknown, or if an earlier version wrote `sweep.json`."""
     config: str = ""
     """The recipe or the name of the configuration file; empty if an earlier version wrote `sweep.json`."""
     status: int | None = None
@@ -64,8 +69,10 @@ class Run:
         return _plain_keys(self.values) == _plain_keys(other.values)
 
     def has_settings_of(self, other: Run) -> bool:
-        """Return whether both runs have the same overrides, in any order, in addition to their values."""
-        return _words(self.overrides) == _words(other.overrides)
+        """Return whether both runs have the same overrides, in the same order, and the same length."""
+        if self.length is None or other.length is None:
+            return _words(self.overrides) == _words(other.overrides)
+        return self.length == other.length and _other_words(self.overrides) == _other_words(other.overrides)
 
 
 def sweep(args: argparse.Namespace) -> int:
@@ -114,9 +121,9 @@ def sweep(args: argparse.Namespace) -> int:
         shown = [*runs, *_comparable(others, runs[0])]
         _print(shown)
         _print_means(shown)
-        if rest := sum(run.status != 0 for run in shown):
+        if rest := sum(map(_is_incomplete, runs)):
             print(
-                f"{rest} of {len(shown)} runs are not complete; to continue them, run their command with --resume"
+                f"{rest} of {len(runs)} runs are not complete; to continue, use the same command with --resume"
             )
         print(f"Results: {base / 'sweep.json'}")
     return status or int(any(run.status for run in runs))
@@ -194,7 +201,13 @@ def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iter
         label = "_".join(f"{key}={value}" for key, value in selected.items())
         name = _UNSAFE_CHARACTERS.sub("-", f"{index}_{label}")[:_MAX_NAME_LENGTH]
         base = base or Path(cfg.work_dir) / "sweep"
-        yield Run(selected, str(base / name), list(args.overrides), Path(args.config).name)
+        yield Run(selected, str(base / name), list(args.overrides), _length(cfg), Path(args.config).name)
+
+
+def _length(cfg: Config) -> int | None:
+    train_cfg = cfg.get("train_cfg") or {}
+    length = train_cfg.get("max_epochs", train_cfg.get("max_iters"))
+    return length if isinstance(length, int) else None
 
 
 def _earlier_runs(base: Path, resume: bool) -> list[Run]:
@@ -239,11 +252,12 @@ def _plain_keys(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _words(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides without `+`, sorted unless a later one replaces the value of an earlier one."""
-    words = [word.lstrip("+") for word in overrides]
-    keys = [f"{word.partition('=')[0]}." for word in words]
-    overlap = any(one.startswith(other) for one, other in itertools.permutations(keys, 2))
-    return words if overlap else sorted(words)
+    return [word.lstrip("+") for word in overrides]
+
+
+def _other_words(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides, without `+` and without those that set the length of the runs."""
+    return [word for word in _words(overrides) if word.partition("=")[0] not in _LENGTHS]
 
 
 def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
@@ -264,8 +278,9 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
             continue
         if keys := _changed_keys(before.overrides, runs[0].overrides):
             raise ConfigError(
-                f"the sweep in {base} was previously run with different values for {', '.join(keys)}, so its results "
-                "do not apply to these settings; use the same overrides, or a different work_dir",
+                f"the sweep in {base} was previously run with different values for {', '.join(keys)} (or with another "
+                "order of these overrides), so its results do not apply to these settings; use the same overrides in "
+                "the same order, or a different work_dir",
                 "--resume",
             )
     others, new = list(earlier), []
@@ -277,7 +292,7 @@ def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) 
         run.folder = matches[0].folder  # its number can differ if values were added to the sweep
         run.seconds = max(before.seconds for before in matches)  # the run continues from its last checkpoint
         for before in matches:
-            if before.status == 0 and not before.has_settings_of(run):
+            if not before.has_settings_of(run):
                 continue  # keep the results for another length
             others.remove(before)
             if before.status == 0:
@@ -296,10 +311,10 @@ def _separate_folders(runs: Sequence[Run], taken: set[str]) -> None:
 
 
 def _changed_keys(before: list[str], now: list[str]) -> list[str]:
-    """Return the keys of the overrides that differ, except those that set the length of the runs."""
-    first, last = _words(before), _words(now)
+    """Return the keys of the overrides that differ or are in another order, except those that set the length."""
+    first, last = _other_words(before), _other_words(now)
     changed = set(first) ^ set(last) or set(last if first != last else ())
-    return sorted({word.partition("=")[0] for word in changed} - _LENGTHS)
+    return sorted({word.partition("=")[0] for word in changed})
 
 
 def _train(args: argparse.Namespace, run: Run) -> int:
@@ -350,11 +365,11 @@ def check_length(cfg: Config) -> None:
         except CheckpointError:
             continue  # the Runner does not resume from a damaged checkpoint either
         for key, name in (("epoch", "max_epochs"), ("iter", "max_iters")):
-            length = train_cfg.get(name)
-            if isinstance(length, int) and isinstance(meta.get(key), int) and meta[key] > length:
+            done, length = meta.get(key), train_cfg.get(name)
+            if isinstance(length, int) and isinstance(done, int) and done > length:
                 raise ConfigError(
-                    f"{cfg.work_dir} contains a run with {name}={meta[key]}, so its results do not apply to "
-                    f"{name}={length}; use the earlier length, or a different work_dir",
+                    f"{path} was saved at {key} {done}, so its results do not apply to {name}={length}; increase "
+                    f"{name}, or use a different work_dir",
                     "--resume",
                 )
         return
@@ -398,15 +413,16 @@ def _print(runs: Sequence[Run]) -> None:
     rows = []
     for run in runs:
         metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
-        text = f"{run.seconds:.0f} s" if run.status == 0 else _describe_incomplete(run)
+        text = f"{run.seconds:.0f} s" if run.status == 0 else f"failed: {run.error}"
+        if _is_incomplete(run):
+            text = "not started" if run.status is None else "interrupted"
         rows.append([*run.values.values(), *metrics, text])
     print_table([*_column_names(list(runs[0].values)), *names, "time"], rows, None)
 
 
-def _describe_incomplete(run: Run) -> str:
-    if run.status is None:
-        return "not started"
-    return run.error if run.error == "interrupted" else f"failed: {run.error}"
+def _is_incomplete(run: Run) -> bool:
+    """Return whether the run has not started, was interrupted, or was preempted."""
+    return run.status in (None, 130, _preempted_status())
 
 
 def _print_means(runs: Sequence[Run]) -> None:

@@ -27,7 +27,7 @@ from slipstream.preemption import Preempted
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
 from slipstream.report.advice import waits_for_data
 from slipstream.report.config_values import flat_config
-from slipstream.report.files import read_run
+from slipstream.report.files import JSON, read_run
 from slipstream.report.log_files import log_file, read_log
 from slipstream.report.record import Compute, Confusion, Example, LoadingRate, OptionRow, Status, TunedOptions
 from slipstream.scalars import is_learning_rate
@@ -65,6 +65,7 @@ class RunReport:
         self._selection: ExampleSelection | None = None
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
+        self._inherited: set[str] = set()  # curves of the earlier run to which no value has been added
         self._num_read: dict[str, int] = {}
         self._speed_start = 0, 0.0  # samples and seconds at the last speed point, without step 1
         self._last_memory_time = -math.inf
@@ -84,17 +85,13 @@ class RunReport:
         self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
         if is_main_process():
             if runner.checkpoints.resumed_from is not None:
-                self._curves = {**_earlier_curves(runner), **self._curves}
-                self._truncate(runner)
+                earlier = _earlier_curves(runner)
+                self._curves |= earlier
+                self._inherited = set(earlier)
             self._compute.begin(runner)
 
     def after_rollback(self, runner: Runner) -> None:
         """Remove the values recorded after the checkpoint, because the run repeats these steps and evaluations."""
-        self._truncate(runner)
-        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
-        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
-
-    def _truncate(self, runner: Runner) -> None:
         loop = runner.train_loop
         # The evaluation at the checkpoint's iteration is repeated if the checkpoint was written first.
         repeats_evaluation = not loop.validated or (runner.by_epoch and loop.inner_iter > 0)
@@ -107,6 +104,8 @@ class RunReport:
             for key, confusion in self._confusions.items()
             if confusion.iteration <= last_evaluated
         }
+        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
 
     def read_logs(self, runner: Runner) -> None:
         """Add a point to each curve."""
@@ -212,7 +211,10 @@ class RunReport:
         A second evaluation at the same iteration, with different weights, gets its own curve.
         """
         curve = self._curves.get(key)
-        return f"{key} (second evaluation)" if curve is not None and curve.x[-1] == iteration else key
+        if curve is not None and key in self._inherited:
+            self._inherited.remove(key)
+            curve.truncate(iteration - 1)  # a resumed run may repeat the evaluation at the checkpoint
+        return f"{key} (second evaluation)" if curve and curve.x[-1] == iteration else key
 
     def _is_duplicate(self, mode: str, iteration: int, matrix: list[list[int]]) -> bool:
         """Return whether another metric has already returned the same matrix in this evaluation."""
@@ -294,18 +296,26 @@ class RunReport:
 
 
 def _earlier_curves(runner: Runner) -> dict[str, Curve]:
-    """Return the losses and metrics in the report of the run that wrote the resumed checkpoint, or {}."""
+    """Return the curves of the run that wrote the resumed checkpoint, up to the checkpoint and without times."""
     path, meta = runner.checkpoints.resumed_from, runner.checkpoints.resumed_meta
     name = _TIMESTAMP.search(str(meta.get("experiment_name", "")))
     if path is None or name is None or meta["iter"] != runner.iter:
         return {}
+    folders = [folder / name[0] for folder in (path.parent, Path(runner.work_dir))]
     try:
-        record = read_run(path.parent / name[0])
-    except (DataError, OSError):
+        record = read_run(next(folder for folder in folders if (folder / JSON).is_file()))
+    except (DataError, OSError, StopIteration):
         return {}
     if record.source != "run":  # the steps in log files may be epochs
         return {}
-    return {key: curve for key, curve in record.curves.items() if key.startswith(("train/", "val/"))}
+    curves = {
+        key: curve
+        for key, curve in record.curves.items()
+        if key.startswith(("train/", "val/")) and not key.endswith("time")
+    }
+    for curve in curves.values():
+        curve.truncate(runner.iter)
+    return {key: curve for key, curve in curves.items() if len(curve)}
 
 
 def _completed_steps(runner: Runner) -> int:

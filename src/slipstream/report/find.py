@@ -118,7 +118,10 @@ def run_folder(path: Path) -> Path:
 
 
 def _has_training(row: RunRow) -> bool:
-    return row.record is not None and any(name.startswith("train/") for name in row.record.curves)
+    record = row.record
+    if record is None or not any(name.startswith("train/") for name in record.curves):
+        return False
+    return record.source == "logs" or record.iteration > record.start_iteration  # the curves may be inherited
 
 
 def record_value(record: RunRecord, key: str) -> Any:

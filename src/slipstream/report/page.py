@@ -81,10 +81,12 @@ def _head(record: RunRecord) -> str:
         f"<p>{status} {escape(' · '.join(f for f in details if f))}</p>",
     ]
     if record.resumed_from:
-        text = f"Resumed from {record.resumed_from}, after iteration {record.start_iteration:,}."
-        lines.append(
-            f'<p class="soft">{escape(text)} Earlier iterations are in the report of the earlier run.</p>'
+        inherited = any(curve.x and curve.x[0] < record.start_iteration for curve in record.curves.values())
+        text = (
+            f"Resumed from {record.resumed_from}, after iteration {record.start_iteration:,}. Earlier iterations are "
+            f"in the report of the earlier run{', and in the curves of losses and metrics' if inherited else ''}."
         )
+        lines.append(f'<p class="soft">{escape(text)}</p>')
     if record.source == "logs":
         lines.append(
             '<p class="note">This report was generated from the log files, which contain neither the time '

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+import torch
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from slipstream.checkpoint import (
@@ -202,24 +202,31 @@ def _check_torch_schedules(schedulers: Schedulers, saved: Any, source: Any, warn
             _check_torch_schedules(part, saved.get(name, []), source, warn)
         return
     for scheduler, state in zip(schedulers or (), saved, strict=False):
-        if isinstance(scheduler, TorchSchedulerAdapter) and isinstance(state.get("initial"), Mapping):
-            own = scheduler.state_dict()["initial"]
-            _check_torch_schedule(scheduler.scheduler, own, state["initial"], source, warn)
+        if isinstance(scheduler, TorchSchedulerAdapter):
+            own = scheduler.state_dict()
+            if isinstance(state.get("initial"), Mapping) and state["initial"]:
+                _check_torch_schedule(own["initial"], state["initial"], source, warn)
+            else:  # written by an earlier version
+                now, before = (_total_steps(each["scheduler"]) for each in (own, state))
+                _check_torch_schedule(now, before, source, warn)
 
 
-def _check_torch_schedule(
-    scheduler: LRScheduler, own: Mapping[str, Any], saved: Mapping[str, Any], source: Any, warn: Warn
-) -> None:
-    parts = (getattr(scheduler, "_schedulers", ()), own.get("_schedulers", ()), saved.get("_schedulers", ()))
-    for part, own_state, state in zip(*parts, strict=False):  # of SequentialLR and ChainedScheduler
-        _check_torch_schedule(part, own_state, state, source, warn)
-    kind = type(scheduler).__name__
+def _total_steps(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key == "total_steps"}
+
+
+def _check_torch_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], source: Any, warn: Warn) -> None:
+    parts = saved.get("parts", ())
+    for part, state in zip(own.get("parts", ()), parts if isinstance(parts, list) else (), strict=False):
+        if isinstance(state, Mapping):
+            _check_torch_schedule(part, state, source, warn)
+    kind = own.get("class", "The scheduler")
     changed = {
-        name: f"{_shortened(repr(own[name]))} (before: {_shortened(repr(saved[name]))})"
-        for name in own.keys() & saved.keys() - {"_schedulers"}
-        if not _equal(own[name], saved[name])
+        name: f"{_shortened(repr(own.get(name)))} (before: {_shortened(repr(saved.get(name)))})"
+        for name in {*own, *saved} - {"parts"}
+        if name not in own or name not in saved or not _equal(own[name], saved[name])
     }
-    if "total_steps" in changed:
+    if "total_steps" in own.keys() & saved.keys() & changed.keys():
         raise CheckpointError(
             f"{kind} was created with total_steps={changed['total_steps']}, but torch restores the schedule in "
             f"{source}. Create it with total_steps={saved['total_steps']} and train for that many steps, or start a "
@@ -234,10 +241,13 @@ def _check_torch_schedule(
 
 
 def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # tensors with several elements
-        return repr(one) == repr(other)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def warn_of_settings(meta: Mapping[str, Any], current: str, source: Any, warn: Warn) -> None:

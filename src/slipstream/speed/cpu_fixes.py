@@ -22,6 +22,13 @@ _LARGE_MEAN = {True: 1.0, False: 10.0}
 The second value is for bfloat16 and float16, in which subtracting a small mean causes larger rounding errors.
 """
 
+_MAX_PIXELS = 2**14
+"""Number of pixels above which GroupNorm is computed in the default layout.
+
+The kernel for the channels_last layout adds up all pixels of a channel one after the other, so the error of its sums
+grows with their number.
+"""
+
 
 def correct_kernels(parameters: Iterable[Tensor]) -> None:
     """Replace torch's CPU kernels for the gradients of convolutions and for GroupNorm in this process.
@@ -38,7 +45,8 @@ def correct_kernels(parameters: Iterable[Tensor]) -> None:
     - For GroupNorm, torch 2.13 computes the variance as the difference of two means, which is inaccurate if the mean is
       large: the relative error is 0.1 for a mean of 1,000 times the standard deviation. If the input does not require a
       gradient, the backward pass ends with a segmentation fault. The replacements compute the forward pass again with
-      the mean subtracted if it is large, and the backward pass in the default layout if the input requires no gradient.
+      the mean subtracted if it is large. They compute the backward pass in the default layout if the input requires no
+      gradient, and both passes for images of more than 2**14 pixels, which takes up to 20 times as long.
     """
     _replace("native_group_norm", _group_norm)
     _replace("native_group_norm_backward", _group_norm_backward)
@@ -109,10 +117,13 @@ def _group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = weight, bias, samples, channels, pixels, groups, eps
+    if pixels > _MAX_PIXELS and not x.is_contiguous():
+        y, mean, rstd = original.call_boxed(keys, x.contiguous(), *options)
+        return torch.empty_like(x).copy_(y), mean, rstd
     result: tuple[Tensor, Tensor, Tensor] = original.call_boxed(keys, x, *options)
     _, mean, rstd = result
     limit = _LARGE_MEAN[x.dtype in (torch.float32, torch.float64)]
-    if x.is_contiguous() or (mean.abs() * rstd <= limit).all():
+    if x.is_contiguous() or ((mean.abs() * rstd <= limit) & (rstd > 0)).all():
         return result
     shift = mean.repeat_interleave(channels // groups, dim=1).view(samples, channels, *[1] * (x.ndim - 2))
     y, rest, rstd = original.call_boxed(keys, (x - shift).to(x.dtype), *options)
@@ -122,7 +133,9 @@ def _group_norm(
 def _group_norm_backward(
     original: Any, keys: Any, gradient: Tensor, x: Tensor, *args: Any
 ) -> tuple[Tensor | None, ...]:
-    *_, output_mask = args
-    inputs = (gradient, x) if output_mask[0] else (gradient.contiguous(), x.contiguous())
-    result: tuple[Tensor | None, ...] = original.call_boxed(keys, *inputs, *args)
-    return result
+    pixels, output_mask = args[-3], args[-1]
+    if output_mask[0] and pixels <= _MAX_PIXELS:
+        result: tuple[Tensor | None, ...] = original.call_boxed(keys, gradient, x, *args)
+        return result
+    by_input, *others = original.call_boxed(keys, gradient.contiguous(), x.contiguous(), *args)
+    return (None if by_input is None else torch.empty_like(x).copy_(by_input)), *others

@@ -20,6 +20,13 @@ from slipstream.typecheck import PositiveInt, check, check_finite, is_number, sh
 __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
 
+_NOT_ARGUMENTS = {
+    "base_lrs", "last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step",
+    "_schedulers",
+}  # fmt: skip
+"""Entries in the states of torch's schedulers that do not depend on their arguments alone."""
+
+
 class TorchSchedulerAdapter:
     """Adapt a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
 
@@ -41,7 +48,7 @@ class TorchSchedulerAdapter:
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
-        self._initial = _without_rates(scheduler.state_dict())
+        self._initial = _arguments(scheduler)
         # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -64,7 +71,7 @@ class TorchSchedulerAdapter:
         """Load the result of `state_dict()`."""
         self._global_step = state_dict["_global_step"]
         self.scheduler.load_state_dict(state_dict["scheduler"])
-        self._initial = state_dict.get("initial", {})  # `load_state_dict` restores the arguments
+        self._initial = state_dict.get("initial", {})  # torch restores the arguments
         due = min(self._global_step, self.end - 1) + self._offset
         if getattr(self.scheduler, "last_epoch", due) == due - 1:
             self.scheduler.step()  # a completed run with a smaller `end` omitted this step
@@ -73,15 +80,15 @@ class TorchSchedulerAdapter:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
 
 
-def _without_rates(state: Any) -> dict[str, Any]:
-    """Return a copy of a torch scheduler's state as plain values, without the learning rates."""
+def _arguments(scheduler: Any) -> dict[str, Any]:
+    """Return the class and the state of a new torch scheduler as plain values, without rates and progress."""
+    state = scheduler.state_dict()
     if not isinstance(state, Mapping):
         return {}
-    values = {key: value for key, value in state.items() if key not in ("base_lrs", "_last_lr")}
-    if "_schedulers" in values:  # of SequentialLR and ChainedScheduler
-        values["_schedulers"] = [_without_rates(part) for part in values["_schedulers"]]
-    copied: dict[str, Any] = copy.deepcopy(plain(values, lambda message: None))
-    return copied
+    values = {key: value for key, value in state.items() if key not in _NOT_ARGUMENTS}
+    copied = copy.deepcopy(plain(values, lambda message: None))
+    parts = [_arguments(part) for part in getattr(scheduler, "_schedulers", ())]  # of SequentialLR and others
+    return {"class": type(scheduler).__name__, "parts": parts, **copied}
 
 
 def all_schedulers(schedulers: list[Any] | dict[str, list[Any]] | None) -> list[Any]:
