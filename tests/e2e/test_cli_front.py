@@ -255,6 +255,7 @@ def test_doctor_explain_and_runs_print_json(tmp_path, monkeypatch, capsys):
 # ---- new -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_new_project_trains_and_predicts(slipstream, tmp_path):
     """The commands run in new processes, because the recipe imports a module from its folder."""
     slipstream("new", "mine")

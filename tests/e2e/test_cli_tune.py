@@ -94,6 +94,7 @@ def test_overrides_may_follow_options():
     assert args.overrides == ["speed.accumulate=2"]
 
 
+@pytest.mark.slow
 def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)

@@ -213,6 +213,7 @@ def test_loops_are_not_reordered_by_versions_of_inductor_that_fail(version, monk
     assert inductor_options("cuda") == ({"loop_ordering_after_fusion": False} if failing else {})
 
 
+@pytest.mark.slow
 def test_inductor_code_matches_eager_without_transposing_activations():
     torch.manual_seed(0)
     net = nn.Sequential(Residual(8), nn.Conv2d(8, 4, 1)).double()
