@@ -221,6 +221,12 @@ def _check_torch_schedule(own: Mapping[str, Any], saved: Mapping[str, Any], sour
         if isinstance(state, Mapping):
             _check_torch_schedule(part, state, source, warn)
     kind = own.get("class", "The scheduler")
+    if "class" in saved and saved["class"] != kind:
+        warn(
+            f"{kind} continues with the state of {saved['class']} in {source}, so its values differ from those of both "
+            "schedules. Use the same class, or start a new run from these weights with load_from"
+        )
+        return
     changed = {
         name: f"{_shortened(repr(own.get(name)))} (before: {_shortened(repr(saved.get(name)))})"
         for name in {*own, *saved} - {"parts"}
