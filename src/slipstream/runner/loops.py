@@ -193,9 +193,8 @@ class _TrainLoop(BaseLoop):
                 f"has {self.epoch_length}. The data or the batch sampler has changed, so the rest of this epoch may "
                 "repeat some samples and skip others"
             )
-        epoch = position["epoch"] + (
-            start == self.epoch_length
-        )  # saved before the end of the epoch was counted
+        is_complete = start == self.epoch_length  # the checkpoint was written before the epoch was counted
+        epoch = position["epoch"] + is_complete
         epochs = f"epoch {epoch}, " if self.counts_epochs and epoch else ""
         logger.info(f"Resumed after {epochs}iteration {iteration}")
 

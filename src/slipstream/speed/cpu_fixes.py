@@ -134,7 +134,7 @@ def _group_norm_backward(
     original: Any, keys: Any, gradient: Tensor, x: Tensor, *args: Any
 ) -> tuple[Tensor | None, ...]:
     pixels, output_mask = args[-3], args[-1]
-    if output_mask[0] and pixels <= _MAX_PIXELS:
+    if output_mask[0] and (pixels <= _MAX_PIXELS or x.is_contiguous()):
         result: tuple[Tensor | None, ...] = original.call_boxed(keys, gradient, x, *args)
         return result
     by_input, *others = original.call_boxed(keys, gradient.contiguous(), x.contiguous(), *args)
