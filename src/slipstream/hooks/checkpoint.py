@@ -226,16 +226,20 @@ class CheckpointHook(Hook):
         names = sorted(path.name for path in self._folder.iterdir())
         if self.best_filename is not None:  # may be in a subfolder
             names += [self.best_filename, sharded_name(self.best_filename)]
-        found = {}
+        found: dict[str, tuple[float, str]] = {}
         for name in filter(self._is_best, names):
             path = self._folder / name
             if not path.exists() or read_origin(path) != (self._run_id, runner.iter):
                 continue
-            info = read_without_data(path).get("message_hub", {}).get("runtime_info", {})
+            hub = read_without_data(path).get("message_hub")
+            info = hub.get("runtime_info") if isinstance(hub, Mapping) else None
+            if not isinstance(info, Mapping):
+                continue
             for monitor in self.monitors:
                 key = info.get(self._auto_metric_key) if monitor == "auto" else monitor
-                if info.get(f"best_ckpt/{key}") == name and f"best_score/{key}" in info:
-                    found[key] = info[f"best_score/{key}"], name
+                score = info.get(f"best_score/{key}")
+                if info.get(f"best_ckpt/{key}") == name and isinstance(score, Real):
+                    found[str(key)] = float(score), name
         return found
 
     def _warn_about_kept(self, runner: Runner, names: Sequence[str]) -> None:
