@@ -60,6 +60,7 @@ def test_resume_skips_completed_runs_and_keeps_their_results(tmp_path, in_proces
     assert (main([*command, "--resume"]), len(in_process)) == (0, 3)
     assert [run["status"] for run in results(tmp_path)] == [0, 0]
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 5)
+    assert results(tmp_path)[0]["seconds"] == before[0]["seconds"] + 2.0  # the fake duration of a process
     (tmp_path / "work_dirs/tiny/sweep/sweep.json").write_text("[3, {")
     assert (main([*command, "--resume", "train_cfg.max_epochs=2"]), len(in_process)) == (0, 7)
 

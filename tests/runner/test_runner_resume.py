@@ -47,6 +47,15 @@ def test_a_configured_learning_rate_that_a_resumed_run_does_not_use_is_reported(
     assert resumed.optim_wrapper.param_groups[0]["lr"] == 0.1
 
 
+def test_message_counts_an_epoch_whose_last_step_is_in_the_checkpoint(tmp_path, capsys):
+    hooks = dict(
+        checkpoint=dict(type="CheckpointHook", interval=5, by_epoch=False)
+    )  # an epoch has five steps
+    run(tmp_path, default_hooks=hooks, train_cfg=dict(by_epoch=True, max_epochs=1))
+    run(tmp_path, default_hooks=hooks, resume=True, log_level="INFO")
+    assert "Resumed after epoch 1, iteration 5" in capsys.readouterr().out
+
+
 def test_changed_settings_of_a_resumed_run_are_reported():
     base = "model: {loss: {weight: [1, 2]}, gc: 1}\ntrain_dataloader: {batch_size: 4, num_workers: 2}\n"
     same = base + "work_dir: a\ntrain_cfg: {max_epochs: 2}\n"
