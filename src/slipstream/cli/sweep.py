@@ -238,7 +238,7 @@ def _earlier_runs(base: Path, resume: bool) -> list[Run]:
 
 
 def _comparable(others: Sequence[Run], run: Run) -> list[Run]:
-    """Return the runs with the same swept keys and overrides as `run`, with their values in the same order."""
+    """Return the runs with the same swept keys, overrides and length as `run`, with their values in the same order."""
     return [
         replace(other, values={key: values[key.lstrip("+")] for key in run.values})
         for other in others
@@ -261,7 +261,9 @@ def _other_words(overrides: Sequence[str]) -> list[str]:
 
 
 def _restore_completed(base: Path, runs: Sequence[Run], earlier: Sequence[Run]) -> list[Run]:
-    """Restore the results of runs that an earlier invocation completed, and return its runs with other values.
+    """Restore the results of runs that an earlier invocation completed, and return its other runs.
+
+    The other runs have different values or a different length.
 
     Raises:
         ConfigError: the earlier invocation used another configuration or different overrides, so its results do not

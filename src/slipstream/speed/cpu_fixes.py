@@ -16,12 +16,10 @@ __all__ = ["correct_kernels"]
 
 _VECTOR_WIDTH = 16
 """Number of float32 values in the largest vector register of an x86 processor."""
-_LARGE_MEAN = {True: 1.0, False: 10.0}
-"""Absolute mean, in standard deviations, above which GroupNorm is computed again, with the mean subtracted first.
-
-The second value is for bfloat16 and float16, in which subtracting a small mean causes larger rounding errors.
-"""
-
+_LARGE_MEAN = 1.0
+"""Absolute mean, in standard deviations, above which GroupNorm is computed again, with the mean subtracted first."""
+_LARGE_MEAN_LOW_PRECISION = 10.0
+"""The same for bfloat16 and float16, in which subtracting a small mean causes larger rounding errors."""
 _MAX_PIXELS = 2**14
 """Number of pixels above which GroupNorm is computed in the default layout.
 
@@ -122,7 +120,7 @@ def _group_norm(
         return torch.empty_like(x).copy_(y), mean, rstd
     result: tuple[Tensor, Tensor, Tensor] = original.call_boxed(keys, x, *options)
     _, mean, rstd = result
-    limit = _LARGE_MEAN[x.dtype in (torch.float32, torch.float64)]
+    limit = _LARGE_MEAN if x.dtype in (torch.float32, torch.float64) else _LARGE_MEAN_LOW_PRECISION
     if x.is_contiguous() or ((mean.abs() * rstd <= limit) & (rstd > 0)).all():
         return result
     shift = mean.repeat_interleave(channels // groups, dim=1).view(samples, channels, *[1] * (x.ndim - 2))
