@@ -44,7 +44,6 @@ def test_first_use_does_not_change_the_random_state(statement):
 
 def test_runner_does_not_import_modules_that_only_some_runs_need():
     unneeded = [
-        "slipstream.config_types",  # only for type checkers
         "slipstream.report",  # until a run starts
         "slipstream.speed.compile_report",
         "slipstream.speed.compiled_modules",

@@ -25,6 +25,9 @@ _OPEN_SECTIONS = (
     "test_dataloader.*",
     "default_hooks.*",
     "speed.*",
+    "test_cfg.*",
+    "train_cfg.*",
+    "val_cfg.*",
 )
 
 # Options that `command_args` passes on to other processes.
@@ -110,23 +113,9 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     # Hydra marks a new key with a leading +. An override without a key stays as is, so that the error can quote it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
     words = runner_overrides(cfg, set_ema(cfg, words))
-    known += [*CFG_OPTIONS, *_OPEN_SECTIONS, *_loop_keys(cfg)]
+    known += [*CFG_OPTIONS, *_OPEN_SECTIONS]
     cfg.override(words, known=known, hints=hints(cfg))
     return LoadedConfig(cfg, gpus=1)
-
-
-def _loop_keys(cfg: Config) -> list[str]:
-    """Return the keys of `train_cfg`, `val_cfg` and `test_cfg` that the Runner accepts."""
-    from slipstream.config_types import EpochTrainCfg, EvalCfg, IterTrainCfg
-
-    train = cfg.get("train_cfg")
-    by_epoch = not isinstance(train, dict) or train.get("by_epoch", True)
-    sections = {
-        "train_cfg": EpochTrainCfg if by_epoch else IterTrainCfg,
-        "val_cfg": EvalCfg,
-        "test_cfg": EvalCfg,
-    }
-    return [f"{section}.{key}" for section, fields in sections.items() for key in fields.__annotations__]
 
 
 def _config_class() -> type[Config]:

@@ -138,7 +138,6 @@ def _add_recipes(commands: _Commands) -> None:
     parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
     _add_json(parser)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("schema", help="print the JSON schema for recipes, for use in editors")
     show = actions.add_parser("show", help="print the values of a recipe")
     _add_recipe(show)
     _add_json(show)

@@ -1,4 +1,4 @@
-"""`slipstream recipes`: list the recipes, show one recipe, or print the JSON schema for recipes."""
+"""`slipstream recipes`: list the recipes or show one recipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ _SUPERGRADIENTS = "With SuperGradients' names and keys (docs/from_supergradients
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the name and description of each recipe, the values of one recipe, or the schema."""
+    """Print the name and description of each recipe or the values of one recipe."""
     if args.action == "show":
         return _show(args)
-    if args.action == "schema":
-        from slipstream.cli.recipe_schema import recipe_schema
-
-        print(json.dumps(recipe_schema(), indent=1))
-        return 0
     descriptions = recipes(args.config_dir)
     if args.json:
         print(json.dumps(descriptions, indent=1))

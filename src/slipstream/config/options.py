@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
-__all__ = ["optional", "options"]
+__all__ = ["REMOVED", "optional", "options"]
 
 T = TypeVar("T")
+
+REMOVED: dict[str, str] = {}
+"""Options that no longer exist, keyed by the end of their config path: a sentence that names the replacement."""
 
 
 def options(cls: type[T], mapping: Any, path: str) -> T:
@@ -43,7 +46,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     values = {}
     for key, value in (mapping or {}).items():
         if key not in fields:
-            raise UnknownNameError(f"no such option{did_you_mean(str(key), fields)}", join(path, key))
+            raise _unknown(join(path, key), fields)
         values[key] = _field(hints[key], value, join(path, key))
     missing = dataclasses.MISSING
     for name, field in fields.items():
@@ -60,6 +63,13 @@ def optional(cls: type[T], value: Any, path: str) -> T | None:
     if value is None or value is False:
         return None
     return options(cls, {} if value is True else value, path)
+
+
+def _unknown(path: str, fields: Iterable[str]) -> UnknownNameError:
+    for removed, remedy in REMOVED.items():
+        if f".{path}".endswith(f".{removed}"):
+            return UnknownNameError(f"this option was removed; {remedy}", path)
+    return UnknownNameError(f"no such option{did_you_mean(path.rpartition('.')[2], fields)}", path)
 
 
 def _field(annotation: Any, value: Any, path: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,24 +41,11 @@ from slipstream.runner.user_config import (
     unknown_key_warnings,
     with_defaults,
 )
-from slipstream.speed import CFG_OPTIONS, compile_model
+from slipstream.speed import CFG_OPTIONS, SpeedPlan, compile_model
 from slipstream.speed.apply import add_parts, plan_optim, select_kernels
 from slipstream.step import CompiledStep, Step
 
 if TYPE_CHECKING:
-    from slipstream.config_types import (
-        AnyMapping,
-        AutoScaleLrCfg,
-        DefaultHooksCfg,
-        EnvCfg,
-        EpochTrainCfg,
-        EvalCfg,
-        IterTrainCfg,
-        LoopTrainCfg,
-        RandomnessCfg,
-        SpeedCfg,
-        TrainableModel,
-    )
     from slipstream.runner.user_config import LoaderArgument, OptimArgument
     from slipstream.tune import Row, TuneResult
 
@@ -107,34 +94,34 @@ class Runner:
 
     def __init__(
         self,
-        model: TrainableModel | nn.Module | Mapping[str, Any],
+        model: nn.Module | Mapping[str, Any],
         work_dir: str | Path,
         train_dataloader: LoaderArgument = None,
         val_dataloader: LoaderArgument = None,
         test_dataloader: LoaderArgument = None,
-        train_cfg: EpochTrainCfg | IterTrainCfg | LoopTrainCfg | AnyMapping | None = None,
-        val_cfg: EvalCfg | AnyMapping | None = None,
-        test_cfg: EvalCfg | AnyMapping | None = None,
-        auto_scale_lr: AutoScaleLrCfg | AnyMapping | None = None,
+        train_cfg: Mapping[str, Any] | None = None,
+        val_cfg: Mapping[str, Any] | None = None,
+        test_cfg: Mapping[str, Any] | None = None,
+        auto_scale_lr: Mapping[str, Any] | None = None,
         optim_wrapper: OptimArgument = None,
         param_scheduler: Any = None,
         val_evaluator: Any = None,
         test_evaluator: Any = None,
-        default_hooks: DefaultHooksCfg | AnyMapping | None = None,
+        default_hooks: Mapping[str, Any] | None = None,
         custom_hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         data_preprocessor: Any = None,
         load_from: str | Path | None = None,
         resume: bool | str | Path = False,
         launcher: str = "none",
-        env_cfg: EnvCfg | AnyMapping | None = None,
+        env_cfg: Mapping[str, Any] | None = None,
         log_processor: Any = None,
         log_level: str = "INFO",
         visualizer: Any = None,
         default_scope: str = "slipstream",
-        randomness: RandomnessCfg | AnyMapping | None = None,
+        randomness: Mapping[str, Any] | None = None,
         experiment_name: str | None = None,
         cfg: Any = None,
-        speed: Literal["auto"] | SpeedCfg | AnyMapping | None = None,
+        speed: str | SpeedPlan | Mapping[str, Any] | None = None,
         loss_fn: LossArgument = None,
         limit_train_batches: int | None = None,
         limit_val_batches: int | None = None,

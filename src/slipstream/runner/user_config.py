@@ -25,14 +25,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from slipstream.config_types import AnyMapping, DataLoaderCfg, LimitedLoaderCfg, OptimWrapperCfg
     from slipstream.optim import OptimWrapper
 
-    LoaderArgument = DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | Sequence[Any] | None
+    LoaderArgument = DataLoader[Any] | Mapping[str, Any] | Sequence[Any] | None
     """Type of the Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
-    OptimArgument = (
-        OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
-    )
+    OptimArgument = OptimWrapper | Optimizer | Mapping[str, Any] | None
     """Type of the Runner's `optim_wrapper` argument."""
 
 __all__ = [

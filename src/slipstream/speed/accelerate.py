@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,6 @@ from slipstream.step import CompiledStep, Step
 from slipstream.step.average import AveragePart, update_count
 from slipstream.typecheck import PositiveInt, check
 
-if TYPE_CHECKING:
-    from slipstream.config_types import AnyMapping, SpeedCfg
-
 __all__ = ["TrainStep", "accelerate"]
 
 _UNSUPPORTED = {
@@ -59,7 +56,7 @@ def accelerate(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: LossFunction | None = None,
-    speed: Literal["auto"] | SpeedCfg | AnyMapping | None = "auto",
+    speed: str | SpeedPlan | Mapping[str, Any] | None = "auto",
     total_steps: int | None = None,
     batches_per_epoch: int | None = None,
     compute_loss: BatchLoss | None = None,

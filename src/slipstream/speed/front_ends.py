@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +91,9 @@ def _speed_keys(speed: Any, path: str) -> FrontEnd:
         return {}
     if speed == "auto":
         return {"auto": True}
+    if is_dataclass(speed) and not isinstance(speed, type):  # a SpeedPlan
+        values = {field.name: getattr(speed, field.name) for field in fields(speed) if field.compare}
+        return {name: value for name, value in values.items() if value is not None}
     if not isinstance(speed, Mapping):
         raise ConfigError(
             f"must be 'auto' or a dict of options, not {speed!r}; set a single option by its name, as in "
