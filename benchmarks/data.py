@@ -42,11 +42,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch.utils.data import default_collate
 
 from report import environment_info, table, write_result
-from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import SampleIndex
 from slipstream.dataset.sources import decode
 from slipstream.dataset.sources.cityscapes import CityscapesDataset
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
+from slipstream.zoo.street_scenes.folder import write_street_folder
 
 CROP, SCALES, JITTER, IGNORE_INDEX, BATCH = 768, (0.25, 1.75), 0.5, 19, 8
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

@@ -404,16 +404,6 @@ def checkpoint() -> str:
     )
 
 
-def scaling() -> str:
-    from scaling import summary
-
-    info = result("scaling")
-    text = summary(
-        info["rows"], {int(processes): measurements for processes, measurements in info["found"].items()}
-    )
-    return f"{text}\n\n{machine('scaling')}; minima of {info['n (rounds)']} rounds."
-
-
 def compare() -> str:
     info = result("compare")
     rows = []
@@ -501,7 +491,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
 
 
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, gpu, channels_last, host_time, data, jpeg, fused,
-             nan_guard, sync_bn, background, compile_cache, checkpoint, scaling, compare,
+             nan_guard, sync_bn, background, compile_cache, checkpoint, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 

@@ -33,8 +33,8 @@ import torch
 from PIL import Image
 
 from report import environment_info, table, write_result
-from slipstream.apps.street_scenes import StreetScenes
 from slipstream.dataset.sources import decode
+from slipstream.zoo.street_scenes import StreetScenes
 
 PACKAGES = ["pillow", "simplejpeg", "imagecodecs", "PyTurboJPEG", "opencv-python-headless", "pyvips", "numpy"]
 Decoder = Callable[[Path], np.ndarray[Any, Any]]

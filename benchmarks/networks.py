@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.apps.zoo import models
-from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
-from slipstream.apps.zoo.losses import MultiHeadCrossEntropy
-from slipstream.apps.zoo.stdc_loss import STDCLoss
+from slipstream.zoo import models
+from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.zoo.losses import MultiHeadCrossEntropy
+from slipstream.zoo.stdc_loss import STDCLoss
 
 CLASSES, IGNORE_INDEX = 19, 19
 

@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then distributed
-training. `slipstream.apps.scaling` predicts the times from only the single-process step times and the collective
+training. `scaling_prediction.py` predicts the times from only the single-process step times and the collective
 microbenchmarks. Side-by-side steps do not communicate, so they show which part of the error comes from the machine
 model and which from the communication model. The minimum over the rounds is used, because other programs can only
 increase the times.
@@ -35,20 +35,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from report import environment_info, table, write_result
-from slipstream.apps.scaling import (
-    Block,
-    Cluster,
-    Gamma,
-    Link,
-    Model,
-    Prediction,
-    Strategy,
-    describe,
-    predict,
-)
-from slipstream.apps.zoo import pp_lite_t_seg, resnet18
+from scaling_prediction import Block, Cluster, Link, Prediction, Strategy, describe, predict, total
 from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
+from slipstream.zoo import pp_lite_t_seg, resnet18
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
 """Message sizes of the collective microbenchmarks in bytes, similar to the sizes of DDP buckets and FSDP2 units."""
@@ -248,14 +238,14 @@ def cluster_of(rounds: list[dict[str, Any]], processes: int) -> Cluster:
     return Cluster(
         gpus=processes,
         gpus_per_node=processes,
-        intra=Link(alpha, share * beta),
-        inter=Link(alpha, share * beta),
+        intra=Link(alpha, share * beta, alpha),
+        inter=Link(alpha, share * beta, alpha),
         # The next two values only determine how the measured step time is divided among the blocks.
         flops=100e9,
         memory_bandwidth=10e9,
         memory=1e12,
         launch=smallest - hops * alpha,
-        gamma=Gamma(all_gather=share * gather, reduce_scatter=share * scatter),
+        gamma={"all_gather": share * gather, "reduce_scatter": share * scatter},
         overlap=min(1.0, max(0.0, CORES / processes - 1)),
     )
 
@@ -267,27 +257,26 @@ def seconds_per_byte(seconds: list[float]) -> float:
     return max(0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points))
 
 
-def model_of(case: Case, grouped: bool) -> Model:
-    """Return the model of the network. If `grouped` is True, merge the blocks of each FSDP2 unit.
+def blocks_of(case: Case, grouped: bool) -> list[Block]:
+    """Return the blocks of the network. If `grouped` is True, merge the blocks of each FSDP2 unit.
 
     The FSDP2 units are the modules that FSDP2 wraps. Another unit contains all remaining blocks.
     """
     net = case.network()
-    model = describe(net, case.shape)
+    blocks = describe(net, case.shape)
     if not grouped:
-        return model
+        return blocks
     names = {module: name for name, module in net.named_modules()}
     prefixes = [names[module] for module in case.fsdp_units(net)]
     groups: dict[str, list[Block]] = {"the rest": []}
-    for block in model.blocks:
+    for block in blocks:
         matches = [p for p in prefixes if block.name == p or block.name.startswith(f"{p}.")]
         groups.setdefault(matches[0] if matches else "the rest", []).append(block)
-    merged = (
-        Block(name, *(sum(getattr(b, f) for b in blocks) for f in ("parameters", "flops", "activations")))
-        for name, blocks in groups.items()
-        if blocks
-    )
-    return Model(model.name, tuple(merged))
+    return [
+        Block(name, *(total(group, attribute) for attribute in ("parameters", "flops", "activations")))
+        for name, group in groups.items()
+        if group
+    ]
 
 
 def compare(measurements: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -332,7 +321,7 @@ def predict_step(case: Case, strategy: str, cluster: Cluster, compute_seconds: f
         unit_parameters=0,
         noise=0.0,
     )
-    return predict(model_of(case, strategy == FSDP2), cluster, options, case.batch, compute_seconds)
+    return predict(blocks_of(case, strategy == FSDP2), cluster, options, case.batch, compute_seconds)
 
 
 def summary(rows: list[dict[str, Any]], measurements: dict[int, dict[str, Any]]) -> str:

@@ -13,9 +13,9 @@ import argparse
 import numpy as np
 from torch.utils.data import Dataset
 
-from slipstream.apps.zoo import resnet18
 from slipstream.model import Classifier, ImgDataPreprocessor
 from slipstream.runner import Runner
+from slipstream.zoo import resnet18
 
 
 class Stripes(Dataset):

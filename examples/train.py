@@ -8,10 +8,10 @@ The data is read from the Debian package dataset-fashion-mnist or from a folder 
 
 import argparse
 
-from slipstream.apps.zoo import resnet18
 from slipstream.dataset import FashionMNIST
 from slipstream.model import Classifier, ImgDataPreprocessor
 from slipstream.runner import Runner
+from slipstream.zoo import resnet18
 
 
 class ResNet18(Classifier):

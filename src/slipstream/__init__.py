@@ -32,6 +32,7 @@ _MODULES = {
 _PACKAGES = (
     "apps", "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
     "preemption", "recipes", "registry", "report", "runner", "speed", "step", "training", "tune", "visualization",
+    "zoo",
 )  # fmt: skip
 
 __all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed", "tune"]

@@ -14,13 +14,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from slipstream.apps.zoo import models
 from slipstream.checkpoint import load_checkpoint, local_checkpoint, mark_last_checkpoint
 from slipstream.cli.trained import find_checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.recipes import compose
 from slipstream.registry import MODELS
 from slipstream.training.recipe import recipe_config
+from slipstream.zoo import models
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.utils import parametrizations, prune
 
-from slipstream.apps.zoo import stdc1_seg
+from slipstream.zoo import stdc1_seg
 
 HERE = Path(__file__).name
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from slipstream.apps.street_scenes import StreetScenes
 from slipstream.dataset import ImageMaskFolder, SampleIndex, SegmentationDataset
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.errors import ConfigError
+from slipstream.zoo.street_scenes import StreetScenes
 
 TRANSFORMS = [
     {"type": "SegRandomRescale", "scales": [0.5, 1.5]},

@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 from two_processes import run_in_two
 from two_trainings import LossOfEachStep, train
 
-from slipstream.apps.zoo import MultiHeadCrossEntropy, pp_lite_t_seg
-from slipstream.apps.zoo.resnet import BasicBlock, ResNet
 from slipstream.dataset import DefaultSampler
 from slipstream.model import Classifier, Segmentor, SyncBatchNorm
 from slipstream.runner import Runner
+from slipstream.zoo import MultiHeadCrossEntropy, pp_lite_t_seg
+from slipstream.zoo.resnet import BasicBlock, ResNet
 
 pytestmark = pytest.mark.slow
 CLASSES = 4

@@ -6,9 +6,9 @@ For an invalid argument, a command exits with status 2 and prints one line with 
 import pytest
 import torch
 
-from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
+from slipstream.zoo.street_scenes.folder import write_street_folder
 
 RECIPE = "street_scenes_pp_lite_t"
 

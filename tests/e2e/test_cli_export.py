@@ -286,7 +286,7 @@ def test_error_for_a_wrong_suffix_names_the_right_one(write_run, capsys):
     assert "--out: must end with .pt2" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive  # tests/apps/zoo exports these networks in make matrix
+@pytest.mark.exhaustive  # tests/zoo exports these networks in make matrix
 @pytest.mark.parametrize("name", ["regseg48", "stdc1_seg", "segformer_b0"])
 def test_networks_are_exported_with_dynamic_sizes(name, write_run):
     write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))

@@ -103,8 +103,8 @@ def test_resuming_a_complete_run_does_not_change_checkpoints(trained):
 
 
 def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path):
-    from slipstream.apps.street_scenes import draw_street_scene
     from slipstream.dataset import CITYSCAPES_PALETTE
+    from slipstream.zoo.street_scenes import draw_street_scene
 
     image, _ = draw_street_scene(3, 0, (96, 160))
     Image.fromarray(image).save(tmp_path / "street.png")

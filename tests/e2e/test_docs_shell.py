@@ -13,9 +13,9 @@ import pytest
 from doc_pages import ROOT, blocks, commands, text_of
 from PIL import Image
 
-from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.cli.configure import load_config
 from slipstream.cli.parser import parse
+from slipstream.zoo.street_scenes.folder import write_street_folder
 
 RUN = ("README.md", "docs/start.md", "docs/from_supergradients.md", "docs/performance.md")
 """Pages whose commands run here. tests/distributed runs the commands in docs/distributed.md."""

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from slipstream.apps.street_scenes.folder import write_street_folder
-from slipstream.apps.zoo import models
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
 from slipstream.recipes import recipes
 from slipstream.registry import MODELS
+from slipstream.zoo import models
+from slipstream.zoo.street_scenes.folder import write_street_folder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from predecessor_recipes import RECIPES

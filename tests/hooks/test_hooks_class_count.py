@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from slipstream.apps.zoo import BCEDiceLoss
 from slipstream.errors import ModelError
 from slipstream.hooks.class_count import ClassCountHook
 from slipstream.model import Segmentor
 from slipstream.runner import Runner
+from slipstream.zoo import BCEDiceLoss
 
 
 class Scenes(Dataset):

@@ -8,12 +8,12 @@ import torch
 from predecessor_data import CLASSES, write_data
 from predecessor_folder import write_recipes
 
-from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose
 from slipstream.runner import Runner
 from slipstream.speed import SpeedPlan
 from slipstream.training.recipe import recipe_config
+from slipstream.zoo import models
 
 pytest.importorskip("hydra")
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
-from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import AtLeast, build_dataloader
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose
 from slipstream.training import dataloaders
 from slipstream.training.recipe import recipe_config
+from slipstream.zoo.street_scenes.folder import write_street_folder
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 

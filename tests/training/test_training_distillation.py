@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from slipstream.apps.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
 from slipstream.registry import MODELS
 from slipstream.runner import Runner
@@ -17,6 +16,7 @@ from slipstream.training import KDTrainer, Trainer
 from slipstream.training.distillation import DistillationModel
 from slipstream.training.kd_module import KDModule
 from slipstream.training.recipe import recipe_config
+from slipstream.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
 
 
 class Net(nn.Module):

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slipstream.apps.zoo import CrossEntropy, DiceCEEdgeLoss, STDCLoss
 from slipstream.errors import BuildError, ConfigError, ModelError, UnknownNameError
 from slipstream.registry import MODELS
 from slipstream.training.losses import loss_config
+from slipstream.zoo import CrossEntropy, DiceCEEdgeLoss, STDCLoss
 
 CITYSCAPES = dict(num_classes=19, ignore_index=19, num_aux_heads=3, num_detail_heads=0, edge_kernel=5)
 

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.apps.zoo import models
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
 from slipstream.evaluator import BaseMetric
 from slipstream.model import ExponentialMovingAverage
@@ -19,6 +18,7 @@ from slipstream.step.average import AveragePart
 from slipstream.step.graph import GraphStep
 from slipstream.training.metrics import IoU, PixelAccuracy, Top1
 from slipstream.training.network import SupervisedModel
+from slipstream.zoo import models
 
 CLASSES, IGNORE = 4, 4
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
@@ -23,6 +22,7 @@ from slipstream.step.graph import GraphStep
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
+from slipstream.zoo import models
 from tiny_runs import run
 
 DDRNET_BACKBONE = [

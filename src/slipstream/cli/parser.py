@@ -101,7 +101,6 @@ def build_parser() -> tuple[Parser, _Commands]:
         _add_tune,
         _add_data,
         _add_consolidate,
-        _add_plan_scale,
         _add_runs,
         _add_report,
     ):
@@ -274,28 +273,6 @@ def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--grace-period", type=_count, metavar="SECONDS",
                        help="time to save the state before an evicted pod is killed (default: 120)")  # fmt: skip
     group.add_argument("--out", metavar="FILE", help="write the manifest to this file instead of printing it")
-
-
-def _add_plan_scale(commands: _Commands) -> None:
-    parser = commands.add_parser("plan-scale", help="predict step times on 8 to 4,096 GPUs (docs/scaling.md)")
-    parser.add_argument("model", nargs="?", default="pp_lite_t_seg", metavar="RECIPE_OR_NETWORK",
-                        help="recipe, configuration file, network name or segformer_1b")  # fmt: skip
-    parser.add_argument("--gpus", type=_counts, default=[8, 64, 512, 4096], metavar="N,N,...",
-                        help="default: 8,64,512,4096")  # fmt: skip
-    parser.add_argument("--gpus-per-node", type=_count, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--batch-per-gpu", type=_count, metavar="N", help="default: the recipe's, or 8")
-    parser.add_argument(
-        "--size", type=_size, metavar="HxW", help="image size in pixels (default: the recipe's, or 768x768)"
-    )
-    parser.add_argument("--gpu", default="h100", help="v100, a100, h100 (default), h200 or rtx4090")
-    parser.add_argument("--network", default="ib400", help="ib400 (default), ib200, eth100 or eth25")
-    parser.add_argument("--step-time", type=_seconds, metavar="SECONDS",
-                        help="measured step time on one GPU with this batch (default: estimated)")  # fmt: skip
-    parser.add_argument(
-        "--no-sync-bn", action="store_true", help="do not synchronize BatchNorm statistics across GPUs"
-    )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON, in seconds and bytes")
-    _add_trust(parser)
 
 
 def _add_explain(commands: _Commands) -> None:

@@ -91,7 +91,7 @@ HOOKS = _root(
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
-DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.apps.street_scenes")
+DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.zoo.street_scenes")
 DATA_SAMPLERS = _root(
     "data sampler",
     "slipstream.dataset.loading.samplers",
@@ -113,7 +113,7 @@ MODELS = _root(
     "slipstream.training.network",
     "slipstream.training.distillation",
     "slipstream.training.losses",
-    "slipstream.apps.zoo",
+    "slipstream.zoo",
     "slipstream.model",
     build_func=_build_model,
     namespaces=["torch.nn"],

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.apps.zoo import models
 from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
+from slipstream.zoo import models
 
 __all__ = ["get", "load_checkpoint_to_model"]
 
@@ -38,8 +38,8 @@ def get(
         model_name: name of the network.
         arch_params: arguments of the network.
         num_classes: number of classes.
-        strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.apps.zoo.models.get`.
-        pretrained_weights: must be None, except for timm networks; see `slipstream.apps.zoo.models.get`.
+        strict_load, checkpoint_path, load_backbone, checkpoint_num_classes: see `slipstream.zoo.models.get`.
+        pretrained_weights: must be None, except for timm networks; see `slipstream.zoo.models.get`.
         download_required_code: has no effect, because nothing is downloaded.
         num_input_channels: number of image channels. Default: the network's own default, usually 3.
         checkpoint_sha256: the SHA-256 checksum of the checkpoint; SuperGradients does not have this argument.
@@ -47,7 +47,7 @@ def get(
     Raises:
         UnknownNameError: the network does not exist.
         ConfigError: `load_backbone` is set without a checkpoint. For other errors, see
-            `slipstream.apps.zoo.models.get`.
+            `slipstream.zoo.models.get`.
     """
     if load_backbone and not checkpoint_path:
         raise ConfigError("requires checkpoint_path", "load_backbone")
@@ -83,7 +83,7 @@ def load_checkpoint_to_model(
     load_ema_as_net: bool = False,
     load_processing_params: bool = False,
 ) -> None:
-    """Load weights from a file into a network; see `slipstream.apps.zoo.models.load`.
+    """Load weights from a file into a network; see `slipstream.zoo.models.load`.
 
     The last three arguments have no effect: only weights are loaded, and the EMA weights are used if the file contains
     them.

@@ -41,7 +41,7 @@ _SEG_METRICS = {
     for name in ("BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy")
 }
 _CROSS_ENTROPY = {"CrossEntropyLoss": "slipstream.training.losses:CrossEntropyLoss"}
-_ZOO = "slipstream.apps.zoo"
+_ZOO = "slipstream.zoo"
 _LOSSES = _CROSS_ENTROPY | {
     name: f"{_ZOO}:{name}"
     for name in ("BCEDiceLoss", "DiceCEEdgeLoss", "FocalLoss", "KDLogitsLoss", "STDCLoss", "ShelfNetOHEMLoss")
@@ -99,7 +99,7 @@ _LOADERS = {
     },
 }  # fmt: skip
 _PREDICTIONS = {
-    name: f"slipstream.apps.zoo.predictions:{name}"
+    name: f"slipstream.zoo.predictions:{name}"
     for name in (
         "ClassificationPrediction", "ImageClassificationPrediction", "ImagePrediction", "ImageSegmentationPrediction",
         "ImagesPredictions", "SegmentationPrediction",

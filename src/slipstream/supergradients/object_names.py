@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum, StrEnum
 
-from slipstream.apps.zoo import models
-from slipstream.apps.zoo.network_names import TIMM_REMEDY, network_hint
 from slipstream.errors import SlipstreamError
+from slipstream.zoo import models
+from slipstream.zoo.network_names import TIMM_REMEDY, network_hint
 
 __all__ = ["Losses", "Models", "MultiGPUMode", "StrictLoad"]
 

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.apps.zoo import models as models
     from slipstream.training import dataloaders as dataloaders
     from slipstream.training.callbacks import Callback as Callback
     from slipstream.training.callbacks import EarlyStop as EarlyStop
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from slipstream.training.callbacks import PhaseContext as PhaseContext
     from slipstream.training.kd_trainer import KDTrainer as KDTrainer
     from slipstream.training.trainer import Trainer as Trainer
+    from slipstream.zoo import models as models
 
 _MODULE_OF = {
     "Callback": "slipstream.training.callbacks",
@@ -25,7 +25,7 @@ _MODULE_OF = {
     "PhaseContext": "slipstream.training.callbacks",
     "Trainer": "slipstream.training.trainer",
 }
-_SUBMODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.apps.zoo.models"}
+_SUBMODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.zoo.models"}
 
 __all__ = [
     "Callback",

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
-from slipstream.apps.zoo.network import Network
 from slipstream.dataset import SegmentationDataset
+from slipstream.zoo.network import Network
 
 __all__ = ["store_processing"]
 

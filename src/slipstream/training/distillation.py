@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.apps.zoo import models
-from slipstream.apps.zoo.distillation import KDOutput
 from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
@@ -19,6 +17,8 @@ from slipstream.model.pretrained import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
 from slipstream.training.kd_module import KDModule
 from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, SupervisedModel
+from slipstream.zoo import models
+from slipstream.zoo.distillation import KDOutput
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from slipstream.apps.zoo.distillation import KDOutput
 from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
 from slipstream.training.kd_recipe import check_mode, input_adapter
+from slipstream.zoo.distillation import KDOutput
 
 __all__ = ["KDModule"]
 

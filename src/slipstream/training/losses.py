@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.apps.zoo.losses import CrossEntropy, at_least_float32
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.training.factories import read_factory
+from slipstream.zoo.losses import CrossEntropy, at_least_float32
 
 __all__ = ["CrossEntropyLoss", "loss_config"]
 
@@ -102,7 +102,7 @@ def loss_config(
 
     Args:
         loss: a module, a function, a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Valid names are
-            those of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
+            those of SuperGradients (old and new), `slipstream.zoo` and `torch.nn`.
         criterion_params: arguments of the loss. Arguments in `loss` override them.
 
     Raises:
@@ -153,7 +153,7 @@ def _dice_ce_edge(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"is {ignored}, which is one of the {classes} classes. In this case, SuperGradients compares channel c "
             "with class c in the cross-entropy, but with class c + 1 in the Dice loss. This is not supported here. "
             f"Set ignore_index={classes} and use this id for ignored pixels, or pass a "
-            "slipstream.apps.zoo.DiceCEEdgeLoss object, which compares channel c with class c in both losses",
+            "slipstream.zoo.DiceCEEdgeLoss object, which compares channel c with class c in both losses",
             f"{_CONFIG_PATH}.ignore_index",
         )
     return {"type": "DiceCEEdgeLoss", **arguments}

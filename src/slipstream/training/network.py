@@ -8,11 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.apps.zoo import models
-from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
-from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
-from slipstream.apps.zoo.shelfnet_loss import ShelfNetOHEMLoss
-from slipstream.apps.zoo.stdc_loss import STDCLoss
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
@@ -25,6 +20,11 @@ from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
 from slipstream.training.schedules import TrainPlateauLR
 from slipstream.training.watched import LOSSES_KEY, loss_value
+from slipstream.zoo import models
+from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.zoo.shelfnet_loss import ShelfNetOHEMLoss
+from slipstream.zoo.stdc_loss import STDCLoss
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

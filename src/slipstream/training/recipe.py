@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from slipstream.apps.zoo.models import missing_weights, network_config, unknown_network
-from slipstream.apps.zoo.timm_networks import PREFIX
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.training.kd_recipe import KEYS as KD_KEYS
 from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_arguments
 from slipstream.training.tasks import check_task
+from slipstream.zoo.models import missing_weights, network_config, unknown_network
+from slipstream.zoo.timm_networks import PREFIX
 
 __all__ = ["gpus", "has_full_checkpoint", "recipe_config"]
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from accelerators import DEVICE, no_waiting
-from slipstream.apps.street_scenes import StreetScenes
 from slipstream.dataset import (
     ConcatDataset,
     SampleIndex,
@@ -31,6 +30,7 @@ from slipstream.dataset import (
 from slipstream.dataset.transforms.device_transforms import check_same_params, transform_images
 from slipstream.errors import BuildError, ConfigError, DataError
 from slipstream.registry import TRANSFORMS
+from slipstream.zoo.street_scenes import StreetScenes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 JITTER = SegColorJitter(0.5, 0.5, 0.5)

@@ -1,1 +1,0 @@
-"""Applications of the engine: networks, synthetic data, and a performance model of distributed training."""

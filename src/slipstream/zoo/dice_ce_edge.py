@@ -1,0 +1,163 @@
+"""The loss used in the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.errors import ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo.losses import at_least_float32
+
+__all__ = ["DiceCEEdgeLoss"]
+
+_SMOOTH = 1.0
+_EPS = 1e-5
+
+
+@MODELS.register_module()
+class DiceCEEdgeLoss(nn.Module):
+    """For each head, the weighted sum of cross-entropy over all pixels, cross-entropy near edges, and Dice.
+
+    Let `p` be the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels with
+    more than one label in their `edge_kernel` x `edge_kernel` neighborhood (clipped at the border), and ce = -log p[y]
+    in V and 0 elsewhere. Then::
+
+        CE   = ce_edge_weights[0] * mean(ce) + ce_edge_weights[1] * mean(ce over E)
+        Dice = mean over classes c of 1 - (2 I_c + 1) / (A_c + 1 + 1e-5)
+               I_c = sum of p[c] over V where y = c
+               A_c = sum of p[c] over V + number of pixels with y = c
+        loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
+
+    As in SuperGradients, the first mean includes ignored pixels, and boundaries of ignored regions count as edges. The
+    mean over an empty E is 0. A detail head has one channel and predicts E: its CE is the binary cross-entropy between
+    its logits and E, and its Dice uses the sigmoid of the logits. Dice is defined as in V-Net (arXiv 1606.04797).
+
+    Half-precision logits are converted to float32. The computation does not cause a device synchronization.
+
+    Args:
+        num_classes: number of channels of the logits.
+        num_aux_heads: number of auxiliary outputs after the main one.
+        num_detail_heads: number of one-channel detail outputs after the auxiliary outputs.
+        weights: weight of each output in the loss, in the order of the network's outputs.
+        dice_ce_weights: weights of cross-entropy and Dice, in this order.
+        ignore_index: target value of ignored pixels.
+        edge_kernel: width of the neighborhood; must be odd. An edge is `edge_kernel - 1` pixels wide.
+        ce_edge_weights: weights of cross-entropy over all pixels and of cross-entropy near edges, in this order.
+
+    Raises:
+        ModelError: if the number of weights is wrong, or `edge_kernel` is not odd and positive.
+    """
+
+    takes_class_ids = True
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_aux_heads: int = 2,
+        num_detail_heads: int = 1,
+        weights: Sequence[float] = (1, 1, 1, 1),
+        dice_ce_weights: Sequence[float] = (1, 1),
+        ignore_index: int = -100,
+        edge_kernel: int = 3,
+        ce_edge_weights: Sequence[float] = (0.5, 0.5),
+    ) -> None:
+        super().__init__()
+        heads = 1 + num_aux_heads + num_detail_heads
+        for name, values, needed in (
+            ("weights", weights, heads),
+            ("dice_ce_weights", dice_ce_weights, 2),
+            ("ce_edge_weights", ce_edge_weights, 2),
+        ):
+            if len(values) != needed:
+                numbers = "1 number" if needed == 1 else f"{needed} numbers"
+                raise ModelError(f"DiceCEEdgeLoss: {name} must contain {numbers}, not {list(values)}")
+        if edge_kernel < 1 or edge_kernel % 2 == 0:
+            raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
+        self.num_classes = num_classes
+        self.num_detail_heads = num_detail_heads
+        self.weights = tuple(weights)
+        self.dice_ce_weights = tuple(dice_ce_weights)
+        self.ignore_index = ignore_index
+        self.edge_kernel = edge_kernel
+        self.ce_edge_weights = tuple(ce_edge_weights)
+        kinds = ["loss_main"] + [f"loss_aux{i}" for i in range(num_aux_heads)]
+        self.names = kinds + [f"loss_detail{i}" for i in range(num_detail_heads)]
+
+    def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
+
+        Args:
+            outputs: logits of all heads: (N, num_classes, H, W) for the main and auxiliary heads, followed by
+                (N, 1, H, W) for the detail heads. In evaluation mode, only the main logits.
+            targets: class ids (N, H, W) of any integer dtype.
+
+        Raises:
+            ModelError: if the number of outputs or the number of channels is wrong.
+        """
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        self._check(outputs)
+        targets = targets.long()
+        valid = targets != self.ignore_index
+        edges = _edges(targets, self.edge_kernel)
+        classes = torch.arange(self.num_classes, device=targets.device).view(-1, 1, 1)
+        hits = (targets.unsqueeze(1) == classes) & valid.unsqueeze(1)
+        losses = {}
+        for name, weight, logits in zip(self.names, self.weights, outputs, strict=False):
+            logits = at_least_float32(logits)
+            if name.startswith("loss_detail"):
+                cross_entropy, dice = _detail_loss(logits, edges)
+            else:
+                log_p = F.log_softmax(logits, dim=1)
+                cross_entropy = self._cross_entropy(log_p, targets, edges)
+                dice = _dice(log_p.exp() * valid.unsqueeze(1), hits)
+            first, second = self.dice_ce_weights
+            losses[name] = weight * (first * cross_entropy + second * dice)
+        return losses
+
+    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+        if len(outputs) not in (1, len(self.names)):
+            expected = "1 output" if len(self.names) == 1 else f"{len(self.names)} outputs"
+            raise ModelError(
+                f"DiceCEEdgeLoss expects {expected} ({', '.join(self.names)}), but the network "
+                f"returns {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training mode"
+            )
+        for name, logits in zip(self.names, outputs, strict=False):
+            needed = 1 if name.startswith("loss_detail") else self.num_classes
+            if logits.shape[1] != needed:
+                channels = "1 channel" if needed == 1 else f"{needed} channels"
+                raise ModelError(
+                    f"DiceCEEdgeLoss expects {channels} for {name}, but the network returns {logits.shape[1]}; set "
+                    "num_classes (without the ignored label), num_aux_heads and num_detail_heads to match the network"
+                )
+
+    def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
+        ce = F.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction="none")
+        pixel_weight, edge_weight = self.ce_edge_weights
+        return pixel_weight * ce.mean() + edge_weight * (ce * edges).sum() / edges.sum().clamp_min(1)
+
+
+def _edges(targets: Tensor, kernel: int) -> Tensor:
+    """Return a mask (N, H, W) that is True where the neighborhood has more than one label."""
+    # The maximum minus the minimum label in the neighborhood.
+    labels = targets.float()
+    extremes = torch.stack((labels, -labels), dim=1)
+    extremes = F.max_pool2d(extremes, (kernel, 1), stride=1, padding=(kernel // 2, 0))
+    extremes = F.max_pool2d(extremes, (1, kernel), stride=1, padding=(0, kernel // 2))
+    return extremes.sum(1) != 0
+
+
+def _dice(p: Tensor, hits: Tensor) -> Tensor:
+    """Return the mean over channels of 1 - Dice, for probabilities and targets (N, C, H, W)."""
+    dims = (0, 2, 3)
+    intersection = (p * hits).sum(dims)
+    area = p.sum(dims) + hits.sum(dims)
+    return (1 - (2 * intersection + _SMOOTH) / (area + _SMOOTH + _EPS)).mean()
+
+
+def _detail_loss(logits: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    truth = edges.unsqueeze(1)
+    return F.binary_cross_entropy_with_logits(logits, truth.to(logits.dtype)), _dice(logits.sigmoid(), truth)

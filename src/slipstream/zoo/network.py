@@ -1,0 +1,181 @@
+"""The base class of the zoo's networks, with SuperGradients' methods for prediction and deployment."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.zoo.fusion import fuse_batch_norms
+from slipstream.zoo.layers import check_num_classes
+from slipstream.zoo.predicting import Processing, predict, stored_processing
+from slipstream.zoo.predictions import ImagePrediction, ImagesPredictions
+
+__all__ = ["Network"]
+
+_EXAMPLE_SIDE = 64
+
+
+class Network(nn.Module):
+    """Base class of the zoo's networks.
+
+    A subclass defines `_classifiers`. If it has auxiliary heads, it also overrides `_remove_auxiliary_heads`.
+    """
+
+    task: ClassVar[str] = "segmentation"
+    """`segmentation` or `classification`."""
+    _classifiers: ClassVar[str] = ""
+    """Regular expression that matches the names of the layers that return the class logits."""
+    _replaced_heads: ClassVar[tuple[str, ...]] = ()
+    """Submodules that SuperGradients' `replace_head` reinitializes in addition to the classification layers."""
+    _processing: Processing | None = None
+    _is_set_by_user = False
+
+    def set_dataset_processing_params(
+        self,
+        class_names: Sequence[str] | None = None,
+        image_processor: Sequence[Any] | Mapping[str, Any] | None = None,
+        palette: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Set the transforms, class names and palette for `predict`. None leaves the current value unchanged.
+
+        `Trainer.train` sets these values from the validation data. `models.get` sets them from a recipe's checkpoint.
+
+        Args:
+            class_names: names of the classes.
+            image_processor: validation transforms, as in recipes: names, `{Name: {arguments}}` or objects.
+                SuperGradients' `{ComposeProcessing: {processings: [...]}}` is also accepted.
+            palette: an RGB color for each class, used to draw masks.
+
+        Raises:
+            ConfigError: if the transforms are invalid.
+        """
+        current = self._processing or Processing()
+        self._is_set_by_user = True
+        self._processing = Processing.read(
+            self.task,
+            current.class_names if class_names is None else class_names,
+            current.transforms if image_processor is None else image_processor,
+            current.palette if palette is None else palette,
+        )
+
+    def set_processing_from_checkpoint(self, meta: Any) -> None:
+        """Set the processing parameters from a checkpoint's `meta` entry, if the entry contains them."""
+        if (processing := stored_processing(meta, self.task)) is not None:
+            self._processing = processing
+
+    def set_processing_from_data(
+        self,
+        class_names: Sequence[str] | None,
+        transforms: Sequence[Any],
+        palette: Sequence[Sequence[int]] | None,
+    ) -> None:
+        """Set the processing parameters from validation data, unless `set_dataset_processing_params` has been called.
+
+        Parameters from a checkpoint or from other data are replaced.
+
+        Raises:
+            ConfigError: if the transforms are invalid.
+        """
+        if not self._is_set_by_user:
+            self._processing = Processing.read(self.task, class_names, transforms, palette)
+
+    @property
+    def has_processing(self) -> bool:
+        """Whether the processing parameters have been set."""
+        return self._processing is not None
+
+    def predict(
+        self, images: Any, batch_size: int = 32, fuse_model: bool = False, fp16: bool = False
+    ) -> ImagePrediction | ImagesPredictions:
+        """Return the prediction for an image, or the predictions for a list or a folder of images.
+
+        Call `set_dataset_processing_params` first to set the transforms and the class names. If they have never been
+        set, a warning is logged, images are normalized as in the recipes for Cityscapes and ImageNet, and the class ids
+        are used as class names.
+
+        Args:
+            images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
+                (3, H, W), or a list of these.
+            batch_size: maximum batch size. Only consecutive images of the same size form a batch.
+            fuse_model: whether to predict with a copy of the network prepared with `prep_model_for_conversion`.
+            fp16: whether to use float16 where autocast allows it. This option has no effect on the CPU.
+
+        Raises:
+            DataError: if a file cannot be read, or an image has an unsupported dtype or shape.
+        """
+        network = self
+        if fuse_model:
+            network = copy.deepcopy(self)
+            network.prep_model_for_conversion()
+        return predict(network, images, self.task, self._processing, batch_size, fp16)
+
+    def replace_head(self, new_num_classes: int) -> None:
+        """Replace the classification layers with untrained ones for `new_num_classes` classes.
+
+        As in SuperGradients, all layers in the heads of DDRNet, STDC, RegSeg and SegFormer are reinitialized.
+
+        Raises:
+            ModelError: if `new_num_classes` is less than 1.
+        """
+        check_num_classes(new_num_classes)
+        for name, layer in list(self.named_modules()):
+            if re.fullmatch(self._classifiers, name):
+                self.set_submodule(name, _with_outputs(layer, new_num_classes))
+        for name, module in self.named_modules():
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None and name.split(".")[0] in self._replaced_heads:
+                reset()
+        # The processing parameters describe the classes of the old head.
+        self._processing, self._is_set_by_user = None, False
+
+    def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
+        """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
+
+        Afterwards, the network is in evaluation mode and should not be trained further. Other arguments are ignored.
+
+        Args:
+            input_size: shape (H, W), (C, H, W) or (N, C, H, W) of an input that the network accepts. Default: 64 x 64,
+                or timm's input size for a network from timm.
+
+        Raises:
+            ConfigError: if `input_size` is invalid.
+        """
+        self._remove_auxiliary_heads()
+        first = next(self.parameters())
+        shape = (1, *self._example_shape(input_size))
+        fuse_batch_norms(self, torch.zeros(shape, dtype=first.dtype, device=first.device))
+
+    def _remove_auxiliary_heads(self) -> None:
+        """Remove the heads that are used only in training."""
+
+    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
+        convolution = next(module for module in self.modules() if isinstance(module, nn.Conv2d))
+        if input_size is None:
+            return convolution.in_channels, _EXAMPLE_SIDE, _EXAMPLE_SIDE
+        sizes = tuple(input_size)
+        if not 2 <= len(sizes) <= 4 or any(type(size) is not int or size < 1 for size in sizes):
+            raise ConfigError(f"must be (height, width), not {input_size!r}", "input_size")
+        return convolution.in_channels, sizes[-2], sizes[-1]
+
+
+def _with_outputs(layer: nn.Module, count: int) -> nn.Module:
+    """Return an untrained layer with `count` outputs. Its other options, dtype and device are those of `layer`."""
+    options: dict[str, Any] = dict(bias=getattr(layer, "bias", None) is not None)
+    weight = next(layer.parameters())
+    options |= dict(dtype=weight.dtype, device=weight.device)
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, count, **options)
+    if not isinstance(layer, nn.Conv2d):
+        raise ModelError(
+            f"the classification layer is a {type(layer).__name__}, which cannot be replaced; only nn.Linear and "
+            "nn.Conv2d are supported, so create a new network with the new number of classes"
+        )
+    names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    options |= {name: getattr(layer, name) for name in names}
+    return nn.Conv2d(layer.in_channels, count, **options)

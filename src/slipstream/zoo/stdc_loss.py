@@ -1,0 +1,205 @@
+"""The loss of STDC-Seg (arXiv 2104.13188): cross-entropy over hard pixels, and an edge loss for details."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo.losses import at_least_float32
+
+__all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
+
+
+@MODELS.register_module()
+class OhemCELoss(nn.Module):
+    """Cross-entropy over hard pixels only (online hard example mining, arXiv 1604.03540).
+
+    Hard pixels are those whose target class has a predicted probability below `threshold`. If there are fewer than
+    k = max(1, floor(mining_percent * n)) of them, where n is the number of pixels that are not ignored, the k pixels
+    with the largest losses are used instead; if several pixels have the kth largest loss, they share the remaining
+    weight equally. The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are
+    0. The computation does not cause a device synchronization.
+
+    Args:
+        threshold: probability, greater than 0 and at most 1.
+        mining_percent: minimum fraction of pixels to keep, between 0 and 1.
+        ignore_index: target value of ignored pixels.
+
+    Raises:
+        ConfigError: if `threshold` or `mining_percent` is out of range.
+    """
+
+    def __init__(
+        self, threshold: float = 0.7, mining_percent: float = 1 / 16, ignore_index: int = 255
+    ) -> None:
+        super().__init__()
+        if not 0 < threshold <= 1:
+            raise ConfigError(
+                f"must be a probability greater than 0 and at most 1, not {threshold}", "threshold"
+            )
+        if not 0 <= mining_percent <= 1:
+            raise ConfigError(f"must be between 0 and 1, not {mining_percent}", "mining_percent")
+        self.mining_percent = mining_percent
+        self.ignore_index = ignore_index
+        self.hard_loss = -math.log(threshold)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss as a 0-dim tensor, for logits (N, classes, H, W) and integer class ids (N, H, W)."""
+        logits, targets = at_least_float32(logits), targets.long()
+        losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
+        return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
+
+    def _weights(self, losses: Tensor, valid: Tensor) -> Tensor:
+        """Return the weights of the pixels in the mean; `valid` is True for pixels that are not ignored."""
+        max_kept = max(1, int(self.mining_percent * losses.numel()))
+        # The number of pixels to keep is known only on the device, so select the kth largest loss from the `max_kept`
+        # largest losses. Ignored pixels have the smallest possible loss, 0.
+        keep = (valid.sum() * self.mining_percent).long().clamp(1, max_kept)
+        kth = losses.topk(max_kept).values.gather(0, (keep - 1).reshape(1))
+        cut = kth.clamp_max(self.hard_loss)
+        above, tied = losses > cut, losses == cut
+        hard = above.sum()
+        remaining = (keep - hard).clamp_min(0).to(losses.dtype)
+        return (above + tied * (remaining / tied.sum().clamp_min(1))) / torch.maximum(keep, hard)
+
+
+def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
+    """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
+
+    A pixel is an edge if it is not ignored, and at least `threshold` of its eight neighbors have a different class, are
+    ignored or are outside the image. The details are the edges and all pixels of the 2x2 blocks whose top-left pixel
+    is an edge.
+
+    This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
+    each class with strides 1, 2 and 4. Each map is 1 where the result is at least `threshold`. The maps are upsampled
+    and weighted by 0.6, 0.3 and 0.1, and the mask is 1 where their sum is at least 0.3. The third map has no effect.
+    The paper's weights are trainable, but receive no gradient, because the mask is the result of a comparison.
+    """
+    height, width = targets.shape[-2:]
+    labels = targets.to(torch.int16)
+    valid = labels != ignore_index
+    padded = F.pad(labels.masked_fill(~valid, -1), (1, 1, 1, 1), value=-1)
+    windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)
+    differing = (windows != labels[..., None, None]).sum((-2, -1), dtype=torch.int16)
+    edges = valid & (differing >= threshold)
+    halved = edges[:, ::2, ::2].repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+    return (edges | halved[:, :height, :width])[:, None]
+
+
+@MODELS.register_module()
+class STDCLoss(nn.Module):
+    """`OhemCELoss` of the main and the auxiliary outputs, plus a detail loss.
+
+    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each weighted by its factor in
+    `detail_weights`. Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the
+    batch. Half-precision outputs are converted to float32.
+
+    Args:
+        num_classes: if set, the number of channels that the main output must have; at least 2.
+        weights: factors for the main output, the auxiliary outputs (s32, s16) and the details, in this order.
+        threshold: see `OhemCELoss`.
+        mining_percent: see `OhemCELoss`.
+        ignore_index: target value of ignored pixels.
+        num_detail_heads: number of detail outputs, which are the last outputs.
+        detail_weights: factors for cross-entropy and Dice, in this order.
+        detail_threshold: number of neighbors from 1 to 8; see `detail_target`.
+
+    Raises:
+        ConfigError: if an argument is out of range.
+    """
+
+    takes_class_ids = True
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        weights: tuple[float, ...] = (1.0, 0.6, 0.4, 1.0),
+        threshold: float = 0.7,
+        mining_percent: float = 1 / 16,
+        ignore_index: int = 255,
+        num_detail_heads: int = 1,
+        detail_weights: tuple[float, float] = (1.0, 1.0),
+        detail_threshold: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if num_classes is not None and num_classes < 2:
+            raise ConfigError(
+                f"must be at least 2, not {num_classes}; for a network with one output channel, use BCEDiceLoss",
+                "num_classes",
+            )
+        if len(weights) < 1 + num_detail_heads:
+            raise ConfigError(
+                f"must contain factors for the main output, any auxiliary outputs and the details, not {weights!r}",
+                "weights",
+            )
+        if len(detail_weights) != 2:
+            raise ConfigError(
+                f"must contain two factors, for cross-entropy and Dice, not {detail_weights!r}",
+                "detail_weights",
+            )
+        if not 1 <= detail_threshold <= 8:
+            raise ConfigError(
+                f"must be a number of neighbors from 1 to 8, not {detail_threshold}", "detail_threshold"
+            )
+        self.num_classes = num_classes
+        self.num_detail_heads = num_detail_heads
+        self.detail_weights = tuple(detail_weights)
+        self.detail_threshold = detail_threshold
+        self.weights = tuple(weights)
+        self.ohem = OhemCELoss(threshold, mining_percent, ignore_index)
+        self.ignore_index = ignore_index
+
+    def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
+        """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail": ...}`, 0-dim tensors whose sum is the loss.
+
+        With several detail heads, the keys are `loss_detail0`, `loss_detail1`, ...
+
+        Args:
+            outputs: (main, auxiliary..., details), as returned by `STDCSeg` in training: logits (N, classes, H, W), and
+                (N, 1, H, W) for details. In evaluation mode, only the main logits.
+            targets: class ids (N, H, W) of any integer dtype.
+
+        Raises:
+            ModelError: if the number of outputs is neither one nor the number of weights, or the number of classes
+                is not `num_classes`.
+        """
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        self._check(outputs)
+        classifiers = len(self.weights) - self.num_detail_heads
+        names = ["loss_main", *(f"loss_aux{index}" for index in range(classifiers - 1))]
+        losses = {
+            name: factor * self.ohem(logits, targets)
+            for name, factor, logits in zip(names, self.weights, outputs, strict=False)
+        }
+        if details := outputs[classifiers:]:
+            truth = detail_target(targets, self.ignore_index, self.detail_threshold)
+            for index, (factor, logits) in enumerate(zip(self.weights[classifiers:], details, strict=True)):
+                name = "loss_detail" if len(details) == 1 else f"loss_detail{index}"
+                losses[name] = factor * self._detail(logits, truth)
+        return losses
+
+    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+        if len(outputs) not in (1, len(self.weights)):
+            raise ModelError(
+                f"STDCLoss requires one weight per network output ({len(outputs)}), but `weights` has "
+                f"{len(self.weights)}; set `weights` to one factor per output: main output, auxiliary outputs, details"
+            )
+        if self.num_classes not in (None, outputs[0].shape[1]):
+            raise ModelError(
+                f"STDCLoss expects {self.num_classes} classes, but the network returns {outputs[0].shape[1]}; "
+                "set the same num_classes for both"
+            )
+
+    def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:
+        logits = at_least_float32(logits)
+        details = truth.to(logits.dtype)
+        probabilities = torch.sigmoid(logits)
+        overlap = (2 * (probabilities * details).sum() + 1) / (probabilities.sum() + details.sum() + 1)
+        cross_entropy, dice = self.detail_weights
+        return cross_entropy * F.binary_cross_entropy_with_logits(logits, details) + dice * (1 - overlap)

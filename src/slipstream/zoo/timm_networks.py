@@ -1,0 +1,172 @@
+"""Classification networks from the timm library: `models.get("timm:convnext_tiny", num_classes=10)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    UnknownNameError,
+    did_you_mean,
+)
+from slipstream.extras import extra
+from slipstream.model.pretrained import PretrainedWeights, load_pretrained
+from slipstream.registry import MODELS
+from slipstream.zoo.layers import check_num_classes
+from slipstream.zoo.network import Network
+
+__all__ = ["PREFIX", "TimmClassifier", "import_timm"]
+
+PREFIX = "timm:"
+"""Prefix of the names of timm's networks in `models.get` and in `architecture`."""
+_SOURCE_OPTIONS = (
+    "checkpoint_path",
+    "checkpoint_paths",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "cache_dir",
+)
+"""Options that make timm load weights from other sources, without Slipstream's checks for untrusted files."""
+
+
+@MODELS.register_module()
+class TimmClassifier(Network, PretrainedWeights):
+    """A classification network from timm, stored in the `model` submodule.
+
+    Checkpoints with timm's own parameter names can be loaded.
+
+    Args:
+        name: timm's name for the network, such as `convnext_tiny` or `resnet50.a1_in1k`.
+        num_classes: number of classes.
+        in_channels: number of image channels.
+        pretrained: whether to use timm's weights, which are downloaded and read without unpickling objects. If False,
+            the weights are initialized randomly. If True, `models.get` and `init_weights` load timm's weights. A Runner
+            loads them before training, unless the run is resumed.
+        options: additional arguments for `timm.create_model`, such as `drop_path_rate`.
+
+    Raises:
+        ModelError: if `num_classes` is less than 1.
+        ConfigError: if an option sets the source of timm's weights.
+        MissingPackageError: if timm cannot be imported.
+        UnknownNameError: if timm has no network with this name.
+    """
+
+    task = "classification"
+
+    def __init__(
+        self, name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        check_num_classes(num_classes)
+        _check_options(options)
+        timm = import_timm()
+        if not timm.is_model(name):
+            hint = did_you_mean(name, timm.list_models())
+            raise UnknownNameError(
+                f"timm {timm.__version__} has no network named '{name}'{hint}; timm.list_models() returns all names"
+            )
+        self._name = name
+        self._arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
+        self.model: nn.Module = timm.create_model(name, pretrained=False, **self._arguments)
+        self.pretrained_pending = pretrained
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def init_weights(self) -> None:
+        """Load timm's weights if `pretrained` is True. Subsequent calls have no effect.
+
+        Raises:
+            CheckpointError: if the weights cannot be downloaded or loaded.
+        """
+        load_pretrained(self)
+
+    def _load_pretrained(self) -> None:
+        try:
+            # timm adapts its weights to the options only in the function that creates the network.
+            source = import_timm().create_model(self._name, pretrained=True, **self._arguments)
+        except Exception as error:  # a download can raise any exception
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(
+                f"the pretrained weights of '{PREFIX}{self._name}' cannot be loaded: {reason}; download them on a "
+                "machine with internet access, and set checkpoint_path to the file"
+            ) from error
+        self.model.load_state_dict(source.state_dict())
+
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates for SuperGradients' `finetune`, which freezes all layers except the classifier."""
+        return {**{f"model.{name}": lr for name in self._classifier_names()}, "default": 0.0}
+
+    def replace_head(self, new_num_classes: int) -> None:
+        """Replace the classification layer with an untrained one; see `Network.replace_head`."""
+        check_num_classes(new_num_classes)
+        model: Any = self.model
+        model.reset_classifier(new_num_classes)
+        self._arguments["num_classes"] = new_num_classes
+        self._processing, self._is_set_by_user = None, False
+
+    def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **options: Any) -> None:
+        """Merge timm's parallel branches into single convolutions, then prepare the network as `Network` does."""
+        self.eval()
+        self.model = import_timm().utils.reparameterize_model(self.model, inplace=True)
+        super().prep_model_for_conversion(input_size, **options)
+
+    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
+        channels, height, width = super()._example_shape(input_size)
+        if input_size is None:
+            cfg: Any = getattr(self.model, "pretrained_cfg", {})
+            _, height, width = cfg.get("input_size") or (channels, height, width)
+        return channels, height, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
+        logits: Tensor = self.model(x)
+        return logits
+
+    def _classifier_names(self) -> tuple[str, ...]:
+        """Return the names of the classification layers in `model`."""
+        names: Any = getattr(self.model, "pretrained_cfg", {}).get("classifier") or ()
+        return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for key in _SOURCE_OPTIONS:
+        if key in options:
+            raise ConfigError(
+                "is not supported for networks from timm, because timm would load files without checking them; pass a "
+                "file or URL to models.get as checkpoint_path, or set checkpoint_params.checkpoint_path in a recipe",
+                key,
+            )
+
+
+def import_timm() -> ModuleType:
+    """Return the `timm` module.
+
+    Raises:
+        MissingPackageError: if timm is not installed, or cannot be imported.
+    """
+    with extra("timm"):
+        try:
+            import timm
+        except RuntimeError as error:  # raised by torchvision if it was built for another version of torch
+            reason = " ".join(str(error).split())
+            raise MissingPackageError(
+                f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "
+                f"{torch.__version__}"
+            ) from error
+    module: ModuleType = timm
+    return module
+
+
+def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Prepend `model.` to the names in a checkpoint that uses timm's own names."""
+    inner = f"{prefix}model."
+    if any(key.startswith(inner) for key in state_dict):
+        return
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)

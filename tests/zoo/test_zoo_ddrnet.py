@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.errors import BuildError, ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo.ddrnet import ddrnet_23, ddrnet_23_slim, ddrnet_39
+
+BUILDERS = {"ddrnet_23": ddrnet_23, "ddrnet_23_slim": ddrnet_23_slim, "ddrnet_39": ddrnet_39}
+DEPTHS = {  # blocks in layer1 to layer4 and in the high-resolution branch, and repeats of layer3
+    "ddrnet_23": ((2, 2, 2, 2, 2), 1),
+    "ddrnet_23_slim": ((2, 2, 2, 2, 2), 1),
+    "ddrnet_39": ((3, 4, 3, 3, 3), 2),
+}
+
+
+def randomize_norms(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.1)
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+
+
+class Reference:
+    """Reference implementation of the paper's network in evaluation mode.
+
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 64. Interpolation
+    uses `F.interpolate`.
+    """
+
+    def __init__(self, name, state):
+        (*self.depths, self.high_depth), self.repeats = DEPTHS[name]
+        self.state = state
+
+    def norm(self, key, x):
+        return F.batch_norm(
+            x, *(self.state[f"{key}.{n}"] for n in ("running_mean", "running_var", "weight", "bias"))
+        )
+
+    def conv(self, key, x, stride=1):
+        weight = self.state[f"{key}.weight"]
+        return F.conv2d(x, weight, self.state.get(f"{key}.bias"), stride, weight.shape[-1] // 2)
+
+    def conv_bn(self, key, x, stride=1):
+        return self.norm(f"{key}.1", self.conv(f"{key}.0", x, stride))
+
+    def bn_relu_conv(self, key, x, first=0):
+        return self.conv(f"{key}.{first + 2}", F.relu(self.norm(f"{key}.{first}", x)))
+
+    def block(self, key, x, stride, convs, strided):
+        out = x
+        for i in range(1, convs + 1):
+            out = self.norm(f"{key}.bn{i}", self.conv(f"{key}.conv{i}", out, stride if i == strided else 1))
+            out = F.relu(out) if i < convs else out
+        if f"{key}.shortcut.0.weight" in self.state:
+            x = self.conv_bn(f"{key}.shortcut", x, stride)
+        return out + x
+
+    def stage(self, key, x, depth, stride=1):
+        for index in range(depth):
+            x = F.relu(x)  # the ReLU of the previous stage or block
+            x = self.block(f"{key}.{index}", x, 1 if index else stride, 2, 1)
+        return x
+
+    def resize(self, x, size):
+        return F.interpolate(x, size, mode="bilinear", align_corners=False)
+
+    def context(self, x):
+        size, outs = x.shape[2:], [self.bn_relu_conv("spp.branches.0.down_scale", x)]
+        pools = [lambda x, k=k, s=s: F.avg_pool2d(x, k, s, s) for k, s in ((5, 2), (9, 4), (17, 8))]
+        for i, pool in enumerate([*pools, lambda x: x.mean((2, 3), keepdim=True)], start=1):
+            up = self.resize(self.bn_relu_conv(f"spp.branches.{i}.down_scale", pool(x), first=1), size)
+            outs.append(self.bn_relu_conv(f"spp.branches.{i}.process", up + outs[-1]))
+        return self.bn_relu_conv("spp.compression", torch.cat(outs, 1)) + self.bn_relu_conv("spp.shortcut", x)
+
+    def head(self, key, x, size):
+        x = self.conv(f"{key}.conv1", F.relu(self.norm(f"{key}.bn1", x)))
+        return self.resize(self.conv(f"{key}.conv2", F.relu(self.norm(f"{key}.bn2", x))), size)
+
+    def __call__(self, image):
+        x = image
+        for i in range(2):
+            x = F.relu(self.conv_bn(f"_backbone.stem.{i}", x, 2))
+        x = self.stage("_backbone.layer1", x, self.depths[0])
+        low = high = self.stage("_backbone.layer2", x, self.depths[1], 2)
+        eighth = high.shape[2:]
+        for i in range(self.repeats):
+            low = self.stage(f"_backbone.layer3.{i}", low, self.depths[2], 1 if i else 2)
+            high = self.stage(f"layer3_skip.{i}", high, self.high_depth)
+            down = self.conv_bn(f"down3.{i}", F.relu(high), 2)
+            up = self.resize(self.conv_bn(f"compression3.{i}", F.relu(low)), eighth)
+            low, high = low + down, high + up
+        extra = self.head("seghead_extra", high, image.shape[2:])
+        low = self.stage("_backbone.layer4", low, self.depths[3], 2)
+        high = self.stage("layer4_skip", high, self.high_depth)
+        down = self.conv_bn("down4.1", F.relu(self.conv_bn("down4.0", F.relu(high), 2)), 2)
+        up = self.resize(self.conv_bn("compression4", F.relu(low)), eighth)
+        low, high = low + down, high + up
+        high = self.block("layer5_skip.0", F.relu(high), 1, 3, 2)
+        low = self.context(self.block("layer5.0", F.relu(low), 2, 3, 2))
+        return self.head("final_layer", high + self.resize(low, eighth), image.shape[2:]), extra
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_forward_equals_reference_with_supergradients_weights(name):
+    torch.manual_seed(0)
+    network = BUILDERS[name](num_classes=5).double().eval()
+    randomize_norms(network)
+    x = torch.randn(1, 3, 64, 128, dtype=torch.float64)
+    with torch.no_grad():
+        expected = Reference(name, network.state_dict())(x)
+        torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
+        network.training = True  # the submodules remain in evaluation mode
+        torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_learning_rate_prefixes_in_recipes_match_parameters():
+    with torch.device("meta"):
+        names = [n for n, _ in ddrnet_39().named_parameters()]
+    prefixes = [
+        "_backbone",
+        "compression3",
+        "compression4",
+        "down3",
+        "down4",
+        *(f"layer{i}_skip" for i in (3, 4, 5)),
+    ]
+    slow = {n for n in names if n.startswith(tuple(prefixes))}
+    assert all(any(n.startswith(prefix) for n in slow) for prefix in prefixes)
+    assert {n.split(".")[0] for n in set(names) - slow} == {"layer5", "spp", "final_layer", "seghead_extra"}
+
+
+@pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
+def test_logits_have_the_size_of_the_input(size):
+    network = ddrnet_23_slim(num_classes=4)
+    x = torch.randn(2, 3, *size)
+    assert [out.shape for out in network(x)] == [(2, 4, *size)] * 2
+    assert network.eval()(x).shape == (2, 4, *size)
+
+
+def test_training_without_auxiliary_head_returns_main_logits():
+    network = ddrnet_23_slim(num_classes=4, use_aux_heads=False)
+    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
+
+
+def test_evaluation_does_not_run_the_auxiliary_head():
+    network = ddrnet_23_slim(num_classes=4)
+
+    def fail(*_):
+        raise AssertionError("the auxiliary head ran")
+
+    network.seghead_extra.register_forward_hook(fail)
+    network.eval()(torch.randn(1, 3, 32, 32))
+    with pytest.raises(AssertionError, match="auxiliary"):
+        network.train()(torch.randn(2, 3, 32, 32))
+
+
+def test_gradient_reaches_every_parameter_in_training():
+    torch.manual_seed(0)
+    network = ddrnet_23_slim(num_classes=4)
+    sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
+    # A bias before BatchNorm has no effect and therefore no gradient.
+    inert = {"_backbone.stem.0.0.bias", "_backbone.stem.1.0.bias"}
+    grads = {n: p.grad for n, p in network.named_parameters() if n not in inert}
+    assert [n for n, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
+
+
+@pytest.mark.slow
+def test_network_compiles_as_a_single_graph_with_the_same_gradients():
+    torch.manual_seed(0)
+    network = ddrnet_23_slim(num_classes=4).double()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def gradients(function):
+        network.zero_grad()
+        main, extra = function(x)
+        (main.square().mean() + extra.square().mean()).backward()
+        return main.detach(), [p.grad.clone() for p in network.parameters()]
+
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="requires torch 2.13 or newer for a dynamic height")
+def test_exported_network_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = ddrnet_23_slim(num_classes=4).eval()
+    # At this height, no pyramid level has a height of 1 pixel, which export would specialize to a constant.
+    shapes = {"x": {2: torch.export.Dim.AUTO}}
+    exported = torch.export.export(network, (torch.zeros(2, 3, 640, 64),), dynamic_shapes=shapes).module()
+    x = torch.randn(2, 3, 576, 64)
+    torch.testing.assert_close(exported(x), network(x))
+
+
+def test_channels_last_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = ddrnet_23_slim(num_classes=4).double().eval()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    expected = network(x)
+    network.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(network(x.contiguous(memory_format=torch.channels_last)), expected)
+
+
+def test_network_runs_under_autocast():
+    network = ddrnet_23_slim(num_classes=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network(torch.randn(2, 3, 32, 32))
+    assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        MODELS.build({"type": "ddrnet_23_slim", "use_aux_head": False})
+
+
+def test_num_classes_below_1_raises_error():
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        ddrnet_23_slim(num_classes=0)

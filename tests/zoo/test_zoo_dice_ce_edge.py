@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.errors import ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
+
+CLASSES, IGNORE = 4, 9
+
+
+def reference_edges(targets, kernel):
+    """Return the pixels whose neighborhood in the map of any class contains both 0 and 1. Borders are replicated."""
+    radius = kernel // 2
+    edges = torch.zeros(targets.shape, dtype=torch.bool)
+    for c in range(CLASSES):
+        maps = (targets == c).double().unsqueeze(1)
+        windows = F.pad(maps, [radius] * 4, mode="replicate").unfold(2, kernel, 1).unfold(3, kernel, 1)
+        edges |= (windows.amax((-1, -2)) != windows.amin((-1, -2))).squeeze(1)
+    return edges
+
+
+def reference_dice(p, truth):
+    return 1 - (2 * p[truth].sum() + 1) / (p.sum() + truth.sum() + 1 + 1e-5)
+
+
+def reference(logits, targets, kernel, dice_ce, ce_edge):
+    """Compute the loss of one head in float64 with boolean masks and a loop over classes."""
+    logits, valid = logits.detach().double(), targets != IGNORE
+    edges = reference_edges(targets, kernel)
+    if logits.shape[1] == 1:
+        p = logits.sigmoid()[:, 0]
+        ce = -torch.where(edges, p, 1 - p).log().mean()
+        return dice_ce[0] * ce + dice_ce[1] * reference_dice(p, edges)
+    p = logits.exp() / logits.exp().sum(1, keepdim=True)
+    ce = torch.zeros(targets.shape, dtype=torch.float64)
+    ce[valid] = -p.movedim(1, -1)[valid].gather(1, targets[valid].long()[:, None]).squeeze(1).log()
+    at_edges = ce[edges].mean() if edges.any() else 0.0
+    dice = [reference_dice(p[:, c][valid], targets[valid] == c) for c in range(CLASSES)]
+    total = ce_edge[0] * ce.mean() + ce_edge[1] * at_edges
+    return dice_ce[0] * total + dice_ce[1] * sum(dice) / CLASSES
+
+
+def batch(seed=0, heads=2, blob=3, size=(8, 11), dtype=torch.float32):
+    """Return logits and targets with uniform blocks of `blob` x `blob` pixels, some of them ignored."""
+    torch.manual_seed(seed)
+    outputs = tuple(torch.randn(2, CLASSES, *size, dtype=dtype, requires_grad=True) for _ in range(heads))
+    coarse = torch.randint(0, CLASSES + 1, (2, size[0] // blob + 1, size[1] // blob + 1))
+    targets = coarse.repeat_interleave(blob, 1).repeat_interleave(blob, 2)[:, : size[0], : size[1]]
+    return outputs, torch.where(targets == CLASSES, IGNORE, targets)
+
+
+def loss_of(aux=1, detail=0, **options):
+    options = {"weights": (1, 0.4, 0.3, 0.2)[: 1 + aux + detail], "edge_kernel": 5, **options}
+    return DiceCEEdgeLoss(CLASSES, aux, detail, ignore_index=IGNORE, **options)
+
+
+pairs = st.lists(st.floats(0, 2), min_size=2, max_size=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    blob=st.integers(1, 12),
+    kernel=st.sampled_from([1, 3, 5]),
+    dtype=st.sampled_from([torch.uint8, torch.int32, torch.int64]),
+    dice_ce=pairs,
+    ce_edge=pairs,
+)
+def test_loss_matches_the_float64_reference_with_boolean_masks(seed, blob, kernel, dtype, dice_ce, ce_edge):
+    outputs, targets = batch(seed, blob=blob)
+    loss = loss_of(edge_kernel=kernel, dice_ce_weights=dice_ce, ce_edge_weights=ce_edge)
+    losses = loss(outputs, targets.to(dtype))
+    assert list(losses) == ["loss_main", "loss_aux0"]
+    for value, weight, logits in zip(losses.values(), (1, 0.4), outputs, strict=True):
+        expected = weight * float(reference(logits, targets, kernel, dice_ce, ce_edge))
+        assert value.shape == ()
+        assert value.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def ignored_border():
+    targets = torch.full((2, 8, 11), IGNORE)
+    targets[:, 1:-1, 1:-1] = 2
+    return targets
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.full((2, 8, 11), 2), ignored_border(), torch.full((2, 8, 11), 0)],
+    ids=["one class", "ignored border", "first class"],
+)
+def test_loss_matches_the_reference_for_uniform_labels(targets):
+    (logits,), _ = batch(heads=1)
+    value = loss_of(aux=0)(logits, targets)["loss_main"]
+    assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
+
+
+def test_batch_of_ignored_pixels_has_finite_loss_and_zero_gradient():
+    outputs, targets = batch()
+    losses = loss_of()(outputs, torch.full_like(targets, IGNORE))
+    # In this case, the Dice loss of each class is 1 - 1 / (1 + 1e-5).
+    assert losses["loss_main"].item() == pytest.approx(1e-5, rel=0.02)
+    sum(losses.values()).backward()
+    assert all((logits.grad == 0).all() for logits in outputs)
+
+
+def test_gradient_matches_the_formula():
+    torch.manual_seed(0)
+    (logits,), targets = batch(heads=1, size=(4, 5), blob=2, dtype=torch.float64)
+    loss = loss_of(aux=0, edge_kernel=3)
+    assert torch.autograd.gradcheck(lambda x: loss(x, targets)["loss_main"], (logits,))
+
+
+def test_edges_extend_half_the_kernel_to_both_sides():
+    targets = torch.zeros(1, 9, 9, dtype=torch.int64)
+    targets[:, :, 5:] = 1
+    logits = torch.zeros(1, CLASSES, 9, 9, requires_grad=True)
+    only_edges = loss_of(aux=0, dice_ce_weights=(1, 0), ce_edge_weights=(0, 1))
+    only_edges(logits, targets)["loss_main"].backward()
+    assert logits.grad.abs().sum((0, 1, 2)).gt(0).nonzero().flatten().tolist() == [3, 4, 5, 6]
+
+
+def test_detail_heads_are_trained_on_edges():
+    outputs, targets = batch(heads=2)
+    detail = torch.randn(2, 1, 8, 11)
+    losses = loss_of(aux=1, detail=1, dice_ce_weights=(0.7, 1.3))((*outputs, detail), targets)
+    assert list(losses) == ["loss_main", "loss_aux0", "loss_detail0"]
+    expected = 0.3 * float(reference(detail, targets, 5, (0.7, 1.3), (0.5, 0.5)))
+    assert losses["loss_detail0"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_single_output_is_the_main_output():
+    outputs, targets = batch(heads=2)
+    assert loss_of()(outputs[0], targets) == {"loss_main": loss_of()(outputs, targets)["loss_main"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_summed_in_float32(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(1, CLASSES, 128, 128).to(dtype)
+    targets = torch.randint(0, CLASSES, (1, 128, 128))
+    with torch.autocast("cpu", dtype):
+        value = loss_of(aux=0)(logits, targets)["loss_main"]
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
+
+
+def test_loss_does_not_synchronize_or_allocate_large_int64_tensors():
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+                assert out.numel() <= 2 * 8 * 11, f"{func} creates an int64 tensor: {tuple(out.shape)}"
+            return out
+
+    outputs, targets = batch(heads=2)
+    with Record():
+        sum(loss_of()(outputs, targets).values()).backward()
+    aten = torch.ops.aten
+    assert aten.nll_loss2d_forward in seen
+    assert not seen & {
+        aten._local_scalar_dense,
+        aten.nonzero,
+        aten.masked_select,
+        aten.index,
+        aten.is_nonzero,
+    }
+
+
+def test_loss_compiles_as_a_single_graph_with_the_same_gradients():
+    outputs, targets = batch(dtype=torch.float64)
+    loss = loss_of()
+
+    def run(function):
+        value = function(outputs, targets)
+        total = sum(value.values())
+        return total.detach(), torch.autograd.grad(total, outputs)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled), run(loss))
+
+
+def test_wrong_number_of_outputs_raises_error():
+    outputs, targets = batch(heads=3)
+    with pytest.raises(
+        ModelError, match=r"expects 2 outputs \(loss_main, loss_aux0\), but the network returns 3"
+    ):
+        loss_of()(outputs, targets)
+
+
+def test_wrong_number_of_classes_raises_error():
+    outputs, targets = batch()
+    with pytest.raises(ModelError, match="expects 20 channels for loss_main, but the network returns 4"):
+        DiceCEEdgeLoss(20, 1, 0, weights=(1, 1))(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": (1, 1)}, "weights must contain 4 numbers"),
+        ({"dice_ce_weights": (1,)}, "dice_ce_weights must contain 2 numbers"),
+        ({"ce_edge_weights": (1, 1, 1)}, "ce_edge_weights must contain 2 numbers"),
+        ({"edge_kernel": 4}, "edge_kernel must be odd"),
+        ({"edge_kernel": -1}, "edge_kernel must be odd and positive"),
+    ],
+)
+def test_invalid_options_raise_errors(options, message):
+    with pytest.raises(ModelError, match=message):
+        DiceCEEdgeLoss(CLASSES, **options)
+
+
+def test_loss_is_built_from_the_recipe_syntax():
+    loss = MODELS.build(
+        {
+            "type": "DiceCEEdgeLoss",
+            "num_classes": 19,
+            "ignore_index": 19,
+            "num_aux_heads": 3,
+            "num_detail_heads": 0,
+            "weights": [1, 1, 1, 1],
+            "dice_ce_weights": [1, 1],
+            "ce_edge_weights": [0.5, 0.5],
+            "edge_kernel": 5,
+        }
+    )
+    logits = torch.randn(1, 19, 8, 8)
+    losses = loss((logits,) * 4, torch.randint(0, 20, (1, 8, 8)))
+    assert list(losses) == ["loss_main", "loss_aux0", "loss_aux1", "loss_aux2"]

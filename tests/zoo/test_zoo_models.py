@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream.errors import BuildError, CheckpointError, ConfigError, ModelError, UnknownNameError
+from slipstream.registry import MODELS
+from slipstream.zoo import models
+
+PROMISED = [
+    *(
+        "pp_lite_t_seg",
+        "pp_lite_t_seg50",
+        "pp_lite_t_seg75",
+        "pp_lite_b_seg",
+        "pp_lite_b_seg50",
+        "pp_lite_b_seg75",
+    ),
+    *("stdc1_seg", "stdc1_seg50", "stdc1_seg75", "stdc2_seg", "stdc2_seg50", "stdc2_seg75"),
+    *("regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"),
+    *("resnet18", "resnet18_cifar", "resnet34", "resnet50", "shelfnet18_lw", "shelfnet34_lw", "unet"),
+    *("segformer_b0", "segformer_b1", "segformer_b2", "segformer_b3", "segformer_b4", "segformer_b5"),
+]
+
+COUNTS = {
+    "pp_lite_t_seg": (8_197_056, 8_027_808),
+    "pp_lite_b_seg": (12_412_704, 12_234_240),
+    "regseg48": (3_334_983, 3_334_983),
+    "stdc1_seg": (9_310_176, 8_275_104),
+    "stdc2_seg": (13_340_640, 12_305_568),
+    "ddrnet_23": (20_299_366, 20_148_947),
+    "ddrnet_23_slim": (5_734_342, 5_695_987),
+    "ddrnet_39": (32_660_838, 32_360_275),
+    "segformer_b0": (3_719_027, 3_719_027),
+    "segformer_b1": (13_682_131, 13_682_131),
+    "segformer_b2": (27_361_235, 27_361_235),
+    "segformer_b3": (47_237_075, 47_237_075),
+    "segformer_b4": (64_007_635, 64_007_635),
+    "segformer_b5": (84_607_955, 84_607_955),
+}
+"""Parameter counts of SuperGradients' networks with and without auxiliary heads, for 19 classes."""
+
+BACKBONES = {
+    "pp_lite_t_seg": "encoder.backbone",
+    "stdc1_seg": "cp.backbone",
+    "regseg48": "backbone",
+    "ddrnet_23_slim": "",
+    "segformer_b0": "_backbone",
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Return a network, and a function that saves `wrap(state_dict)` as a checkpoint and returns its path."""
+    network = models.get("ddrnet_23_slim", 5)
+    for parameter in network.parameters():
+        torch.nn.init.uniform_(parameter)
+
+    def write(wrap):
+        torch.save(wrap(network.state_dict()), tmp_path / "weights.pth")
+        return tmp_path / "weights.pth"
+
+    return network, write
+
+
+def same(network, other):
+    state = other.state_dict()
+    return {key: torch.equal(value, state[key]) for key, value in network.state_dict().items()}
+
+
+def test_each_name_is_registered_and_accepted_by_get():
+    assert models.names() == sorted(PROMISED)
+    assert all(name in MODELS for name in PROMISED)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_each_name_builds_a_network_with_num_classes(name):
+    with torch.device("meta"):
+        network = models.get(name, num_classes=7).eval()
+        assert network(torch.empty(1, 3, 64, 64)).shape == ((1, 7) if "resnet" in name else (1, 7, 64, 64))
+
+
+@pytest.mark.parametrize(("name", "counts"), COUNTS.items())
+def test_parameter_count_matches_the_original_with_and_without_auxiliary_heads(name, counts):
+    def parameters(**options):
+        with torch.device("meta"):
+            return sum(p.numel() for p in models.get(name, 19, **options).parameters())
+
+    has_heads = counts[0] != counts[1]
+    for use, count in zip((True, False), counts, strict=True):
+        assert parameters(**({"use_aux_heads": use} if has_heads else {})) == count
+    # SuperGradients' default: only STDC networks have auxiliary heads.
+    assert parameters() == counts[0 if name.startswith("stdc") else 1]
+
+
+def test_parameter_count_of_the_cifar10_resnet_matches_the_original():
+    with torch.device("meta"):
+        network = models.get("resnet18_cifar", arch_params={"num_classes": 10})
+        assert network.layer1(network.maxpool(network.conv1(torch.empty(1, 3, 32, 32)))).shape[-1] == 32
+    assert sum(p.numel() for p in network.parameters()) == 11_173_962
+
+
+@pytest.mark.exhaustive  # for each kind of network, a slow test covers the smallest one
+@pytest.mark.parametrize(
+    "name", ["pp_lite_b_seg", "stdc2_seg", "ddrnet_39", "segformer_b1", "resnet18_cifar"]
+)
+def test_larger_networks_export_and_compile_as_a_single_graph(name):
+    with torch.device("meta"):
+        heads = {"use_aux_heads": True} if name in ("pp_lite_b_seg", "ddrnet_39") else {}
+        network, x = models.get(name, 19, **heads), torch.empty(2, 3, 128, 64)
+    outputs = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")(x)
+    main = outputs[0] if isinstance(outputs, tuple) else outputs
+    exported = torch.export.export(network.eval(), (x,)).module()
+    assert exported(x).shape == main.shape == ((2, 19) if "resnet" in name else (2, 19, 128, 64))
+
+
+def test_options_are_passed_to_the_network():
+    with torch.device("meta"):
+        network = models.get("pp_lite_t_seg75", 4, use_aux_heads=False)
+        same = models.get("pp_lite_t_seg75", arch_params={"num_classes": 4, "use_aux_heads": False})
+    assert len(network.aux_heads) == len(same.aux_heads) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "replacement"), [("aux_head", "use_aux_heads"), ("sync_bn", "training_params.sync_bn")]
+)
+def test_old_option_raises_error_with_the_current_name(key, replacement):
+    with pytest.raises(ConfigError, match=f"use {replacement} instead") as error:
+        models.get("ddrnet_23_slim", 19, **{key: True})
+    assert error.value.path == f"arch_params.{key}"
+
+
+def test_number_of_classes_is_required_exactly_once():
+    with pytest.raises(ConfigError, match="num_classes: is required for"):
+        models.get("resnet18")
+    with pytest.raises(ConfigError, match="is 10, but arch_params sets 19"):
+        models.get("resnet18", 10, arch_params={"num_classes": 19})
+
+
+def test_pretrained_weights_raise_an_error_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"not downloaded by name \('imagenet'\); set checkpoint_path"):
+        models.get("resnet18", 10, pretrained_weights="imagenet")
+
+
+def test_unknown_name_suggests_the_nearest_name():
+    with pytest.raises(UnknownNameError, match="no network is named 'ddrnet23'; did you mean 'ddrnet_23'"):
+        models.get("ddrnet23", 19)
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        models.get("ddrnet_23_slim", 19, use_aux_head=False)
+
+
+def test_num_classes_below_1_raises_error():
+    with pytest.raises(ModelError, match="num_classes"):
+        models.get("segformer_b0", 0)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"state_dict": state, "meta": {"epoch": 3}},
+        lambda state: {
+            "net": {key: torch.zeros_like(v) for key, v in state.items()},
+            "ema_net": state,
+            "epoch": 3,
+        },
+        lambda state: {"net": {f"module.{key}": value for key, value in state.items()}, "acc": 0.5},
+        lambda state: {"net": {f"_orig_mod.{key}": value for key, value in state.items()}},
+        lambda state: {"net": {f"_orig_mod.module.{key}": value for key, value in state.items()}},
+        lambda state: {
+            "state_dict": {**{f"network.{key}": v for key, v in state.items()}, "loss.weight": torch.ones(5)}
+        },
+    ],
+    ids=[
+        "tensors",
+        "MMEngine",
+        "SuperGradients with EMA",
+        "SuperGradients under DDP",
+        "SuperGradients compiled",
+        "SuperGradients compiled under DDP",
+        "SupervisedModel",
+    ],
+)
+def test_weights_load_from_each_kind_of_checkpoint(trained, wrap):
+    network, write = trained
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=write(wrap))
+    assert all(same(loaded, network).values())
+
+
+def test_strict_loading_rejects_a_different_number_of_classes(trained):
+    _, write = trained
+    with pytest.raises(
+        CheckpointError, match=r"final_layer\.conv2\.weight is \(5, 64, 1, 1\) in the checkpoint and \(7, 64"
+    ):
+        models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict))
+
+
+def test_loose_loading_skips_and_logs_mismatches(trained, capsys):
+    network, write = trained
+    path = write(lambda state: {**{k: v for k, v in state.items() if "spp" not in k}, "odd": torch.ones(1)})
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
+    assert all(equal for key, equal in same(loaded, network).items() if "spp" not in key)
+    said = capsys.readouterr().err
+    assert f"WARNING - loading {path} into DDRNet: missing keys: spp." in said
+    assert "unexpected keys: odd" in said
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", ""])
+def test_backbone_loads_and_logs_its_unused_classifier(tmp_path, capsys, prefix):
+    source = models.get("pp_lite_t_seg", 5)
+    backbone = {
+        f"{prefix}{key}": torch.rand(v.shape) for key, v in source.encoder.backbone.state_dict().items()
+    }
+    path = tmp_path / "stdc1.pth"
+    torch.save({"net": {**backbone, "linear.weight": torch.rand(10, 1024)}}, path)
+    network = models.get("pp_lite_t_seg75", 5, checkpoint_path=path, load_backbone=True)
+    for key, value in network.encoder.backbone.state_dict().items():
+        assert torch.equal(value, backbone[prefix + key].to(value.dtype))
+    assert "unexpected keys: linear.weight" in capsys.readouterr().err
+
+
+STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value": True}
+
+
+@pytest.mark.parametrize(
+    "strict", [True, None, STRICT, {"value": "no_key_matching"}, SimpleNamespace(value=True)]
+)
+def test_each_strict_mode_rejects_weights_of_a_different_network(trained, strict):
+    _, write = trained
+    path = write(lambda state: dict(list(state.items())[:-1]))
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=strict)
+
+
+def test_no_key_matching_matches_by_order_and_shape(trained):
+    network, write = trained
+    path = write(lambda state: {f"layer{number}": value for number, value in enumerate(state.values())})
+    with pytest.raises(CheckpointError):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=path)
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
+    assert all(same(loaded, network).values())
+    with pytest.raises(
+        CheckpointError,
+        match=r"layer\d+ and .* are at the same position, .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)",
+    ):
+        models.get("ddrnet_23_slim", 7, checkpoint_path=path, strict_load="no_key_matching")
+
+
+def test_matching_names_take_precedence_over_order(trained):
+    network, write = trained
+    path = write(lambda state: dict(reversed(state.items())))
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
+    assert all(same(loaded, network).values())
+
+
+@pytest.mark.parametrize("way", [{"strict_load": "key_matching"}, {"checkpoint_num_classes": 5}])
+def test_head_with_different_classes_is_skipped_and_logged(trained, capsys, way):
+    network, write = trained
+    loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
+    assert (
+        "final_layer.conv2.weight is (5, 64, 1, 1) in the checkpoint and (7, 64, 1, 1) in the model"
+        in capsys.readouterr().err
+    )
+    assert all(
+        equal for key, equal in same(loaded, network).items() if "conv2" not in key or "layer" in key[:5]
+    )
+
+
+def test_unknown_strict_load_raises_error(trained):
+    _, write = trained
+    with pytest.raises(
+        ConfigError, match="must be True, False, 'no_key_matching' or 'key_matching', not 'loose'"
+    ):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=write(dict), strict_load="loose")
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone.", "network.{}"])
+@pytest.mark.parametrize(("name", "path"), BACKBONES.items())
+def test_backbone_of_each_family_loads_and_logs_mismatches(tmp_path, capsys, name, path, prefix):
+    source = models.get(name, 5)
+    for parameter in source.parameters():
+        torch.nn.init.uniform_(parameter)
+    weights = source.get_submodule(path).state_dict()
+    prefix = prefix.format(f"{path}." if path else "")
+    classifier = {f"{prefix}head.weight": torch.rand(1000, 256), f"{prefix}head.bias": torch.rand(1000)}
+    torch.save(
+        {"net": {**{prefix + key: v for key, v in weights.items()}, **classifier}}, tmp_path / "weights.pth"
+    )
+    network = models.get(name, 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=True)
+    loaded = network.get_submodule(path).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in weights.items())
+    assert "unexpected keys: head.weight, head.bias" in capsys.readouterr().err
+
+
+def test_backbone_loads_by_order_and_logs_its_unused_classifier(tmp_path, capsys):
+    source = models.get("stdc1_seg", 5).cp.backbone
+    state = {
+        f"features.{number}": torch.rand(v.shape).to(v.dtype)
+        for number, v in enumerate(source.state_dict().values())
+    }
+    torch.save({"state_dict": {**state, "fc.weight": torch.rand(10, 4)}}, tmp_path / "stdc.pth")
+    options = dict(checkpoint_path=tmp_path / "stdc.pth", load_backbone=True, strict_load="no_key_matching")
+    network = models.get("stdc1_seg75", 5, **options)
+    for mine, theirs in zip(network.cp.backbone.state_dict().values(), state.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert "unexpected keys: fc.weight" in capsys.readouterr().err
+
+
+def test_load_backbone_requires_a_backbone(tmp_path):
+    torch.save({"weight": torch.ones(1, 1)}, tmp_path / "weights.pth")
+    with pytest.raises(ModelError, match="'backbone', but Linear has none"):
+        models.load(torch.nn.Linear(1, 1), tmp_path / "weights.pth", load_backbone=True)
+
+
+def test_loose_loading_rejects_a_file_of_a_different_network(trained):
+    _, write = trained
+    with pytest.raises(CheckpointError, match="contains none of this model's tensors"):
+        models.get("segformer_b0", 5, checkpoint_path=write(dict), strict_load=False)
+
+
+def test_file_without_weights_raises_error(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "empty.pth")
+    with pytest.raises(CheckpointError, match=r"contains no weights: none of its entries \['epoch'\]"):
+        models.get("resnet18", 10, checkpoint_path=tmp_path / "empty.pth")
+
+
+def test_missing_file_raises_error(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        models.get("resnet18", 10, checkpoint_path=tmp_path / "none.pth")

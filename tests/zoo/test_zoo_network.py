@@ -1,0 +1,327 @@
+"""Tests of networks from `models.get`: prediction, head replacement, and preparation for deployment."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.zoo import models, predicting
+from slipstream.zoo.fusion import fuse_batch_norms
+from slipstream.zoo.network import _with_outputs
+
+Image = pytest.importorskip("PIL.Image")
+
+# The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number of BatchNorms that fusion
+# cannot remove, because their input is the output of a pooling layer, a sum or a concatenation.
+NETWORKS = {
+    "pp_lite_t_seg": ("encoder", 46, 0),
+    "stdc1_seg": ("cp", 38, 0),
+    "regseg48": ("backbone", 64, 12),
+    "ddrnet_23_slim": ("_backbone", 55, 12),
+    "segformer_b0": ("_backbone", 1, 0),
+    "resnet18": ("layer4", 20, 0),
+    "resnet50": ("layer4", 53, 0),
+    "unet": ("encoder", 18, 0),
+    "shelfnet18_lw": ("backbone", 50, 12),
+}
+WITH_HEADS = {name: {"use_aux_heads": True} for name in ("pp_lite_t_seg", "ddrnet_23_slim")}
+CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5, 0.4, 0.3], "std": [0.1, 0.2, 0.3]}]
+SEGMENT = [
+    {"type": "SegRescale", "scale_factor": 0.5},
+    {"type": "SegPadShortToCropSize", "crop_size": [64, 64], "fill_mask": 19},
+    {"type": "SegStandardize", "max_value": 255},
+]
+
+
+def perturbed(network):
+    """Randomize the BatchNorms, so that fusion changes every weight. Return the network in evaluation mode."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+    return network.eval()
+
+
+def norms(network):
+    return sum(isinstance(module, nn.BatchNorm2d) for module in network.modules())
+
+
+def picture(height=20, width=30, seed=0):
+    return np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "count", "left"), [(name, *rest) for name, rest in NETWORKS.items()]
+)
+def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, left):
+    torch.manual_seed(0)
+    heads = {} if name[:3] in ("reg", "res", "seg", "she", "une") else {"use_aux_heads": False}
+    assert norms(models.get(name, 5, **heads)) == count
+    network = perturbed(models.get(name, 5, **WITH_HEADS.get(name, {}))).double()
+    x = torch.randn(2, 3, 96, 64, dtype=torch.float64)
+    with torch.no_grad():
+        expected = network(x)
+        network.train().prep_model_for_conversion(input_size=[64, 96])
+        assert not network.training
+        torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
+    assert norms(network) == left
+    assert isinstance(network.train()(x), torch.Tensor)  # there are no auxiliary heads
+
+
+def test_only_convolutions_whose_unchanged_output_has_one_consumer_are_fused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2, self.conv3, self.conv4 = (nn.Conv2d(3, 3, 1) for _ in range(4))
+            self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(3) for _ in range(4))
+
+        def forward(self, x):
+            x = self.bn1(torch.relu_(self.conv1(x)))
+            out = self.conv2(x)
+            x = self.bn2(out) + self.bn3(out)
+            x = self.conv3(self.conv3(x))
+            return self.bn4(self.conv4(x))
+
+    network = perturbed(Net())
+    x = torch.randn(2, 3, 4, 4)
+    expected = network(x).detach()
+    assert fuse_batch_norms(network, x) == 1
+    assert isinstance(network.bn4, nn.Identity)
+    torch.testing.assert_close(network(x).detach(), expected)
+
+
+def test_a_convolution_whose_output_is_also_used_elsewhere_is_not_fused():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.bn1, self.bn2 = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            y = self.conv1(x)
+            return {"out": [self.bn2(self.conv2(self.bn1(y) + y))]}
+
+    network = perturbed(Net())
+    x = torch.randn(2, 3, 4, 4)
+    expected = network(x)["out"][0].detach()
+    assert fuse_batch_norms(network, torch.zeros(1, 3, 8, 8)) == 1
+    assert isinstance(network.bn1, nn.BatchNorm2d)
+    assert isinstance(network.bn2, nn.Identity)
+    torch.testing.assert_close(network(x)["out"][0].detach(), expected)
+
+
+def test_a_prepared_network_can_be_exported():
+    network = models.get("ddrnet_23_slim", 4, use_aux_heads=True)
+    network.prep_model_for_conversion([64, 64])
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(torch.export.export(network, (x,)).module()(x), network(x))
+
+
+@pytest.mark.parametrize("size", [[64], [0, 64], ["64", 64], 64.0])
+def test_an_invalid_input_size_raises_an_error(size):
+    with pytest.raises((ConfigError, TypeError)):
+        models.get("resnet18_cifar", 4).prep_model_for_conversion(size)
+
+
+@pytest.mark.parametrize(("name", "kept"), [(name, rest[0]) for name, rest in NETWORKS.items()])
+def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone(name, kept):
+    heads = WITH_HEADS.get(name, {})
+    network = models.get(name, 5, **heads)
+    part = network.get_submodule(kept)
+    before = copy.deepcopy(part.state_dict())
+    reference = models.get(name, 7, **heads)
+    network.replace_head(new_num_classes=7)
+    shapes = {key: value.shape for key, value in reference.state_dict().items()}
+    assert {key: value.shape for key, value in network.state_dict().items()} == shapes
+    torch.testing.assert_close(part.state_dict(), before, rtol=0, atol=0)
+    network(torch.randn(2, 3, 64, 64))
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        network.replace_head(0)
+
+
+def test_a_replaced_layer_keeps_its_other_options():
+    layer = nn.Conv2d(8, 4, 3, stride=2, padding=1, dilation=2, groups=2, bias=False, padding_mode="circular")
+    replaced = _with_outputs(layer.double(), 6)
+    assert str(replaced) == str(layer).replace("(8, 4,", "(8, 6,")
+    assert (replaced.weight.shape, replaced.weight.dtype) == ((6, 4, 3, 3), torch.float64)
+
+
+def test_the_layers_that_supergradients_replaces_are_initialized_again():
+    network = models.get("ddrnet_23_slim", 5)
+    before = network.final_layer.conv1.weight.detach().clone()
+    network.replace_head(5)
+    assert not torch.equal(network.final_layer.conv1.weight, before)
+    network = models.get("pp_lite_t_seg", 5)
+    before = network.seg_head[0].seg_head[0].seq.conv.weight.detach().clone()
+    network.replace_head(5)
+    assert torch.equal(network.seg_head[0].seg_head[0].seq.conv.weight, before)
+
+
+def test_classification_returns_the_class_and_its_probability(tmp_path):
+    network = perturbed(models.get("resnet18_cifar", 3))
+    network.set_dataset_processing_params(["cat", "dog", "cow"], CLASSIFY)
+    image = picture()
+    x = (torch.from_numpy(image).permute(2, 0, 1) / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / (
+        torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
+    )
+    with torch.no_grad():
+        probabilities = network(x[None]).softmax(1)[0]
+    network.train()
+    found = network.predict(image)
+    assert network.training
+    assert found.prediction.label == probabilities.argmax()
+    assert found.prediction.confidence == pytest.approx(float(probabilities.max()), abs=1e-5)
+    assert found.class_name == ["cat", "dog", "cow"][found.prediction.label]
+    Image.fromarray(image).save(tmp_path / "image.png")
+    inputs = [image, tmp_path / "image.png", str(tmp_path / "image.png"), Image.fromarray(image)]
+    inputs += [torch.from_numpy(image).permute(2, 0, 1), picture(18, 22, seed=1)]
+    several = network.predict(inputs, batch_size=2, fuse_model=True)
+    assert [one.prediction.confidence for one in several[:5]] == pytest.approx(
+        [found.prediction.confidence] * 5, abs=1e-5
+    )
+    assert several[5].prediction.image_shape == (18, 22)
+    assert norms(network) == 20  # only a copy is fused
+    assert len(network.predict(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("name", ["resnet18_cifar", "pp_lite_t_seg"])
+def test_supergradients_processing_classes_have_the_same_effect(name):
+    network, image = perturbed(models.get(name, 4)), picture()
+    seg = "" if "resnet" in name else "Seg"
+    own = ["ToTensor" if not seg else {"SegStandardize": {"max_value": 255}}]
+    own.append({f"{seg}Normalize": {"mean": [0.5] * 3, "std": [0.2] * 3}})
+    theirs = [
+        {"StandardizeImage": {"max_value": 255}},
+        {"NormalizeImage": own[1][f"{seg}Normalize"]},
+        "ImagePermute",
+    ]
+    drawn = []
+    for processor in (own, {"ComposeProcessing": {"processings": theirs}}):
+        network.set_dataset_processing_params(list("abcd"), processor)
+        drawn.append(network.predict(image).draw())
+    assert np.array_equal(*drawn)
+    with pytest.raises(ConfigError, match="must be a list of transforms"):
+        network.set_dataset_processing_params(image_processor="ToTensor")
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_segmentation_returns_the_class_of_each_pixel(channels, tmp_path):
+    network = perturbed(models.get("pp_lite_t_seg", channels))
+    network.set_dataset_processing_params(["road"] if channels == 1 else list("abcd"), SEGMENT)
+    image = np.repeat(np.repeat(picture(40, 50), 2, 0), 2, 1)  # halving it restores the small picture
+    found = network.predict(image)
+    padded = torch.zeros(1, 3, 64, 64)
+    small = torch.from_numpy(picture(40, 50)).permute(2, 0, 1).float()
+    top, left = 12, 7
+    padded[0, :, top : top + 40, left : left + 50] = small
+    with torch.no_grad():
+        logits = network(padded / 255)[0]
+    ids = (logits[0] > 0).long() if channels == 1 else logits.argmax(0)
+    expected = ids[top : top + 40, left : left + 50].repeat_interleave(2, 0).repeat_interleave(2, 1)
+    mask = found.prediction.segmentation_map
+    assert mask.shape == found.prediction.image_shape == (80, 100)
+    assert (mask == expected.numpy()).mean() > 0.99  # rounding may change the class of a pixel
+    assert found.class_names == (("background", "road") if channels == 1 else tuple("abcd"))
+    found.save(tmp_path / "one.png")
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "one.png")), found.draw())
+    network.predict([image]).save(tmp_path / "all")
+    assert Image.open(tmp_path / "all/pred_0.jpg").size == (100, 80)
+    with pytest.raises(ConfigError, match="must end with an image file extension"):
+        found.save(tmp_path / "one.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "one.png"]
+
+
+def test_the_scores_of_earlier_batches_are_released():
+    network, outputs, alive = models.get("pp_lite_t_seg", num_classes=3), [], []
+
+    def observe(module, inputs, output):
+        alive.append(sum(other() is not None for other in outputs))
+        outputs.append(weakref.ref(predicting.main_output(output)))
+
+    network.set_dataset_processing_params(class_names=["a", "b", "c"], image_processor=SEGMENT)
+    network.register_forward_hook(observe)
+    found = network.predict([picture(64, 64, seed) for seed in range(5)], batch_size=1)
+    assert len(found) == len(alive) == 5
+    assert max(alive) <= 1  # only the newest batch
+
+
+def test_pictures_are_shown_in_the_viewer(monkeypatch):
+    shown = []
+    monkeypatch.setattr(Image.Image, "show", lambda self: shown.append(self.size))
+    network = models.get("resnet18_cifar", 2)
+    network.predict([picture(), picture()]).show()
+    assert len(shown) == 2
+    assert shown[0][1] > 20  # the image above a line of text
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (np.zeros((4, 4, 3), np.float32), "an image must have shape .* and dtype uint8"),
+        (np.zeros((3, 4, 4), np.uint8), "an image must have shape .* and dtype uint8"),
+        (torch.zeros(3, 4, 4), r"shape \(3, H, W\) and dtype torch.uint8"),
+        ("nothing.png", "nothing.png"),
+    ],
+)
+def test_unsupported_images_raise_an_error(image, message):
+    with pytest.raises(DataError, match=message):
+        models.get("resnet18_cifar", 2).predict(image)
+
+
+def test_unknown_data_logs_a_warning_and_invalid_transforms_raise_an_error(monkeypatch):
+    network, logged = models.get("resnet18_cifar", 2), []
+    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
+    assert network.predict(picture()).class_names == ("0", "1")
+    assert [level for _, _, level in logged] == [logging.WARNING]
+    assert "call set_dataset_processing_params" in logged[0][0]
+    with pytest.raises(ConfigError, match="must be the last transforms"):
+        network.set_dataset_processing_params(image_processor=[*CLASSIFY, {"type": "CenterCrop", "size": 4}])
+    network.set_dataset_processing_params(class_names=["one"])
+    network.set_dataset_processing_params(image_processor=CLASSIFY)
+    with pytest.raises(ConfigError, match="2 classes, but the number of class names is 1"):
+        network.predict(picture())
+
+
+PREPROCESSOR = {"type": "ImgDataPreprocessor", "mean": [120.0, 110.0, 100.0], "std": [50.0, 60.0, 70.0]}
+
+
+@pytest.mark.parametrize("of_runner", [False, True])
+@pytest.mark.parametrize("name", ["regseg48", "resnet18_cifar"])
+def test_predict_uses_the_normalization_of_the_data_preprocessor(tmp_path, name, of_runner, monkeypatch):
+    network = models.get(name, 3).eval()
+    cfg = {"model": {}, "val_dataloader": {"dataset": {"transforms": []}}}
+    (cfg if of_runner else cfg["model"])["data_preprocessor"] = PREPROCESSOR
+    meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
+    torch.save({"state_dict": network.state_dict(), "meta": meta}, tmp_path / "run.pth")
+    image = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    mean, std = (torch.tensor(PREPROCESSOR[key]).view(3, 1, 1) for key in ("mean", "std"))
+    logged, seen = [], []
+    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
+    loaded = models.get(name, 3, checkpoint_path=tmp_path / "run.pth")
+    loaded.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    loaded.predict(image)
+    torch.testing.assert_close(seen[0][0], (torch.from_numpy(image).permute(2, 0, 1) - mean) / std)
+    assert not logged
+
+
+def test_predict_warns_if_the_data_preprocessor_cannot_be_applied(monkeypatch):
+    network = models.get("regseg48", 3)
+    model = {"data_preprocessor": {**PREPROCESSOR, "bgr_to_rgb": True}}
+    cfg = {"model": model, "val_dataloader": {"dataset": {"transforms": []}}}
+    meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
+    network.set_processing_from_checkpoint(meta)
+    logged = []
+    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
+    found = network.predict(np.zeros((64, 64, 3), np.uint8))
+    assert tuple(found.class_names) == ("a", "b", "c")
+    assert "predict normalizes images as in the recipes" in logged[0][0]

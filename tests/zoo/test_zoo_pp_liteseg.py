@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.errors import BuildError, ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo import MultiHeadCrossEntropy, pp_lite_b_seg, pp_lite_t_seg
+
+BUILDERS = {"pp_lite_t_seg": pp_lite_t_seg, "pp_lite_b_seg": pp_lite_b_seg}
+BLOCKS = {"pp_lite_t_seg": (2, 2, 2), "pp_lite_b_seg": (4, 5, 3)}
+
+
+def randomize_norms(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.1)
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+
+
+class Reference:
+    """Reference implementation of the paper's network in evaluation mode.
+
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 32, because
+    upsampling uses integer factors.
+    """
+
+    def __init__(self, name, state):
+        self.name, self.state = name, state
+
+    def conv(self, key, x, stride=1, relu=True):
+        weight = self.state[f"{key}.seq.conv.weight"]
+        groups = x.shape[1] // weight.shape[1]
+        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
+        norm = [self.state[f"{key}.seq.bn.{n}"] for n in ("running_mean", "running_var", "weight", "bias")]
+        x = F.batch_norm(x, *norm)
+        return F.relu(x) if relu else x
+
+    def up(self, x, factor):
+        return F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=False)
+
+    def block(self, key, x, stride):
+        parts = [self.conv(f"{key}.conv_list.0", x)]
+        x = parts[0]
+        if stride == 2:
+            parts = [F.avg_pool2d(x, 3, 2, 1)]
+            x = self.conv(f"{key}.conv_list.1.0", x, stride=2, relu=False)
+            parts.append(self.conv(f"{key}.conv_list.1.1", x))
+        else:
+            parts.append(self.conv(f"{key}.conv_list.1", x))
+        for i in (2, 3):
+            parts.append(self.conv(f"{key}.conv_list.{i}", parts[-1]))
+        return torch.cat(parts, 1)
+
+    def backbone(self, x):
+        x = self.conv("encoder.backbone.stages.block_s2.0", x, 2)
+        x = self.conv("encoder.backbone.stages.block_s4.0", x, 2)
+        features = []
+        for scale, count in zip((8, 16, 32), BLOCKS[self.name], strict=True):
+            for index in range(count):
+                x = self.block(f"encoder.backbone.stages.block_s{scale}.{index}", x, 1 if index else 2)
+            features.append(x)
+        return features
+
+    def context(self, x):
+        total = torch.zeros(())
+        for index, size in enumerate((1, 2, 4)):
+            pooled = self.conv(f"encoder.context_module.branches.{index}.1", F.adaptive_avg_pool2d(x, size))
+            total = total + F.interpolate(pooled, x.shape[2:], mode="bilinear", align_corners=False)
+        return self.conv("encoder.context_module.conv_out", total)
+
+    def fuse(self, key, x, skip):
+        attention = [f(t, 1, True) for t in (x, skip) for f in (torch.mean, lambda *a: torch.max(*a)[0])]
+        attention = self.conv(f"{key}.conv_atten.0", torch.cat(attention, 1))
+        attention = self.conv(f"{key}.conv_atten.1", attention, relu=False).sigmoid()
+        return self.conv(f"{key}.conv_out", x * attention + skip * (1 - attention))
+
+    def head(self, key, x, factor):
+        x = self.conv(f"{key}.0.seg_head.0", x)
+        return self.up(F.conv2d(x, self.state[f"{key}.0.seg_head.2.weight"]), factor)
+
+    def __call__(self, x):
+        features = self.backbone(x)
+        skips = [self.conv(f"encoder.proj_convs.{i}", f) for i, f in enumerate(features)]
+        x = self.context(features[-1])
+        for index, skip in enumerate(reversed(skips)):
+            x = self.fuse(f"decoder.up_stages.{index}", self.up(x, 2) if index else x, skip)
+        aux = [self.head(f"aux_heads.{i}", s, 8 * 2**i) for i, s in enumerate(skips)]
+        return [self.head("seg_head", x, 8), *aux]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_forward_equals_reference_with_supergradients_weights(name):
+    torch.manual_seed(0)
+    network = BUILDERS[name](num_classes=5).double().eval()
+    randomize_norms(network)
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    with torch.no_grad():
+        expected = Reference(name, network.state_dict())(x)
+        torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
+        network.train()
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        torch.testing.assert_close(network(x), tuple(expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
+def test_logits_have_the_size_of_the_input(size):
+    network = pp_lite_t_seg(num_classes=4)
+    x = torch.randn(2, 3, *size)
+    assert [out.shape for out in network(x)] == [(2, 4, *size)] * 4
+    assert network.eval()(x).shape == (2, 4, *size)
+
+
+def test_training_without_auxiliary_heads_returns_main_logits():
+    assert pp_lite_t_seg(num_classes=4, use_aux_heads=False)(torch.randn(2, 3, 32, 32)).shape == (
+        2,
+        4,
+        32,
+        32,
+    )
+
+
+def test_evaluation_does_not_run_the_auxiliary_heads():
+    network = pp_lite_t_seg(num_classes=4)
+
+    def fail(*_):
+        raise AssertionError("an auxiliary head ran")
+
+    for head in network.aux_heads:
+        head.register_forward_hook(fail)
+    network.eval()(torch.randn(1, 3, 32, 32))
+
+
+def test_norm_statistics_are_updated_only_in_training():
+    torch.manual_seed(0)
+    network = pp_lite_t_seg(num_classes=4)
+    x = torch.randn(2, 3, 64, 64)
+
+    def buffers():
+        return {key: value.clone() for key, value in network.named_buffers()}
+
+    before = buffers()
+    network.eval()(x)
+    assert all(torch.equal(value, before[key]) for key, value in network.named_buffers())
+    network.train()(x)
+    assert not any(torch.equal(value, before[key]) for key, value in network.named_buffers())
+
+
+def test_every_parameter_has_a_gradient_in_training():
+    torch.manual_seed(0)
+    network = pp_lite_t_seg(num_classes=4)
+    sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
+    assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_dropout_is_active_only_in_training():
+    torch.manual_seed(0)
+    network = pp_lite_t_seg(num_classes=4, dropout=0.5)
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(network(x)[0], network(x)[0])
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+def test_weights_are_initialized_as_in_he_and_norms_start_as_identity():
+    torch.manual_seed(0)
+    network = pp_lite_t_seg()
+    conv, norm, _ = network.encoder.proj_convs[2].seq
+    assert conv.weight.std().item() == pytest.approx((2 / (128 * 9)) ** 0.5, rel=0.01)
+    assert (norm.weight == 1).all()
+    assert (norm.bias == 0).all()
+
+
+@pytest.mark.slow
+def test_network_and_loss_compile_as_a_single_graph_with_the_same_gradients():
+    torch.manual_seed(0)
+    network, loss = pp_lite_t_seg(num_classes=4).double(), MultiHeadCrossEntropy()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    targets = torch.randint(0, 4, (2, 64, 64), dtype=torch.uint8)
+
+    def step(x, targets):
+        return sum(loss(network(x), targets).values())
+
+    def gradients(function):
+        network.zero_grad()
+        value = function(x, targets)
+        value.backward()
+        return value.detach(), [p.grad.clone() for p in network.parameters()]
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
+
+
+def test_network_uses_no_scatter():
+    """With `F.interpolate`, gradients could be zero if the network is compiled for CPU; see `layers.resize`."""
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        pp_lite_t_seg(num_classes=4)(torch.randn(2, 3, 64, 64))
+    assert torch.ops.aten.convolution in seen
+    assert torch.ops.aten.upsample_bilinear2d not in seen
+
+
+@pytest.mark.exhaustive  # the ONNX export in tests/e2e/test_cli_export.py also exports this network
+def test_exported_network_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = pp_lite_t_seg(num_classes=4).eval()
+    x = torch.randn(2, 3, 64, 96)
+    auto = torch.export.Dim.AUTO
+    exported = torch.export.export(network, (x,), dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}).module()
+    for size in ((2, 3, 64, 96), (3, 3, 96, 160)):
+        x = torch.randn(size)
+        torch.testing.assert_close(exported(x), network(x))
+
+
+def test_network_runs_under_autocast():
+    network = pp_lite_t_seg(num_classes=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network(torch.randn(2, 3, 32, 32))
+    assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
+
+
+def test_network_is_built_by_name():
+    network = MODELS.build({"type": "pp_lite_t_seg", "num_classes": 3, "use_aux_heads": False})
+    assert network.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3, 32, 32)
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        MODELS.build({"type": "pp_lite_t_seg", "use_aux_head": False})
+
+
+@pytest.mark.parametrize("num_classes", [0, -3])
+def test_num_classes_below_1_raises_error(num_classes):
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        MODELS.build({"type": "pp_lite_b_seg", "num_classes": num_classes})
+
+
+def test_wrong_number_of_image_channels_raises_error():
+    with pytest.raises(RuntimeError, match="channels"):
+        pp_lite_t_seg()(torch.randn(2, 4, 32, 32))

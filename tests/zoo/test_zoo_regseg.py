@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.errors import BuildError, ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo import models, regseg48
+
+# Dilations of the paper's backbone at 1/16 of the resolution. All blocks except the last have 256 channels.
+DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
+STAGES = [[[1]], [[1]] * 3, DEEP]
+WIDTHS = [[48], [128] * 3, [256] * 13 + [320]]
+
+
+def randomize_norms(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.1)
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+
+
+def super_gradients_names(state):
+    """Rename the keys as in SuperGradients' checkpoints, where a block's name includes its options."""
+    names = {}
+    for key in state:
+        parts = key.split(".")
+        if parts[0] == "backbone":
+            stage, block = int(parts[2]), int(parts[3])
+            before = [32, *itertools.chain(*WIDTHS)]
+            index = sum(map(len, WIDTHS[:stage])) + block
+            options = f"in{before[index]}_out{before[index + 1]}_d{STAGES[stage][block]}"
+            parts[3] = f"DBlock_{options}_gw16_s{1 if block else 2}_se4#{block}"
+            if parts[4] == "shortcut":
+                parts.insert(4, "shortcut")
+        if parts[0] == "head":
+            parts.insert(0, "head")
+        names[".".join(parts)] = state[key]
+    return names
+
+
+class Reference:
+    """Reference implementation of the paper's network in evaluation mode, with weights from a state dict."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def norm(self, key, x):
+        norm = [self.state[f"{key}.{name}"] for name in ("running_mean", "running_var", "weight", "bias")]
+        return F.batch_norm(x, *norm)
+
+    def conv(self, key, x, stride=1):
+        weight, bias = self.state[f"{key}.seq.conv.weight"], self.state.get(f"{key}.seq.conv.bias")
+        return self.norm(f"{key}.seq.bn", F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2))
+
+    def dilated(self, key, x, dilations, stride):
+        parts = []
+        for index, (part, dilation) in enumerate(zip(x.chunk(len(dilations), 1), dilations, strict=True)):
+            name = f"{key}.weight" if len(dilations) == 1 else f"{key}.convs.{index}.weight"
+            groups = part.shape[1] // 16
+            parts.append(
+                F.conv2d(
+                    part, self.state[name], None, stride, padding=dilation, dilation=dilation, groups=groups
+                )
+            )
+        return torch.cat(parts, 1)
+
+    def block(self, key, x, dilations, stride):
+        path = f"{key}.d_block_path"
+        y = self.conv(f"{path}.0", x).relu()
+        y = self.norm(f"{path}.2", self.dilated(f"{path}.1", y, dilations, stride)).relu()
+        gate = y.mean((2, 3), keepdim=True)
+        for index in (1, 3):
+            name = f"{path}.4.se_block.{index}"
+            gate = F.conv2d(gate, self.state[f"{name}.weight"], self.state[f"{name}.bias"])
+            gate = gate.relu() if index == 1 else gate.sigmoid()
+        assert gate.shape[1] == y.shape[1]
+        y = self.conv(f"{path}.5", y * gate)
+        if f"{key}.shortcut.1.seq.conv.weight" in self.state:
+            x = self.conv(f"{key}.shortcut.1", F.avg_pool2d(x, 2) if stride == 2 else x)
+        return (x + y).relu()
+
+    def __call__(self, x):
+        x, features = self.conv("stem", x, 2).relu(), []
+        for stage, blocks in enumerate(STAGES):
+            for index, dilations in enumerate(blocks):
+                x = self.block(f"backbone.stages.{stage}.{index}", x, dilations, 1 if index else 2)
+            features.append(x)
+        x4, x8, x16 = (self.conv(f"decoder.projections.{i}", f).relu() for i, f in enumerate(features))
+        x8 = x8 + F.interpolate(x16, scale_factor=2, mode="bilinear", align_corners=True)
+        x8 = self.conv("decoder.conv_bn_relu", x8).relu()
+        x4 = torch.cat([F.interpolate(x8, scale_factor=2, mode="bilinear", align_corners=True), x4], 1)
+        x4 = self.conv("head.0", x4).relu()
+        x4 = F.conv2d(x4, self.state["head.1.weight"], self.state["head.1.bias"])
+        return F.interpolate(x4, scale_factor=4, mode="bilinear", align_corners=False)
+
+
+def test_forward_matches_the_reference():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=5).double().eval()
+    randomize_norms(network)
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
+
+
+def test_weights_with_supergradients_names_load():
+    torch.manual_seed(0)
+    state = regseg48(num_classes=5).state_dict()
+    named = super_gradients_names(state)
+    assert (
+        "backbone.stages.2.DBlock_in256_out256_d[1, 4]_gw16_s1_se4#3.d_block_path.0.seq.conv.weight" in named
+    )
+    assert "backbone.stages.0.DBlock_in32_out48_d[1]_gw16_s2_se4#0.shortcut.shortcut.1.seq.bn.bias" in named
+    assert "head.head.1.bias" in named
+    before = dict(named)
+    network = copy.deepcopy(regseg48(num_classes=5))
+    network.load_state_dict(named, strict=True)
+    torch.testing.assert_close(dict(network.state_dict()), dict(state), rtol=0, atol=0)
+    assert named == before  # the caller's dict is not modified
+    torch.nn.ModuleDict({"network": network}).load_state_dict({f"network.{k}": v for k, v in named.items()})
+
+
+@pytest.mark.parametrize("backbone", [False, True])
+def test_supergradients_checkpoint_loads_by_name(tmp_path, backbone):
+    torch.manual_seed(0)
+    trained = regseg48(num_classes=5)
+    randomize_norms(trained)
+    named = super_gradients_names(trained.state_dict())
+    if backbone:
+        named = {key: value for key, value in named.items() if key.startswith("backbone.")}
+    torch.save({"net": {f"module.{key}": value for key, value in named.items()}}, tmp_path / "weights.pth")
+    loaded = models.get("regseg48", 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=backbone)
+    part = (lambda network: network.backbone) if backbone else (lambda network: network)
+    found = part(loaded).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in part(trained).state_dict().items())
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 80), (33, 65), (50, 47)])
+def test_logits_have_the_size_of_the_input(size):
+    network = regseg48(num_classes=4)
+    x = torch.randn(2, 3, *size)
+    assert network(x).shape == (2, 4, *size)
+    assert network.eval()(x).shape == (2, 4, *size)
+
+
+def test_same_seed_returns_the_same_weights():
+    def weights():
+        torch.manual_seed(3)
+        return dict(regseg48().state_dict())
+
+    torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
+
+
+def test_every_parameter_has_a_gradient_except_the_bias_before_batch_norm():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=4).double()
+    network(torch.randn(2, 3, 64, 64, dtype=torch.float64)).square().mean().backward()
+    lost = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-9]
+    assert lost == ["stem.seq.conv.bias"]
+
+
+def test_dropout_is_active_only_in_training():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=4, dropout=0.5)
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(network(x), network(x))
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+def test_channels_last_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=4).double().eval()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        expected = network(x)
+        found = network.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_training_is_a_single_graph_with_the_same_gradients():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=4).double()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+
+    def gradients(function):
+        return torch.autograd.grad(function(x).square().mean(), list(network.parameters()))
+
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-12)
+
+
+def test_network_uses_no_scatter():
+    """See `layers.resize`."""
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        regseg48(num_classes=4)(torch.randn(2, 3, 32, 32))
+    assert torch.ops.aten.convolution in seen
+    assert torch.ops.aten.upsample_bilinear2d not in seen
+
+
+@pytest.mark.slow
+def test_exported_network_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = regseg48(num_classes=4).eval()
+    auto = torch.export.Dim.AUTO
+    example = torch.randn(2, 3, 64, 96)
+    exported = torch.export.export(
+        network, (example,), dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}
+    ).module()
+    for size in ((2, 3, 64, 96), (3, 3, 96, 160)):
+        x = torch.randn(size)
+        torch.testing.assert_close(exported(x), network(x))
+
+
+def test_network_runs_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        out = regseg48(num_classes=4)(torch.randn(2, 3, 32, 32))
+    assert out.dtype == torch.bfloat16
+    assert out.isfinite().all()
+
+
+def test_network_is_built_by_name():
+    network = MODELS.build({"type": "regseg48", "num_classes": 3})
+    assert network.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3, 32, 32)
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        MODELS.build({"type": "regseg48", "use_aux_heads": True})
+
+
+@pytest.mark.parametrize("num_classes", [0, -3])
+def test_num_classes_below_1_raises_error(num_classes):
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        MODELS.build({"type": "regseg48", "num_classes": num_classes})

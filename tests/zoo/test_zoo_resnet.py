@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.errors import ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo import resnet18, resnet34, resnet50
+
+BUILDERS = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
+DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3)}
+NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+def torchvision_keys(name):
+    """Return the keys of torchvision's state dict. A block that changes the shape has a projection."""
+    convs = 3 if name == "resnet50" else 2
+    keys = {"conv1.weight", *(f"bn1.{n}" for n in NORM), "fc.weight", "fc.bias"}
+    for stage, depth in enumerate(DEPTHS[name], start=1):
+        for block in range(depth):
+            prefix = f"layer{stage}.{block}"
+            for i in range(1, convs + 1):
+                keys |= {f"{prefix}.conv{i}.weight", *(f"{prefix}.bn{i}.{n}" for n in NORM)}
+            if block == 0 and (stage > 1 or convs == 3):
+                keys |= {f"{prefix}.downsample.0.weight", *(f"{prefix}.downsample.1.{n}" for n in NORM)}
+    return keys
+
+
+def reference_forward(name, state, x):
+    """Compute the output of the network in evaluation mode, with weights from a state dict with torchvision's keys."""
+
+    def norm(key, x):
+        statistics = (state[f"{key}.{n}"] for n in ("running_mean", "running_var", "weight", "bias"))
+        return F.batch_norm(x, *statistics)
+
+    def conv(key, x, stride=1):
+        weight = state[f"{key}.weight"]
+        return F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+
+    x = F.max_pool2d(F.relu(norm("bn1", conv("conv1", x, 2))), 3, 2, 1)
+    strided, last = ("conv2", 3) if name == "resnet50" else ("conv1", 2)
+    for stage, depth in enumerate(DEPTHS[name], start=1):
+        for block in range(depth):
+            prefix = f"layer{stage}.{block}"
+            stride = 2 if stage > 1 and block == 0 else 1
+            shortcut = x
+            if f"{prefix}.downsample.0.weight" in state:
+                shortcut = norm(f"{prefix}.downsample.1", conv(f"{prefix}.downsample.0", x, stride))
+            for i in range(1, last + 1):
+                x = conv(f"{prefix}.conv{i}", x, stride if f"conv{i}" == strided else 1)
+                x = norm(f"{prefix}.bn{i}", x)
+                x = F.relu(x if i < last else x + shortcut)
+    return x.flatten(2).mean(2) @ state["fc.weight"].T + state["fc.bias"]
+
+
+def randomize_norms(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.1)
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
+)
+def test_parameter_count_matches_torchvision(name, count):
+    with torch.device("meta"):
+        network = BUILDERS[name]()
+    assert sum(p.numel() for p in network.parameters()) == count
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_state_dict_has_torchvision_names(name):
+    with torch.device("meta"):
+        network = BUILDERS[name]()
+    assert set(network.state_dict()) == torchvision_keys(name)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_forward_matches_the_reference_with_torchvision_weights(name):
+    torch.manual_seed(0)
+    network = BUILDERS[name](num_classes=7).double().eval()
+    randomize_norms(network)
+    x = torch.randn(2, 3, 64, 48, dtype=torch.float64)
+    with torch.no_grad():
+        expected = reference_forward(name, network.state_dict(), x)
+        torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_small_input_keeps_its_resolution_up_to_the_first_stage():
+    network = resnet18(num_classes=10, in_channels=1, small_input=True)
+    seen = {}
+    network.layer1.register_forward_hook(lambda m, args, out: seen.update(shape=out.shape))
+    assert network(torch.randn(2, 1, 32, 32)).shape == (2, 10)
+    assert seen["shape"] == (2, 64, 32, 32)
+    assert network.conv1.weight.shape == (64, 1, 3, 3)
+
+
+def test_every_parameter_has_a_gradient():
+    torch.manual_seed(0)
+    network = resnet50(num_classes=5)
+    network(torch.randn(2, 3, 64, 64)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in network.parameters())
+
+
+def test_weights_are_initialized_as_in_he_and_norms_start_as_identity():
+    torch.manual_seed(0)
+    network = resnet18()
+    weight = network.layer4[1].conv2.weight
+    assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)
+    assert (network.layer1[0].bn2.weight == 1).all()
+    assert (network.layer1[0].bn2.bias == 0).all()
+
+
+def test_compiled_network_has_no_graph_breaks_and_equal_outputs():
+    torch.manual_seed(0)
+    network = resnet18(num_classes=5, small_input=True).eval()
+    x = torch.randn(2, 3, 16, 16)
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(compiled(x), network(x))
+
+
+def test_network_is_built_by_name():
+    network = MODELS.build({"type": "resnet18", "num_classes": 3, "small_input": True})
+    assert network.fc.out_features == 3
+
+
+@pytest.mark.parametrize("num_classes", [0, -1])
+def test_num_classes_below_1_raises_error(num_classes):
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        resnet18(num_classes=num_classes)
+
+
+def test_wrong_number_of_image_channels_raises_error():
+    with pytest.raises(RuntimeError, match="channels"):
+        resnet18(small_input=True)(torch.randn(2, 1, 32, 32))

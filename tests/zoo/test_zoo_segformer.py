@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.errors import BuildError, ModelError
+from slipstream.registry import MODELS
+from slipstream.zoo.segformer import EncoderBlock, SegFormer, segformer_b0
+
+HEADS, REDUCTIONS, STRIDES = (1, 2, 5, 8), (8, 4, 2, 1), (4, 2, 2, 2)
+
+
+def tiny(depths=(2, 1, 3, 1), **options):
+    return SegFormer(5, (16, 32, 80, 128), depths, 24, **options)
+
+
+class Reference:
+    """Reference implementation of the paper's network in evaluation mode.
+
+    The weights come from a state dict with SuperGradients' keys. The implementation uses sequences of shape
+    (N, tokens, C), explicit attention, and the decoder in the paper's order: project, resize, concatenate, fuse.
+    """
+
+    def __init__(self, state, depths):
+        self.state, self.depths = state, depths
+
+    def get(self, key):
+        return self.state[f"{key}.weight"], self.state[f"{key}.bias"]
+
+    def linear(self, key, x):
+        weight, bias = self.get(key)
+        return x @ weight.T + bias
+
+    def norm(self, key, x):
+        weight, bias = self.get(key)
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True)
+        return (x - mean) / (var + 1e-5).sqrt() * weight + bias
+
+    def attention(self, key, x, h, w, heads, reduction):
+        n, _, width = x.shape
+        reduced = x
+        if reduction > 1:
+            image = x.transpose(1, 2).reshape(n, width, h, w)
+            image = F.conv2d(image, *self.get(f"{key}.sr"), stride=reduction)
+            reduced = self.norm(f"{key}.norm", image.flatten(2).transpose(1, 2))
+        q, kv = self.linear(f"{key}.q", x), self.linear(f"{key}.kv", reduced)
+        outs = []
+        d = width // heads
+        for head in range(heads):
+            part = slice(head * d, (head + 1) * d)
+            k, v = kv[..., :width][..., part], kv[..., width:][..., part]
+            outs.append((q[..., part] @ k.transpose(1, 2) / d**0.5).softmax(-1) @ v)
+        return self.linear(f"{key}.proj", torch.cat(outs, -1))
+
+    def mlp(self, key, x, h, w):
+        x = self.linear(f"{key}.fc1", x)
+        image = x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
+        image = F.conv2d(image, *self.get(f"{key}.dwconv"), padding=1, groups=image.shape[1])
+        return self.linear(f"{key}.fc2", F.gelu(image.flatten(2).transpose(1, 2)))
+
+    def stage(self, number, image):
+        heads, reduction, stride = HEADS[number - 1], REDUCTIONS[number - 1], STRIDES[number - 1]
+        kernel = 7 if number == 1 else 3
+        image = F.conv2d(image, *self.get(f"_backbone.patch_embed{number}.proj"), stride, kernel // 2)
+        h, w = image.shape[2:]
+        x = self.norm(f"_backbone.patch_embed{number}.norm", image.flatten(2).transpose(1, 2))
+        for index in range(self.depths[number - 1]):
+            key = f"_backbone.block{number}.{index}"
+            x = x + self.attention(f"{key}.attn", self.norm(f"{key}.norm1", x), h, w, heads, reduction)
+            x = x + self.mlp(f"{key}.mlp", self.norm(f"{key}.norm2", x), h, w)
+        x = self.norm(f"_backbone.norm{number}", x)
+        return x.transpose(1, 2).reshape(x.shape[0], -1, h, w)
+
+    def __call__(self, image):
+        features, x = [], image
+        for number in (1, 2, 3, 4):
+            x = self.stage(number, x)
+            y = self.linear(f"decode_head.linear_c{number}.proj", x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            features.append(y)
+        size = features[0].shape[2:]
+        features = [F.interpolate(f, size, mode="bilinear", align_corners=False) for f in features]
+        fuse = "decode_head.linear_fuse.seq"
+        x = F.conv2d(torch.cat(features[::-1], 1), self.state[f"{fuse}.conv.weight"])
+        norm = [self.state[f"{fuse}.bn.{n}"] for n in ("running_mean", "running_var", "weight", "bias")]
+        x = F.conv2d(F.relu(F.batch_norm(x, *norm)), *self.get("decode_head.linear_pred"))
+        return F.interpolate(x, image.shape[2:], mode="bilinear", align_corners=False)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (45, 67)])
+def test_forward_matches_the_reference_with_supergradients_weights(size):
+    torch.manual_seed(0)
+    network = tiny().double().eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, 0.1, 0.2)
+    norm = network.decode_head.linear_fuse.seq.bn
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 1.5)
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    with torch.no_grad():
+        expected = Reference(network.state_dict(), (2, 1, 3, 1))(x)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(network(x), expected, rtol=1e-8, atol=1e-8)
+
+
+def test_b0_has_the_depths_and_widths_in_the_paper():
+    torch.manual_seed(0)
+    network = segformer_b0(num_classes=5).double().eval()
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        expected = Reference(network.state_dict(), (2, 2, 2, 2))(x)
+        torch.testing.assert_close(network(x), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (33, 65), (50, 47)])
+def test_logits_have_the_size_of_the_input(size):
+    network = tiny()
+    x = torch.randn(2, 3, *size)
+    assert network(x).shape == (2, 5, *size)
+    assert network.eval()(x).shape == (2, 5, *size)
+
+
+@pytest.mark.parametrize("size", [(31, 64), (64, 31)])
+def test_images_that_are_too_small_raise_error(size):
+    with pytest.raises(
+        ModelError, match=f"at least 32 x 32 pixels, not {size[0]} x {size[1]}; enlarge or pad"
+    ):
+        tiny()(torch.randn(1, 3, *size))
+
+
+def test_every_parameter_has_a_gradient_in_training():
+    torch.manual_seed(0)
+    network = tiny()
+    network(torch.randn(4, 3, 64, 64)).square().sum().backward()
+    assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_drop_path_drops_whole_branches_and_preserves_the_mean():
+    torch.manual_seed(0)
+    block = EncoderBlock(16, 1, 1, drop_path=0.25)
+    x = torch.randn(1, 4, 4, 16)
+    block.eval()
+    attended = x + block.attn(block.norm1(x))
+    block.train()
+    block.mlp.fc2.weight.data.zero_()
+    block.mlp.fc2.bias.data.zero_()
+    outs = block(x.expand(400, -1, -1, -1))
+    kept = torch.stack([(out - x[0]).abs().sum() > 0 for out in outs])
+    assert 0.68 < kept.float().mean() < 0.82
+    torch.testing.assert_close(outs[~kept], x.expand(int((~kept).sum()), -1, -1, -1))
+    whole = (x + (attended - x) / 0.75).expand(int(kept.sum()), -1, -1, -1)
+    torch.testing.assert_close(outs[kept], whole, rtol=1e-4, atol=1e-5)
+
+
+def test_drop_path_increases_linearly_and_follows_the_seed():
+    blocks = [m for m in tiny(drop_path=0.3).modules() if isinstance(m, EncoderBlock)]
+    assert [b.drop_path for b in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+    network, x = tiny(drop_path=0.5), torch.randn(8, 3, 32, 32)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return network(x)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+
+
+def test_evaluation_is_deterministic():
+    network = tiny(drop_path=0.5, dropout=0.5).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(network(x), network(x))
+
+
+def test_initial_weights_have_the_standard_deviations_in_the_paper():
+    torch.manual_seed(0)
+    network = segformer_b0()
+    block = network._backbone.block4[0]
+    assert block.mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    # In a depthwise convolution, each group has one output channel, so the fan-out is 3 * 3 = 9.
+    assert block.mlp.dwconv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.03)
+    assert all((m.bias == 0).all() for m in network.modules() if getattr(m, "bias", None) is not None)
+
+
+@pytest.mark.slow
+def test_network_compiles_as_a_single_graph_with_the_same_gradients():
+    torch.manual_seed(0)
+    network = tiny(drop_path=0.5).double()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def gradients(function):
+        torch.manual_seed(1)
+        network.zero_grad()
+        out = function(x)
+        out.square().mean().backward()
+        return out.detach(), [p.grad.clone() for p in network.parameters()]
+
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_exported_network_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = tiny(depths=(1, 1, 1, 1)).eval()
+    shapes = {"x": {2: torch.export.Dim.AUTO}}
+    exported = torch.export.export(network, (torch.zeros(2, 3, 128, 64),), dynamic_shapes=shapes).module()
+    x = torch.randn(2, 3, 98, 64)
+    torch.testing.assert_close(exported(x), network(x))
+
+
+def test_channels_last_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = tiny().double().eval()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    expected = network(x)
+    network.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(network(x.contiguous(memory_format=torch.channels_last)), expected)
+
+
+def test_network_runs_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        out = tiny()(torch.randn(2, 3, 32, 32))
+    assert out.dtype == torch.bfloat16
+    assert out.isfinite().all()
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="drop_path"):
+        MODELS.build({"type": "segformer_b0", "drop_paths": 0.1})
+
+
+def test_num_classes_below_1_raises_error():
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        segformer_b0(num_classes=0)

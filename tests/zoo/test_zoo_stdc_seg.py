@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.errors import BuildError, ModelError
+from slipstream.model import Segmentor
+from slipstream.registry import MODELS
+from slipstream.zoo import STDCLoss, stdc1_seg, stdc2_seg
+from slipstream.zoo.layers import ConvBNReLU
+
+BUILDERS = {"stdc1_seg": stdc1_seg, "stdc2_seg": stdc2_seg}
+BLOCKS = {"stdc1_seg": (2, 2, 2), "stdc2_seg": (4, 5, 3)}
+
+
+def randomize_norms(network):
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.1)
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+
+
+class Reference:
+    """Reference implementation of the paper's network in evaluation mode.
+
+    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 32, because
+    upsampling uses integer factors.
+    """
+
+    def __init__(self, name, state):
+        self.name, self.state = name, state
+
+    def conv(self, key, x, stride=1, relu=True):
+        weight = self.state[f"{key}.seq.conv.weight"]
+        groups = x.shape[1] // weight.shape[1]
+        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
+        if f"{key}.seq.bn.weight" in self.state:
+            norm = [
+                self.state[f"{key}.seq.bn.{n}"] for n in ("running_mean", "running_var", "weight", "bias")
+            ]
+            x = F.batch_norm(x, *norm)
+        return F.relu(x) if relu else x
+
+    def block(self, key, x, stride):
+        parts = [self.conv(f"{key}.conv_list.0", x)]
+        x = parts[0]
+        if stride == 2:
+            parts = [F.avg_pool2d(x, 3, 2, 1)]
+            x = self.conv(f"{key}.conv_list.1.0", x, stride=2, relu=False)
+            parts.append(self.conv(f"{key}.conv_list.1.1", x))
+        else:
+            parts.append(self.conv(f"{key}.conv_list.1", x))
+        for i in (2, 3):
+            parts.append(self.conv(f"{key}.conv_list.{i}", parts[-1]))
+        return torch.cat(parts, 1)
+
+    def backbone(self, x):
+        x = self.conv("cp.backbone.stages.block_s2.0", x, 2)
+        x = self.conv("cp.backbone.stages.block_s4.0", x, 2)
+        features = []
+        for scale, count in zip((8, 16, 32), BLOCKS[self.name], strict=True):
+            for index in range(count):
+                x = self.block(f"cp.backbone.stages.block_s{scale}.{index}", x, 1 if index else 2)
+            features.append(x)
+        return features
+
+    def refine(self, key, x):
+        x = self.conv(f"{key}.conv_first", x)
+        return x * self.conv(f"{key}.attention_block.1", x.mean((2, 3), True), relu=False).sigmoid()
+
+    def double(self, key, x):
+        return self.conv(f"{key}.1", F.interpolate(x, scale_factor=2, mode="nearest"))
+
+    def fuse(self, details, context):
+        x = self.conv("ffm.pw_conv", torch.cat([details, context], 1))
+        gate = self.conv("ffm.attention_block.1", x.mean((2, 3), True))
+        gate = F.conv2d(gate, self.state["ffm.attention_block.2.weight"]).sigmoid()
+        return x * gate + x
+
+    def head(self, key, x, factor):
+        x = self.conv(f"{key}.0.seg_head.0", x)
+        x = F.conv2d(x, self.state[f"{key}.0.seg_head.2.weight"])
+        return F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+
+    def __call__(self, x):
+        f8, f16, f32 = self.backbone(x)
+        overall = self.conv("cp.context_embedding.context_embedding.1", f32.mean((2, 3), True))
+        x = self.double("cp.upsample32", self.refine("cp.arm32", f32) + overall)
+        x = self.double("cp.upsample16", self.refine("cp.arm16", f16) + x)
+        return (
+            self.head("segmentation_head", self.fuse(f8, x), 8),
+            self.head("aux_head_s32", f32, 32),
+            self.head("aux_head_s16", f16, 16),
+            self.head("detail_head8", f8, 8),
+        )
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_forward_matches_the_reference_with_supergradients_weights(name):
+    torch.manual_seed(0)
+    network = BUILDERS[name](num_classes=5, dropout=0).double().eval()
+    randomize_norms(network)
+    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    with torch.no_grad():
+        expected = Reference(name, network.state_dict())(x)
+        torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
+        network.train()
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
+def test_logits_have_the_size_of_the_input(size):
+    network = stdc1_seg(num_classes=4)
+    x = torch.randn(2, 3, *size)
+    assert [out.shape for out in network(x)] == [(2, 4, *size)] * 3 + [(2, 1, *size)]
+    assert network.eval()(x).shape == (2, 4, *size)
+
+
+def test_training_without_auxiliary_heads_returns_main_logits():
+    network = stdc1_seg(num_classes=4, use_aux_heads=False)
+    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
+
+
+def test_evaluation_does_not_run_the_auxiliary_heads():
+    network = stdc1_seg(num_classes=4)
+
+    def fail(*_):
+        raise AssertionError("an auxiliary head ran")
+
+    for head in (network.aux_head_s16, network.aux_head_s32, network.detail_head8):
+        head.register_forward_hook(fail)
+    network.eval()(torch.randn(1, 3, 32, 32))
+
+
+def test_same_seed_returns_the_same_weights():
+    def weights():
+        torch.manual_seed(3)
+        return dict(stdc1_seg(num_classes=4).state_dict())
+
+    torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
+
+
+def test_every_parameter_has_a_gradient_in_training():
+    torch.manual_seed(0)
+    network = stdc1_seg(num_classes=4, dropout=0)
+    sum(out.square().sum() for out in network(torch.randn(4, 3, 96, 96))).backward()
+    assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
+
+
+def test_dropout_is_active_only_in_training():
+    torch.manual_seed(0)
+    network = stdc1_seg(num_classes=4, dropout=0.5)
+    x = torch.randn(2, 3, 32, 32)
+    assert not torch.equal(network(x)[0], network(x)[0])
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+def test_channels_last_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = stdc1_seg(num_classes=4).double().eval()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        expected = network(x)
+        found = network.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_network_and_loss_are_a_single_graph_with_the_same_gradients():
+    torch.manual_seed(0)
+    network, loss = stdc1_seg(num_classes=4, dropout=0).double(), STDCLoss(4, ignore_index=19)
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    targets = torch.randint(0, 4, (2, 64, 64), dtype=torch.uint8)
+    targets[:, :9] = 19
+
+    def step(x, targets):
+        return sum(loss(network(x), targets).values())
+
+    def gradients(function):
+        value = function(x, targets)
+        return value.detach(), torch.autograd.grad(value, list(network.parameters()))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_gradient_of_the_doubled_context():
+    """`nn.Upsample` is the network's only interpolation without `layers.resize`, which documents the problem."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Upsample(scale_factor=2), ConvBNReLU(3, 4)).double()
+    x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+
+    def gradients(function):
+        return torch.autograd.grad(function(x)[..., :9, :].square().sum(), [x, *layers.parameters()])
+
+    compiled = torch.compile(layers, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(gradients(compiled), gradients(layers), rtol=1e-9, atol=1e-9)
+
+
+def test_network_uses_no_scatter():
+    """See `layers.resize`."""
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        stdc1_seg(num_classes=4)(torch.randn(2, 3, 64, 64))
+    assert torch.ops.aten.convolution in seen
+    assert torch.ops.aten.upsample_bilinear2d not in seen
+
+
+@pytest.mark.slow
+def test_exported_network_returns_equal_outputs():
+    torch.manual_seed(0)
+    network = stdc1_seg(num_classes=4).eval()
+    auto = torch.export.Dim.AUTO
+    example = torch.randn(2, 3, 64, 96)
+    exported = torch.export.export(
+        network, (example,), dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}
+    ).module()
+    for size in ((2, 3, 64, 96), (3, 3, 96, 160)):
+        x = torch.randn(size)
+        torch.testing.assert_close(exported(x), network(x))
+
+
+def test_network_runs_under_autocast():
+    network = stdc1_seg(num_classes=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = network(torch.randn(2, 3, 32, 32))
+    assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
+
+
+def test_segmentor_trains_with_four_outputs():
+    torch.manual_seed(0)
+    network = dict(type="stdc1_seg", num_classes=3, dropout=0.0)
+    loss = dict(type="STDCLoss", num_classes=3, ignore_index=19)
+    model = Segmentor(network, loss)
+    targets = torch.zeros(2, 64, 64, dtype=torch.uint8)
+    targets[:, 24:, 8:40] = 2
+    data = {"inputs": torch.randn(2, 3, 64, 64) + targets[:, None], "targets": targets}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    values = []
+    for _ in range(8):
+        losses = model(**data, mode="loss")
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        optimizer.step()
+        values.append({name: value.item() for name, value in losses.items()})
+    assert set(values[0]) == {"loss_main", "loss_aux0", "loss_aux1", "loss_detail"}
+    assert all(values[-1][name] < 0.8 * values[0][name] for name in ("loss_main", "loss_aux0", "loss_detail"))
+
+
+def test_unknown_option_raises_error_with_its_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        MODELS.build({"type": "stdc2_seg", "use_aux_head": False})
+
+
+@pytest.mark.parametrize("num_classes", [0, -3])
+def test_num_classes_below_1_raises_error(num_classes):
+    with pytest.raises(ModelError, match="num_classes must be at least 1"):
+        MODELS.build({"type": "stdc1_seg", "num_classes": num_classes})
+
+
+def test_wrong_number_of_image_channels_raises_error():
+    with pytest.raises(RuntimeError, match="channels"):
+        stdc1_seg()(torch.randn(2, 4, 32, 32))
