@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.redaction import Reference
 from slipstream.sharding import is_sharded
 
 __all__ = ["plain", "preserve_ties"]
@@ -51,7 +50,7 @@ def plain(
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, str):
-        return value.reference if isinstance(value, Reference) else str.__str__(value)
+        return str.__str__(value)
     is_number = (
         isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8
     )

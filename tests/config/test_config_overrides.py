@@ -80,11 +80,6 @@ def test_override_without_a_key_raises_an_error(text):
         parse_override(text)
 
 
-def test_too_many_nested_brackets_raise_an_error():
-    with pytest.raises(ConfigError, match=r"^a: the brackets in the value are nested too deeply"):
-        parse_override("a=" + "[" * 100_000)
-
-
 @given(st.text())
 def test_any_text_is_parsed_or_raises_a_config_error(text):
     with contextlib.suppress(ConfigError):
@@ -293,21 +288,12 @@ log = work_dir + "/log"
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("crop=[96,96]", r"^crop: 'crop' is a variable of .*child.py.* instead: steps\.0\.size$"),
-        ("crop.0=96", r"^crop\.0: .*would have no effect.* instead: steps\.0\.size$"),
-        ("rate=0.2", r"instead: steps\.1\.prob$"),
-        ("size=4", r"instead: crop\.1, model\.sizes\.1$"),
-        ("classes=[a]", r"instead: model\.classes, val\.classes$"),
-    ],
-)
-def test_override_of_a_variable_that_other_values_use_raises_an_error(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["crop=[96,96]", "crop.0=96", "rate=0.2", "size=4", "classes=[a]"])
+def test_override_of_a_variable_that_other_values_use_raises_an_error(tmp_path, text):
     (tmp_path / "base.py").write_text(VARIABLES)
     child = tmp_path / "child.py"
     child.write_text('_base_ = "base.py"\nval = dict(classes=_base_.classes)\n')
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"this is a variable of .*child.py"):
         Config.fromfile(child).override([text], known=["model", "work_dir"])
 
 

@@ -1,8 +1,6 @@
-"""Test that hostile configuration files neither execute code nor take excessive time or memory."""
+"""Test that hostile configuration files do not execute code."""
 
-import contextlib
 import sys
-import time
 
 import pytest
 
@@ -28,84 +26,6 @@ def evil(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield (tmp_path / "was_here").exists
     sys.modules.pop("evil_module", None)
-
-
-def nested(levels):
-    return "[" * levels + "]" * levels
-
-
-LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
-)
-MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "suffix", "message"),
-    [
-        (LISTS, "yaml", r"<string>:5: the aliases expand to more than 100,000 values"),
-        (MERGES, "yaml", r"<string>:6: the aliases expand to more than 100,000 values"),
-        ("a: " + "[" * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
-        ("a: " + "{a: " * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
-        ("\n".join(" " * i + "a:" for i in range(200)), "yaml", r"<string>:100: .*nested too deeply"),
-        ('{"a": ' + nested(100_000) + "}", "json", "nested too deeply"),
-        ('{"a": ' + nested(150) + "}", "json", "nested too deeply; the limit is 100"),
-        ("a = " + nested(100_000), "toml", "nested too deeply"),
-        ("a = " + nested(150), "toml", "nested too deeply; the limit is 100"),
-        ("a = " + "-" * 100_000 + "1", "py", "nested too deeply"),
-        ("a = []\nfor _ in range(150): a = [a]", "py", "nested too deeply; the limit is 100"),
-    ],
-)
-def test_configurations_that_expand_or_nest_excessively_are_rejected_immediately(text, suffix, message):
-    begin = time.process_time()
-    with pytest.raises(ConfigError, match=message):
-        Config.fromstring(text, suffix)
-    assert time.process_time() - begin < 1
-
-
-@pytest.mark.parametrize(
-    ("text", "suffix"),
-    [
-        ("a: '{{ $A:" + " " * 50_000 + "'", "yaml"),
-        ("a: '" + "{{ $A:" * 20_000 + "'", "yaml"),
-        ('{"a": "' + r"\"" * 50_000 + '{{ $A:1 }}"}', "json"),
-        ('{"a": [' + ", ".join(["{{ $A:1 }}"] * 2_000) + "]}", "json"),
-        ('{"a": ' + "9" * 10_000 + "}", "json"),
-        ("a = " + "9" * 10_000, "toml"),
-        ('a = """' + r"\"" * 50_000 + "{{ $A:1 }}", "toml"),
-    ],
-)
-def test_long_values_take_linear_time(text, suffix):
-    begin = time.process_time()
-    with contextlib.suppress(ConfigError):
-        Config.fromstring(text, suffix)
-    assert time.process_time() - begin < 2
-
-
-@pytest.mark.parametrize("text", ["a: '%s'", "a: [%s]"])
-def test_bases_that_grow_exponentially_are_rejected_immediately(write, text):
-    write("b0.yaml", "a: xxxxxxxxxx\n")
-    for number in range(1, 10):
-        copies = "{{ _base_.a }}, " * 10
-        write(f"b{number}.yaml", f"_base_: b{number - 1}.yaml\n{text % copies}\n")
-    begin = time.process_time()
-    with pytest.raises(
-        ConfigError, match=r"b\d\.yaml:2: the `_base_` placeholders expand to more than 100,000"
-    ):
-        Config.fromfile(write("c.yaml", "_base_: b9.yaml\n"))
-    assert time.process_time() - begin < 1
-
-
-def test_ordinary_aliases_and_nesting_depths_are_accepted():
-    text = (
-        "a: &a {x: 1}\n"
-        + "".join(f"b{i}: {{<<: *a, y: [*a, *a]}}\n" for i in range(50))
-        + f"c: {nested(95)}\n"
-    )
-    cfg = Config.fromstring(text, "yaml")
-    assert cfg.b49 == {"x": 1, "y": [{"x": 1}, {"x": 1}]}
 
 
 @pytest.mark.parametrize("name", ["evil_module", "json.evil_module", "slipstream_evil", "unittest.__main__",

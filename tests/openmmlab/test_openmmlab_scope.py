@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.config.library import set_scope
+from slipstream.config.load import set_scope
 from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.model import BaseModel
 from slipstream.openmmlab.mmengine.registry import DATASETS, MODELS

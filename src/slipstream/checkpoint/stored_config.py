@@ -15,10 +15,10 @@ def stored_config(meta: Any) -> dict[str, Any]:
     """
     import yaml  # imported here, because a Runner without configuration files does not need it
 
-    from slipstream.config.yaml_format import BoundedLoader
+    from slipstream.config.yaml_format import Loader
 
     try:
-        cfg = yaml.load(meta["cfg"], BoundedLoader)
+        cfg = yaml.load(meta["cfg"], Loader)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError):
         return {}  # the configuration is missing or contains Python objects
     return cfg if isinstance(cfg, dict) else {}

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from slipstream.cli.parser import parse
 from slipstream.cli.processes import announce, announce_preemption, enter_process, first_failure, in_launch
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.redaction import redact_text
 
 __all__ = ["main"]
 
@@ -73,7 +72,7 @@ def _is_stdout_closed() -> bool:
 
 
 def _fail(error: SlipstreamError, status: int) -> int:
-    text = redact_text(" ".join([str(error), *getattr(error, "__notes__", ())]))
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
     announce(f"{type(error).__name__}: {text}")
     with first_failure() as first:
         if first:

@@ -3,10 +3,9 @@
 Only `.py` configuration files are executed. YAML, JSON, TOML and overrides are parsed as data.
 """
 
-from slipstream.config.action import DictAction
 from slipstream.config.config import Config, config_text
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.options import optional, options
-from slipstream.config.override import parse_override
+from slipstream.config.override import DictAction, parse_override
 
 __all__ = ["Config", "ConfigDict", "DictAction", "config_text", "optional", "options", "parse_override"]

@@ -12,7 +12,6 @@ from slipstream.config.config_dict import ConfigDict
 from slipstream.config.load import LoadedConfig, import_custom, load_file, load_text
 from slipstream.config.merge import DELETE, merge, nest
 from slipstream.config.override import check_override, parse_override
-from slipstream.config.variables import check_variable
 from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
 from slipstream.redaction import redact
@@ -48,7 +47,7 @@ class Config(MutableMapping[str, Any]):
     _cfg_dict: ConfigDict
     _filename: str | None
     _text: str
-    _variable_uses: Mapping[str, list[str]]
+    _variables: frozenset[str]
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Config(MutableMapping[str, Any]):
             raise ConfigError(f"cfg_dict must be a dict, got {type(cfg_dict).__name__}")
         object.__setattr__(self, "_filename", None if filename is None else str(filename))
         object.__setattr__(self, "_text", cfg_text or "")
-        object.__setattr__(self, "_variable_uses", {})
+        object.__setattr__(self, "_variables", frozenset())
         self._replace(merge({}, cfg_dict or {}))
 
     @classmethod
@@ -124,7 +123,7 @@ class Config(MutableMapping[str, Any]):
             cfg = cls(loaded.values, filename=filename, cfg_text=loaded.text)
         except ConfigError as error:
             raise ConfigError(f"{error.args[0]} ({filename or '<string>'})", error.path) from None
-        object.__setattr__(cfg, "_variable_uses", loaded.variable_uses)
+        object.__setattr__(cfg, "_variables", loaded.variables)
         return cfg
 
     @property
@@ -231,8 +230,12 @@ class Config(MutableMapping[str, Any]):
         changed = copy(self)
         for key, value in sorted(map(parse_override, overrides), key=_deletes_first):
             check_override(changed._cfg_dict, key, known, source, hints)
-            if known and key.split(".")[0] not in known:
-                check_variable(key, self._variable_uses, source)
+            if known and key.split(".")[0] in self._variables - known:
+                raise ConfigError(
+                    f"this is a variable of {source}; the values that use it were computed when the file was loaded, "
+                    "so override these values instead",
+                    key,
+                )
             changed.merge_from_dict({key: value})
         self._replace(changed._cfg_dict)
 

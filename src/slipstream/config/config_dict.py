@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import did_you_mean
-from slipstream.redaction import Reference
 
 __all__ = ["ConfigDict", "unwrap", "wrap"]
 
@@ -70,7 +69,7 @@ class ConfigDict(dict[Any, Any]):
 
     def to_dict(self) -> dict[Any, Any]:
         """Return the values as new built-in dicts, lists and tuples."""
-        return {key: unwrap(value, builtin_text=True) for key, value in self.items()}
+        return {key: unwrap(value) for key, value in self.items()}
 
 
 def wrap(value: Any) -> Any:
@@ -85,10 +84,10 @@ def wrap(value: Any) -> Any:
     return value
 
 
-def unwrap(value: Any, builtin_text: bool = False) -> Any:
-    """Return `value` with every dict and, if `builtin_text` is True, every `Reference` converted to a built-in type."""
+def unwrap(value: Any) -> Any:
+    """Return `value` with every dict in it converted to a built-in dict."""
     if isinstance(value, dict):
-        return {key: unwrap(item, builtin_text) for key, item in value.items()}
+        return {key: unwrap(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(unwrap(item, builtin_text) for item in value)
-    return str(value) if builtin_text and isinstance(value, Reference) else value
+        return type(value)(unwrap(item) for item in value)
+    return value

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
-import re
+import tomllib
 import traceback
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.placeholders import Placeholders
-from slipstream.config.variables import variable_uses
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.redaction import Reference
 
 __all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_document"]
 
@@ -29,8 +28,8 @@ class Document(Protocol):
     """A parsed file. Its values can be read once its bases are loaded."""
 
     base_names: list[str]
-    variable_uses: dict[str, list[str]]
-    """For each variable that a Python file reads, the keys of the values that are computed from it."""
+    variables: frozenset[str]
+    """The variables of a Python file, and the keys of its bases, from which it computes values."""
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return only the values set in this file. `bases` contains the merged values of the file's bases."""
@@ -57,12 +56,15 @@ class DataDocument:
 
     def __init__(self, source: str, path: Path, suffix: str) -> None:
         self._placeholders = Placeholders(source, path, quote=suffix in (".json", ".toml"))
-        tree = _PARSERS[suffix](self._placeholders.text, path)
+        try:
+            tree = _PARSERS[suffix](self._placeholders.text)
+        except Exception as error:  # each parser has its own exceptions, which give the line
+            raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: the top level must be a mapping, got {type(tree).__name__}")
         self.base_names = _base_names(self._placeholders.fill(tree.pop(BASE, [])), path)
         self._tree = tree
-        self.variable_uses: dict[str, list[str]] = {}
+        self.variables: frozenset[str] = frozenset()
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the file, with placeholders replaced."""
@@ -82,10 +84,8 @@ class PythonDocument:
         except (SyntaxError, ValueError) as error:
             location = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
             raise ConfigError(f"{location}: {getattr(error, 'msg', error)}") from None
-        except (MemoryError, RecursionError):  # raised by Python's parser
-            raise ConfigError(f"{path}: the expressions are nested too deeply; simplify them") from None
         self.base_names = self._take_base_names()
-        self.variable_uses = variable_uses(self._module, BASE)
+        self.variables = _read_names(self._module)
 
     def _take_base_names(self) -> list[str]:
         for statement in self._module.body:
@@ -135,25 +135,30 @@ class _PlaceholderFiller(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if not isinstance(node.value, str):
-            return node
-        if node.value in self._placeholders:
-            return self.visit_Name(ast.copy_location(ast.Name(node.value, ast.Load()), node))
-        text = self._placeholders.fill_text(node.value)
-        if isinstance(text, Reference):  # `ast.Constant` cannot contain a `Reference`
-            name = f"__slipstream_text_{len(self._names)}__"
-            self._names[name] = text
-            return ast.copy_location(ast.Name(name, ast.Load()), node)
-        node.value = text
+        if isinstance(node.value, str):
+            if node.value in self._placeholders:
+                return self.visit_Name(ast.copy_location(ast.Name(node.value, ast.Load()), node))
+            node.value = self._placeholders.fill(node.value)
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         for part in node.values:
             if isinstance(part, ast.Constant):
-                part.value = str(self._placeholders.fill_text(str(part.value)))
+                part.value = str(self._placeholders.fill(part.value))
             else:
                 self.visit(part)
         return node
+
+
+def _read_names(module: ast.Module) -> frozenset[str]:
+    """Return the names that a configuration file reads: its own variables, and keys of its bases (`_base_.lr`)."""
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == BASE:
+            names.add(node.attr)
+    return frozenset(names)
 
 
 def _base_names(value: Any, path: Path) -> list[str]:
@@ -163,57 +168,27 @@ def _base_names(value: Any, path: Path) -> list[str]:
     return list(names)
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
+def _parse_yaml(text: str) -> Any:
     import yaml  # imported here, because a Runner without configuration files does not need it
 
     from slipstream.config.yaml_format import Loader
 
-    try:
-        tree = yaml.load(text, Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    tree = yaml.load(text, Loader)
     return {} if tree is None else tree
 
 
-def _parse_json(text: str, path: Path) -> Any:
-    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        tree = dict(pairs)
-        if len(tree) < len(pairs):
-            keys = [key for key, _ in pairs]
-            duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: duplicate key '{duplicate}'; remove one of the entries")
-        return tree
-
-    try:
-        return json.loads(text, object_pairs_hook=reject_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:  # integers with thousands of digits
-        raise ConfigError(f"{path}: {error}") from None
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        keys = [key for key, _ in pairs]
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"duplicate key '{duplicate}'; remove one of the entries")
+    return tree
 
 
-def _parse_toml(text: str, path: Path) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        # The message ends with "(at line 1, column 2)" or "(at end of document)".
-        message, _, location = str(error).removesuffix(")").rpartition(" (")
-        line = re.search(r"line (\d+)", location)
-        raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: {message}") from None
-    except ValueError as error:  # integers with thousands of digits
-        raise ConfigError(f"{path}: {error}") from None
-
-
-_PARSERS: dict[str, Callable[[str, Path], Any]] = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
-    ".json": _parse_json,
-    ".toml": _parse_toml,
+    ".json": partial(json.loads, object_pairs_hook=_unique),
+    ".toml": tomllib.loads,
 }

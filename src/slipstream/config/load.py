@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config.document import SUFFIXES, open_document
-from slipstream.config.library import Base, find_base, set_scope
-from slipstream.config.limits import check_depth
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["LoadedConfig", "import_custom", "load_file", "load_text"]
+__all__ = ["SCOPE", "LoadedConfig", "import_custom", "library_folder", "load_file", "load_text", "set_scope"]
+
+
+SCOPE = "_scope_"
+"""Key in a dict with a `type`. Its value is the library that is searched first for the names in the dict."""
+
+_NAME = re.compile(r"(\w+)::([^:]+)")
 
 
 class LoadedConfig(NamedTuple):
@@ -21,8 +27,15 @@ class LoadedConfig(NamedTuple):
 
     values: dict[str, Any]
     text: str
-    variable_uses: dict[str, list[str]]
-    """For each variable that a Python file reads, the keys of the values that are computed from it."""
+    variables: frozenset[str]
+    """The variables of Python files from which values are computed."""
+
+
+class Base(NamedTuple):
+    """A base file and, if applicable, the library that contains it."""
+
+    path: Path
+    scope: str | None
 
 
 # YAML, JSON and TOML files may import these packages, and modules that the program has already imported.
@@ -57,23 +70,18 @@ def load_text(
     """
     try:
         document = open_document(source, path, suffix)
-        base_files = [find_base(name, path) for name in document.base_names]
+        base_files = [_find_base(name, path) for name in document.base_names]
         trust = trust or suffix == ".py"
         _check_trusted([base.path for base in base_files], path, trust)
         bases = _load_bases(base_files, (*chain, path), trust)
         own_values = document.values(bases.values)
-        check_depth(own_values, str(path))
         values = _merge(bases.values, own_values, path)
     except RecursionError:
         raise ConfigError(
             f"{path}: the values contain a cycle or are nested too deeply; simplify them"
         ) from None
-    uses = _join(bases.variable_uses, document.variable_uses)
-    return LoadedConfig(values, f"{bases.text}{path}\n{source}\n", uses)
-
-
-def _join(first: dict[str, list[str]], second: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {name: first.get(name, []) + second.get(name, []) for name in {**first, **second}}
+    text = f"{bases.text}{path}\n{source}\n"
+    return LoadedConfig(values, text, bases.variables | document.variables)
 
 
 def _merge(base: dict[str, Any], override: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
     values: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     texts = []
-    uses: dict[str, list[str]] = {}
+    variables: frozenset[str] = frozenset()
     for path, scope in bases:
         base = load_file(path, chain, trust)
         for key in base.values:
@@ -109,8 +117,8 @@ def _load_bases(bases: list[Base], chain: tuple[Path, ...], trust: bool) -> Load
             origin[key] = path
         values.update(base.values if scope is None else set_scope(base.values, scope))
         texts.append(base.text)
-        uses = _join(uses, base.variable_uses)
-    return LoadedConfig(values, "".join(texts), uses)
+        variables |= base.variables
+    return LoadedConfig(values, "".join(texts), variables)
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
@@ -122,8 +130,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
         raise ConfigError(f"{subject} does not exist{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{subject} is not valid UTF-8 (byte {error.start}); convert it to UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{subject} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise ConfigError(f"{subject} cannot be read: {error.strerror}") from None
 
 
 def _nearest_file(path: Path) -> str:
@@ -132,6 +140,59 @@ def _nearest_file(path: Path) -> str:
     return did_you_mean(
         path.name, sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
     )
+
+
+def _find_base(name: str, path: Path) -> Base:
+    """Return the base file for `name`, an entry of `_base_` in the file `path`.
+
+    `name` is either a path relative to the folder of `path`, or has the form `LIBRARY::PATH`. A library's configuration
+    files are in the `.mim/configs` folder of its package.
+
+    Raises:
+        ConfigError: `name` is malformed, or the library is not installed or does not contain the file.
+    """
+    if "::" not in name:
+        return Base(path.parent / name, None)
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"{path}: '{name}' must have the form 'mmdet::retinanet/NAME.py'", "_base_")
+    library, relative = match.groups()
+    root = library_folder(library, str(path)) / ".mim/configs"
+    file = root / relative
+    if not file.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(
+            f"{path}: '{name}' is outside the folder {root}; use a file in this folder", "_base_"
+        )
+    if not file.is_file():
+        names = sorted(f.name for f in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        raise ConfigError(
+            f"{path}: {library} has no configuration '{relative}' in {root}{did_you_mean(file.name, names)}",
+            "_base_",
+        )
+    return Base(file, library)
+
+
+def library_folder(library: str, source: str) -> Path:
+    """Return the folder of an installed package without importing it.
+
+    Raises:
+        ConfigError: the package is not installed; the message starts with `source`.
+    """
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{source}: requires the package '{library}', which is not installed")
+    return Path(spec.origin).parent
+
+
+def set_scope(value: Any, scope: str) -> Any:
+    """Return `value` with `_scope_` set in the outermost dicts that have a `type`."""
+    if isinstance(value, dict):
+        if "type" in value:
+            return value if value.get(SCOPE) is not None else {**value, SCOPE: scope}
+        return {key: set_scope(item, scope) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(set_scope(item, scope) for item in value)
+    return value
 
 
 def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
@@ -171,10 +232,8 @@ def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
             importlib.import_module(name)
         except ImportError as error:
             if not custom.get("allow_failed_imports"):
-                remedy = "install it, set custom_imports.path to its folder, or set allow_failed_imports=True"
-                raise ConfigError(
-                    f"cannot import '{name}': {error}; {remedy} ({source})", "custom_imports"
-                ) from error
+                remedy = "install it, or set custom_imports.path to its folder"
+                raise ConfigError(f"cannot import '{name}': {error}; {remedy} ({source})") from error
 
 
 def _insert_path(path: Any, source: str, trust: bool) -> None:

@@ -7,11 +7,8 @@ from typing import Any
 
 import yaml
 
-from slipstream.config.limits import MAX_COPIES, MAX_DEPTH
+__all__ = ["Dumper", "Loader", "scalar"]
 
-__all__ = ["BoundedLoader", "Dumper", "Loader", "scalar"]
-
-_TOO_DEEP = f"the values are nested too deeply; the limit is {MAX_DEPTH} levels"
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0b[01]+|0x[0-9a-fA-F]+|0|[1-9][0-9]*(?:_[0-9]+)*)\Z")
 _FLOAT = re.compile(
@@ -24,61 +21,8 @@ _NUMBER_START = list("-+.0123456789")
 _REPLACED_TAGS = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 
 
-class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with limits on the nesting depth and on the number of values that aliases expand to.
-
-    An alias (`*name`) expands to all values under its anchor, so a short file can expand to billions of values.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self._depth = self._nodes = self._copies = 0
-        self._sizes: dict[int, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        """Return the next node.
-
-        Raises:
-            yaml.composer.ComposerError: the document exceeds a limit.
-        """
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            alias: Any = super().compose_node(parent, index)
-            size = self._sizes.get(id(alias), 0)
-            self._nodes += size
-            self._copies += size
-            self._check(
-                self._copies <= MAX_COPIES, f"the aliases expand to more than {MAX_COPIES:,} values", mark
-            )
-            return alias  # type: ignore[no-any-return]
-        self._depth += 1
-        self._check(self._depth <= MAX_DEPTH, _TOO_DEEP, self.peek_event().start_mark)
-        nodes_before = self._nodes
-        self._nodes += 1
-        node: Any = super().compose_node(parent, index)
-        self._sizes[id(node)] = self._nodes - nodes_before
-        self._depth -= 1
-        return node  # type: ignore[no-any-return]
-
-    def fetch_flow_collection_start(self, token_class: Any) -> None:
-        """Read an opening bracket.
-
-        The depth is also checked here, because the scanner reads many brackets before the first node is composed.
-
-        Raises:
-            yaml.composer.ComposerError: the document exceeds a limit.
-        """
-        self._check(self.flow_level <= MAX_DEPTH, _TOO_DEEP, self.get_mark())
-        super().fetch_flow_collection_start(token_class)
-
-    @staticmethod
-    def _check(fits: bool, problem: str, mark: Any) -> None:
-        if not fits:
-            raise yaml.composer.ComposerError(None, None, problem, mark)
-
-
-class Loader(BoundedLoader):
-    """A `BoundedLoader` that parses `1e-3` as a number, and `12:30`, `017` and dates as strings.
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, except that it parses `1e-3` as a number, and `12:30`, `017` and dates as strings.
 
     Duplicate keys raise an error.
     """

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.files import disk_problem
-from slipstream.redaction import Redactor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,7 +148,6 @@ def build_logger(
     log_file: str | Path | None = None,
     level: int | str = "INFO",
     rank: int = 0,
-    redactor: Redactor | None = None,
 ) -> MMLogger:
     """Return a new logger that shares no state with other loggers.
 
@@ -158,8 +156,6 @@ def build_logger(
         log_file: file to which messages of all levels are written; its folder is created if it does not exist.
         level: minimum level printed to the console of rank 0; other ranks print only errors.
         rank: rank of this process.
-        redactor: replaces secrets in log lines. The default replaces secrets from the environment and tokens in known
-            formats.
 
     Raises:
         ConfigError: if `level` is not a log level in Python's `logging` module.
@@ -168,7 +164,6 @@ def build_logger(
     logger = _console_logger(
         name, _console(), console_level if rank == 0 else max(console_level, logging.ERROR), rank
     )
-    logger.addFilter(redactor or Redactor())
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         logger.addHandler(_FileHandler(log_file, logger.console))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from slipstream.recipes.resolvers import register_resolvers
 from slipstream.recipes.shortcuts import SYNONYMS
 from slipstream.recipes.targets import replace_targets
 from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
-from slipstream.redaction import Reference
 from slipstream.training.tasks import check_task
 
 if TYPE_CHECKING:
@@ -99,7 +97,6 @@ def compose(
             raise ConfigError(
                 f"{path}: the values contain a cycle or are nested too deeply; remove the cycle, or use fewer levels"
             ) from None
-        plain = _with_references(plain, raw)
     values: dict[str, Any] = replace_targets(plain)
     set_data_root(values, raw, normalized)
     _expand_shortcuts(values)
@@ -262,21 +259,6 @@ def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | Non
             f"({', '.join(names)}), or set architecture=NAME",
             "architecture",
         )
-
-
-def _with_references(value: Any, raw: Any) -> Any:
-    """Return `value`, with a `Reference` for each string whose `raw` form contains `${oc.env:NAME}`."""
-    if isinstance(value, dict) and isinstance(raw, dict):
-        return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
-    if isinstance(value, list) and isinstance(raw, list):
-        return [_with_references(item, part) for item, part in zip(value, raw, strict=True)]
-    if not (isinstance(value, str) and isinstance(raw, str)):
-        return value
-    reference = value
-    for name in re.findall(r"\$\{\s*oc\.env:\s*(\w+)", raw):
-        if found := os.environ.get(name):
-            reference = reference.replace(found, f"{{{{ ${name} }}}}")
-    return value if reference == value else Reference(value, reference)
 
 
 def _expand_shortcuts(values: dict[str, Any]) -> None:

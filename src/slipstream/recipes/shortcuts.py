@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slipstream.config import Config
-from slipstream.config.flow import parse_value
+from slipstream.config.override import parse_value
 from slipstream.errors import ConfigError
 
 __all__ = ["SYNONYMS", "hints", "runner_overrides", "set_ema"]

@@ -31,7 +31,6 @@ from slipstream.model import unwrap_model
 from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
-from slipstream.redaction import Redactor
 from slipstream.runner import resume, resume_check
 from slipstream.runner.checks import warn_of_generators, warn_of_sampler_state
 from slipstream.sharding import mesh_of
@@ -49,13 +48,10 @@ class Checkpoints:
         runner: the Runner whose state is saved and restored.
         load_from: the checkpoint from which to load weights, or None.
         resume_from: the checkpoint from which to resume, or None.
-        redactor: removes secrets from the saved state.
     """
 
-    def __init__(
-        self, runner: Runner, load_from: str | Path | None, resume_from: Path | None, redactor: Redactor
-    ) -> None:
-        self._runner, self._redactor = runner, redactor
+    def __init__(self, runner: Runner, load_from: str | Path | None, resume_from: Path | None) -> None:
+        self._runner = runner
         self._load_from = load_from
         self.resume_from = resume_from
         """The checkpoint from which `load_or_resume` resumes training; None if there is none, or after a resume."""
@@ -286,7 +282,7 @@ class Checkpoints:
         state: dict[str, Any] = {
             "meta": self._meta(by_epoch),
             "state_dict": unwrap_model(runner.model).state_dict(),
-            "message_hub": {**hub, "runtime_info": self._redactor.tree(hub["runtime_info"])},
+            "message_hub": hub,
         }
         self._warn_of_changes(state["state_dict"])
         if save_optimizer and runner.optim_wrapper is not None:
@@ -324,7 +320,7 @@ class Checkpoints:
             "time": time.strftime("%Y%m%d_%H%M%S"),
             "slipstream_version": __version__,
             "cfg": config_text(runner.cfg),
-            "dataset_meta": self._redactor.tree(getattr(getattr(loader, "dataset", None), "metainfo", None)),
+            "dataset_meta": getattr(getattr(loader, "dataset", None), "metainfo", None),
         }
 
     def write(

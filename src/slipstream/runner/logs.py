@@ -13,7 +13,6 @@ from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
 from slipstream.files import write_text
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
-from slipstream.redaction import Redactor
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.environment import collect_env
 from slipstream.runner.log_processor import LogProcessor
@@ -88,16 +87,13 @@ def build_visualizer(cfg: Mapping[str, Any], name: str, save_dir: str | Path) ->
         return VISUALIZERS.build(dict(cfg), default_args=defaults)
 
 
-def open_logs(
-    name: RunName, arguments: Mapping[str, Any], by_epoch: bool, redactor: Redactor | None = None
-) -> Logs:
+def open_logs(name: RunName, arguments: Mapping[str, Any], by_epoch: bool) -> Logs:
     """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files.
 
     Args:
         name: the name of the run.
         arguments: the Runner's arguments; only `log_level`, `log_processor` and `visualizer` are read.
         by_epoch: whether training is epoch-based.
-        redactor: removes secrets from the log.
     """
     processor, visualizer = arguments["log_processor"], arguments["visualizer"]
     is_main = is_main_process()
@@ -122,7 +118,7 @@ def open_logs(
             raise ConfigError(
                 f"must be an object with the method '{method}', or a dict, not {short_repr(component)}", key
             )
-    logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank(), redactor)
+    logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank())
     if without_tensorboard:
         logger.info(
             "TensorBoard is not installed. To log to TensorBoard, run: pip install 'slipstream[tensorboard]'"

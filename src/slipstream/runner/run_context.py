@@ -12,7 +12,6 @@ from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.preemption import PreemptionHook
 from slipstream.logging import RUN_FAILED
 from slipstream.preemption import Preempted
-from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
 from slipstream.speed.apply import compiling, process_settings
@@ -32,11 +31,10 @@ class RunContext:
         runner: the Runner.
         user_cfg: the user's configuration, used to add config paths to error messages.
         scope: the registry scope to search first.
-        redactor: removes secrets from error messages.
     """
 
-    def __init__(self, runner: Runner, user_cfg: Mapping[str, Any], scope: str, redactor: Redactor) -> None:
-        self._runner, self._user_cfg, self._redactor = runner, user_cfg, redactor
+    def __init__(self, runner: Runner, user_cfg: Mapping[str, Any], scope: str) -> None:
+        self._runner, self._user_cfg = runner, user_cfg
         self.scope = scope
         self._random_state: dict[str, Any] | None = None
         self._active = False
@@ -173,8 +171,8 @@ class RunContext:
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """Search the run's registry scope first, add config paths to error messages, and remove secrets from them."""
-        with redact_errors(self._redactor), add_config_path(self._user_cfg), default_scope(self.scope):
+        """Search the run's registry scope first and add config paths to error messages."""
+        with add_config_path(self._user_cfg), default_scope(self.scope):
             yield
 
     def _close(self) -> None:

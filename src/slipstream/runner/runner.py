@@ -19,7 +19,7 @@ from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.optim.scheduler import INF
-from slipstream.redaction import Redactor, redact
+from slipstream.redaction import redact
 from slipstream.registry import RUNNERS
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.checkpoints import Checkpoints
@@ -133,7 +133,6 @@ class Runner:
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
         # Errors in the constructor report the path of the invalid value in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
-        self._redactor = Redactor(self._user_cfg)
         self.optim_wrapper: OptimWrapper | None = None
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
@@ -141,7 +140,7 @@ class Runner:
         self.phases = PhaseTimes()
         self.error: BaseException | None = None
         """The error that ended the last run, or None if there was no error."""
-        self._context = RunContext(self, self._user_cfg, default_scope, self._redactor)
+        self._context = RunContext(self, self._user_cfg, default_scope)
         with self._context.constructing():
             self._init_parts(arguments)
 
@@ -163,7 +162,7 @@ class Runner:
         for line in problems:
             self.logger.warning(line)
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
-        self.checkpoints = Checkpoints(self, load_from, source, self._redactor)
+        self.checkpoints = Checkpoints(self, load_from, source)
         self.rollback = Rollback(self)
         self.device = default_device()
         prepared = planning.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
@@ -578,7 +577,7 @@ class Runner:
         file = self.cfg.filename
         title = arguments["experiment_name"] or (Path(file).stem if file else None)
         name = name_run(Path(self.work_dir), title)
-        logs = open_logs(name, arguments, self.by_epoch, self._redactor)
+        logs = open_logs(name, arguments, self.by_epoch)
         self.timestamp, self.experiment_name = name.timestamp, name.experiment
         self.log_dir = str(name.log_dir)
         self.json_log = f"{name.timestamp}.json"

@@ -86,7 +86,7 @@ class Config(OwnConfig):
         if not lazy_import:
             return super().fromfile(filename, import_custom_modules, trust=trust)
         file = load_lazy(path)
-        loaded = LoadedConfig(file.values, file.text, {})
+        loaded = LoadedConfig(file.values, file.text, frozenset())
         cfg = cls._from_loaded(loaded, str(filename), import_custom_modules, trust=True)
         object.__setattr__(cfg, "_imported_names", file.imported)
         return cfg

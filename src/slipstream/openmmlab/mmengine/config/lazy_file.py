@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.library import library_folder
+from slipstream.config.load import library_folder
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.openmmlab.mmengine.config.config_dict import FileDict, as_plain
 from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyObject

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.library import library_folder
+from slipstream.config.load import library_folder
 from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.config.packages import MODULE2PACKAGE
 from slipstream.openmmlab.mmengine.fileio import load

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.config.library import library_folder
+from slipstream.config.load import library_folder
 from slipstream.errors import ConfigError
 from slipstream.openmmlab.mmengine.config import Config
 from slipstream.openmmlab.mmengine.config.metafile import iter_models, split_config_name
