@@ -1,58 +1,8 @@
 """Registries of classes and functions, and functions that build objects from configuration dicts."""
 
+from slipstream.registry import root
 from slipstream.registry.registry import Registry, build_from_cfg, default_scope, init_default_scope
-from slipstream.registry.root import (
-    DATA_SAMPLERS,
-    DATASETS,
-    EVALUATOR,
-    FUNCTIONS,
-    HOOKS,
-    INFERENCERS,
-    LOG_PROCESSORS,
-    LOOPS,
-    METRICS,
-    MODEL_WRAPPERS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
-    RUNNER_CONSTRUCTORS,
-    RUNNERS,
-    STRATEGIES,
-    TASK_UTILS,
-    TRANSFORMS,
-    VISBACKENDS,
-    VISUALIZERS,
-    WEIGHT_INITIALIZERS,
-)
+from slipstream.registry.root import *  # noqa: F403
 
-__all__ = [
-    "DATASETS",
-    "DATA_SAMPLERS",
-    "EVALUATOR",
-    "FUNCTIONS",
-    "HOOKS",
-    "INFERENCERS",
-    "LOG_PROCESSORS",
-    "LOOPS",
-    "METRICS",
-    "MODELS",
-    "MODEL_WRAPPERS",
-    "OPTIMIZERS",
-    "OPTIM_WRAPPERS",
-    "OPTIM_WRAPPER_CONSTRUCTORS",
-    "PARAM_SCHEDULERS",
-    "RUNNERS",
-    "RUNNER_CONSTRUCTORS",
-    "STRATEGIES",
-    "TASK_UTILS",
-    "TRANSFORMS",
-    "VISBACKENDS",
-    "VISUALIZERS",
-    "WEIGHT_INITIALIZERS",
-    "Registry",
-    "build_from_cfg",
-    "default_scope",
-    "init_default_scope",
-]
+__all__ = ["Registry", "build_from_cfg", "default_scope", "init_default_scope"]
+__all__ += root.__all__

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import math
-import re
 import sys
 import types
 import typing
@@ -17,7 +15,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
-from slipstream.registry.import_string import LIBRARIES, import_registered
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
 __all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
@@ -27,6 +24,23 @@ T = TypeVar("T")
 ROOT_SCOPE = "slipstream"
 # Scopes in MMEngine and SuperGradients configurations, which refer to the root registry.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
+
+LIBRARIES = (
+    "mmaction",
+    "mmagic",
+    "mmdet",
+    "mmdet3d",
+    "mmocr",
+    "mmpose",
+    "mmpretrain",
+    "mmrotate",
+    "mmseg",
+    "mmyolo",
+)
+"""Scopes whose child registries are created by the `registry` module of the package with the same name."""
+
+# Packages whose modules `import_registered` may import. Modules of other packages must already have been imported.
+_IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")
 
 # For each optional package, the extra of this distribution that installs it.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
@@ -156,10 +170,12 @@ class Registry:
         for key in names:
             existing = self.module_dict.get(key)
             if existing is not None and existing is not module and not force:
-                _check_not_built_in(key, module, existing, self.name)
-                raise UnknownNameError(
-                    f"'{key}' is already registered in the {self.name} registry by {existing.__module__}; "
-                    "choose a different name, or pass force=True to replace it"
+                # A built-in class is registered at the first lookup, often of another component, whose config path would
+                # be added to a ConfigError.
+                is_own = module.__module__.startswith("slipstream.")
+                raise (SlipstreamError if is_own else UnknownNameError)(
+                    f"'{key}' is already registered in the {self.name} registry by {existing.__module__}, so "
+                    f"{module.__module__} cannot register it; choose a different name, or pass force=True to replace it"
                 )
             self.module_dict[key] = module
         return module
@@ -174,7 +190,7 @@ class Registry:
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)
         obj = next((obj for obj in found if obj is not None), None)
-        return import_registered(key, self._contains_object) if obj is None and "." in key else obj
+        return _import_registered(key, self._contains_object) if obj is None and "." in key else obj
 
     def _contains_object(self, obj: Any) -> bool:
         """Return whether `obj` is registered in this registry or a related registry, under any name."""
@@ -304,17 +320,36 @@ class Registry:
         return obj if inspect.isclass(obj) else None
 
 
-def _check_not_built_in(name: str, module: Any, existing: Any, kind: str) -> None:
-    """Raise an error if `module` is built in, and `existing` is a user-defined class with the same name.
+def _import_registered(name: str, is_registered: Callable[[Any], bool]) -> Any | None:
+    """Return the object that an import string refers to, or None if it does not exist or is not registered.
 
-    Built-in classes are registered at the first lookup, often during the lookup of another component. The error is not
-    a `ConfigError`, because the config path of that component would be added to a `ConfigError`.
+    The import string may come from an untrusted configuration, so objects that are not registered are not returned.
     """
-    if module.__module__.startswith("slipstream.") and not existing.__module__.startswith("slipstream."):
-        raise SlipstreamError(
-            f"'{name}' is the name of a built-in {kind} ({module.__module__}), but {existing.__module__} registers "
-            f"another object under this name; rename it there, and in each `type='{name}'` of the configuration"
-        )
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        module = _module(".".join(parts[:count]))
+        if module is None:
+            continue
+        obj: Any = module
+        for part in parts[count:]:
+            obj = getattr(obj, part, None)
+        return obj if callable(obj) and is_registered(obj) else None
+    return None
+
+
+def _module(name: str) -> Any | None:
+    if name in sys.modules:
+        return sys.modules[name]
+    package, *rest = name.split(".")
+    if package not in _IMPORTABLE or "__main__" in rest:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # If `name` ends with a class name, it is not a module. Errors for other missing modules are re-raised.
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
 
 
 # ---- build objects from configurations ----------------------------------------------------------------
@@ -370,9 +405,13 @@ def _call(cfg: Mapping[str, Any], arguments: dict[str, Any], registry: Registry)
     except _ARGUMENT_ERRORS as error:
         if isinstance(error, SlipstreamError) or type(error).__name__ == "OutOfMemoryError":
             raise
-        raise _with_source(BuildError(f"{_name(kind)}: {_reason(error)}"), cfg) from error
+        reason = (
+            str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
+        )
+        raise _with_source(BuildError(f"{_name(kind)}: {reason}"), cfg) from error
 
 
+# Exceptions from constructors that are reported with the config path; others (such as OSError) propagate unchanged.
 _ARGUMENT_ERRORS = (
     TypeError,
     ValueError,
@@ -382,14 +421,6 @@ _ARGUMENT_ERRORS = (
     AssertionError,
     RuntimeError,
 )
-"""Exceptions from constructors that are reported with the config path; others (such as OSError) propagate unchanged."""
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of a constructor's exception, with Python's message about an unknown argument reworded."""
-    if found := re.search(r"got an unexpected keyword argument '([^']*)'", str(error)):
-        return f"there is no parameter '{found[1]}'"
-    return str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def locate(target: Any, tree: Any) -> str | None:
@@ -419,61 +450,19 @@ def _with_source(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
 
 def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
     try:
-        signature = inspect.signature(target)
+        known = inspect.signature(target).parameters
     except (TypeError, ValueError):  # some built-in callables have no signature
         return
-    known = signature.parameters
     accepts_kwargs = any(p.kind is p.VAR_KEYWORD for p in known.values())
-    for key in arguments:
+    for key, value in arguments.items():
         if not isinstance(key, str):
             raise BuildError(f"parameter names must be strings, not {short_repr(key)}")
         if key not in known and not accepts_kwargs:
-            hint = did_you_mean(key, known)
-            raise BuildError(f"{_name(target)} has no parameter '{key}'{hint}")
-    missing = [
-        name
-        for name, p in known.items()
-        if p.default is p.empty
-        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        and name not in arguments
-    ]
-    if missing:
-        raise BuildError(f"{_name(target)} needs {', '.join(repr(name) for name in missing)}")
-    _check_types(target, arguments)
-
-
-def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Annotations in other packages are often inexact, so arguments are not checked against them. Numeric parameters in
-    # torch.nn are an exception, because its layers accept any object for them.
-    module = str(getattr(target, "__module__", ""))
-    if not module.startswith(("slipstream.", "torch.nn.")):
-        return
-    for key, value in arguments.items():
-        hint = _hint(target, key)
-        is_slipstream = module.startswith("slipstream.")
-        if not (matches(value, hint) if is_slipstream else _is_like_number(value, hint)):
+            raise BuildError(f"{_name(target)} has no parameter '{key}'{did_you_mean(key, known)}")
+        # Annotations in other packages are often inexact, so arguments are not checked against them.
+        is_own = str(getattr(target, "__module__", "")).startswith("slipstream.")
+        if is_own and not matches(value, hint := _hint(target, key)):
             raise BuildError(f"must be {describe_with_article(hint)}, not {short_repr(value)}", key)
-        if not is_slipstream and key in _SIZE_PARAMETERS and isinstance(value, int) and value < 1:
-            raise BuildError(f"must be at least 1, not {value}", key)
-
-
-_SIZE_PARAMETERS = ("in_channels", "out_channels", "kernel_size", "stride", "dilation", "groups")
-"""Parameters of convolution and pooling layers. If a value is invalid, torch.nn raises an unclear error or no error."""
-
-
-def _is_like_number(value: Any, hint: Any) -> bool:
-    """Return True if `value` can be used as a number other than NaN, or if the annotation is not a numeric type.
-
-    A bool is rejected where a number or a size (`int | tuple[int, int]`) is expected, because torch.nn would use it as
-    0 or 1.
-    """
-    accepted = typing.get_args(hint) or (hint,)
-    if isinstance(value, bool) and bool not in accepted:
-        return not {int, float} & set(accepted)
-    if hint not in (int, float, int | None, float | None):
-        return True
-    is_number_like = hasattr(value, "__float__") or hasattr(value, "__index__")
-    return value is None or (is_number_like and not (isinstance(value, float) and math.isnan(value)))
 
 
 def _hint(target: Any, key: str) -> Any:
