@@ -18,7 +18,6 @@ __all__ = [
     "DataLoaderError",
     "DistributedError",
     "LossError",
-    "LossSpikeError",
     "MissingPackageError",
     "ModelError",
     "NonFiniteLossError",
@@ -90,25 +89,12 @@ class LossError(SlipstreamError, TypeError, ValueError):
 class NonFiniteLossError(SlipstreamError, FloatingPointError):
     """A loss, a weight or a running statistic became NaN or infinite.
 
-    `iteration` is the number (counted from 1) of the first step in which this happened, or None if it is unknown. If
-    `located` is False, any batch since the last checkpoint may have caused the value.
+    `iteration` is the number (counted from 1) of the first step in which this happened, or None if it is unknown.
     """
 
-    def __init__(self, message: str, iteration: int | None = None, located: bool = True) -> None:
+    def __init__(self, message: str, iteration: int | None = None) -> None:
         super().__init__(message)
-        self.iteration, self.located = iteration, located
-
-
-class LossSpikeError(SlipstreamError, FloatingPointError):
-    """A loss rose far above its recent values, and the run could not continue from an earlier checkpoint.
-
-    `iteration` is the number (counted from 1) of the first step of the spike, and `last` is the number of the last step
-    whose loss was checked.
-    """
-
-    def __init__(self, message: str, iteration: int = 0, last: int = 0) -> None:
-        super().__init__(message)
-        self.iteration, self.last = iteration, last
+        self.iteration = iteration
 
 
 class CheckpointError(SlipstreamError, RuntimeError):

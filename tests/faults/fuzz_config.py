@@ -132,7 +132,7 @@ def by_epoch() -> dict[str, Any]:
         custom_hooks=[
             dict(type="EMAHook", momentum=0.01, begin_iter=1, interval=1, update_buffers=True, priority="NORMAL"),
             dict(type="EarlyStoppingHook", monitor="a/acc", patience=3, min_delta=0.0, rule="greater"),
-            dict(type="LossSpikeHook", action="warn", window=9, threshold=9.0, min_history=2, patience=1),
+            dict(type="LossSpikeHook", window=9, threshold=9.0, min_history=2, patience=1),
             dict(type="PreciseBNHook", num_samples=8, interval=1),
         ],
         randomness=dict(seed=3, deterministic=False, diff_rank_seed=False),
@@ -193,7 +193,7 @@ def by_iter() -> dict[str, Any]:
             layer_decay=dict(),
             sam=dict(rho=0.05),
             ema=dict(decay=0.9, type="exp", beta=5.0, interval=1, begin_iter=1),
-            nan_guard=dict(action="skip", locate=False, max_skipped=5, max_rollbacks=2, skip_before=1),
+            nan_guard=dict(action="skip", locate=False, max_skipped=5),
             prefetch=2,
             channels_last=True,
             fused=False,

@@ -1,19 +1,12 @@
 """CheckpointHook: regular, additional and best checkpoints."""
 
 import os
-import shutil
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.checkpoint import find_latest_checkpoint
-from slipstream.errors import CheckpointError, ConfigError
-from slipstream.evaluator import BaseMetric
-from slipstream.hooks import CheckpointHook, Hook
+from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
 from slipstream.runner import Runner
 from tiny_runs import Scripted, assert_same, loader, run, training, validation, weights
 
@@ -96,28 +89,6 @@ def test_out_dir_of_another_run_is_refused(tmp_path):
     assert_same(weights(resumed), weights(trained(tmp_path / "whole", epochs=3)))
 
 
-def test_moved_work_dir_does_not_resume_from_another_run_in_its_out_dir(tmp_path):
-    options = dict(interval=1, out_dir=str(tmp_path / "out"), epochs=2)
-    trained(tmp_path / "run", **options)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    trained(tmp_path / "run", **options)  # overwrites out/run/epoch_2.pth
-    with pytest.raises(
-        CheckpointError, match=r"out/run/epoch_2\.pth, which belongs to the run in .*/run; pass"
-    ):
-        trained(tmp_path / "moved", **options, resume=True)
-
-
-def test_run_with_out_dir_does_not_resume_from_an_old_file_in_the_work_dir(tmp_path):
-    trained(tmp_path / "run", interval=1, epochs=2)
-    trained(tmp_path / "run", interval=1, epochs=2, out_dir=str(tmp_path / "out"))
-    assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "out" / "run" / "epoch_2.pth"
-
-
-def test_filename_tmpl_formats_the_number(tmp_path):
-    trained(tmp_path, interval=5, filename_tmpl="after_{}.pth")
-    assert files(tmp_path) == {"after_5.pth"}
-
-
 def test_filename_tmpl_without_number_overwrites_one_file(tmp_path):
     runner = trained(tmp_path, interval=2, filename_tmpl="ckpt_latest.pth")
     assert files(tmp_path) == {"ckpt_latest.pth"}
@@ -136,18 +107,6 @@ def test_save_epochs_keeps_additional_checkpoints(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text().endswith("ckpt_latest.pth")
 
 
-def test_run_resumes_from_a_save_epochs_checkpoint(tmp_path):
-    whole = trained(tmp_path, interval=1, save_epochs=[2])
-    path = tmp_path / "ckpt_epoch_2.pth"
-    again = run(
-        tmp_path / "b",
-        resume=path,
-        train_cfg=dict(by_epoch=True, max_epochs=5),
-        train_dataloader=loader(batch_size=20),
-    )
-    assert_same(weights(whole), weights(again))
-
-
 def test_optimizer_and_scheduler_state_can_be_excluded(tmp_path):
     trained(tmp_path, interval=5, save_optimizer=False, save_param_scheduler=False)
     assert {"optimizer", "param_schedulers"}.isdisjoint(
@@ -157,15 +116,7 @@ def test_optimizer_and_scheduler_state_can_be_excluded(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rule", "best"),
-    [
-        ("acc", None, 2),
-        ("mIoU", None, 2),
-        ("coco/bbox_mAP", None, 2),
-        ("val_loss", None, 4),
-        ("x", "greater", 2),
-        ("x", "less", 4),
-        ("loss", "greater", 2),
-    ],
+    [("coco/bbox_mAP", None, 2), ("val_loss", None, 4), ("x", "less", 4), ("loss", "greater", 2)],
 )
 @pytest.mark.parametrize("auto", [False, True])
 def test_best_checkpoint_follows_the_inferred_or_configured_rule(tmp_path, name, rule, best, auto):
@@ -183,11 +134,6 @@ def test_each_metric_has_a_separate_best_checkpoint(tmp_path):
     cfg = dict(by_epoch=True, max_epochs=3)
     run(tmp_path, train_cfg=cfg, default_hooks=dict(checkpoint=hook), **validation(metrics))
     assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_3.pth", "best_loss_epoch_1.pth"}
-
-
-def test_non_finite_metric_is_not_the_best(tmp_path):
-    trained(tmp_path, [float("nan"), 0.2, float("inf")], interval=-1, save_best="acc", epochs=3)
-    assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_2.pth"}
 
 
 @pytest.mark.parametrize("rule", ["greater", "less"])
@@ -210,12 +156,6 @@ def test_nan_is_never_the_best_value_even_if_first_or_after_a_resume(tmp_path, r
     assert runner.message_hub.get_info("best_score/x") == better[3]
 
 
-def test_run_whose_metric_is_always_nan_has_no_best_checkpoint(tmp_path):
-    runner = trained(tmp_path, [float("nan")] * 3, interval=-1, save_best="acc", epochs=3)
-    assert files(tmp_path) == {"epoch_3.pth"}
-    assert runner.message_hub.get_info("best_score/acc") is None
-
-
 def test_best_checkpoint_of_an_iteration_based_run_is_named_by_iteration(tmp_path):
     hook = dict(type="CheckpointHook", by_epoch=False, interval=100, save_best="acc")
     cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
@@ -231,12 +171,6 @@ NAMES = dict(interval=1, filename_tmpl="ckpt_latest.pth", save_best="acc", best_
 def best(folder):
     saved = torch.load(folder / "ckpt_best.pth", weights_only=True)
     return saved["meta"]["epoch"], saved["message_hub"]["runtime_info"]["best_score/acc"]
-
-
-def test_best_filename_overwrites_the_previous_best(tmp_path):
-    trained(tmp_path, [0.3, 0.9, 0.9, 0.1, 0.5], **NAMES)
-    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
-    assert best(tmp_path) == (2, 0.9)
 
 
 class Killed(Hook):
@@ -315,7 +249,7 @@ def test_auto_with_an_ambiguous_metric_name_warns_once_and_saves_regular_checkpo
     trained(tmp_path, [0.1, 0.2], "score", epochs=2, save_best="auto")
     assert files(tmp_path) == {"epoch_2.pth"}
     log = next(tmp_path.rglob("*.log")).read_text()
-    assert log.count("'score' has a name that does not indicate whether higher values are better") == 1
+    assert log.count("the metric 'score' does not indicate whether higher values are better") == 1
 
 
 def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
@@ -326,46 +260,6 @@ def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
     run(tmp_path, default_hooks=hooks, **validation(Named([0.2, 0.1])))
     assert files(tmp_path) == {"best_acc_epoch_1.pth", "epoch_2.pth"}
-
-
-class Values(BaseMetric):
-    """A metric that returns predefined dicts, one per validation."""
-
-    def __init__(self, *values):
-        super().__init__()
-        self.values = list(values)
-
-    def process(self, data_batch, data_samples):
-        self.results.append(0)
-
-    def compute_metrics(self, results):
-        return self.values.pop(0)
-
-
-def test_auto_keeps_the_metric_of_the_first_validation(tmp_path):
-    values = {"acc": 0.5, "loss": 1.0}, {"loss": 0.5, "acc": 0.9}, {"acc": 0.6, "loss": 0.1}
-    epochs = dict(train_cfg=dict(by_epoch=True, max_epochs=3))
-    run(tmp_path / "whole", **epochs, **validation(Values(*values)))
-    assert {"best_acc_epoch_2.pth"} == {name for name in files(tmp_path / "whole") if "best" in name}
-    run(tmp_path / "parts", train_cfg=dict(by_epoch=True, max_epochs=1), **validation(Values(values[0])))
-    # The checkpoint was saved before the first validation, so the resumed run repeats this validation.
-    run(tmp_path / "parts", **epochs, resume=True, **validation(Values(*values)))
-    assert files(tmp_path / "parts") == files(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"per_class": torch.tensor([0.1, 0.2])}, {"empty": torch.zeros(0)}, {"meta": torch.zeros((), device="meta")},
-        {"large": 10**400}, {"text": "0.5"}, {"a" * 300: 0.3}, {"a\0b": 0.3},
-    ],
-    ids=lambda others: f"{str(next(iter(others)))[:9]!r}",
-)  # fmt: skip
-def test_auto_skips_values_and_names_that_it_cannot_use(tmp_path, others):
-    hook = CheckpointHook(save_best="auto")
-    runner = Runner(**training(tmp_path, default_hooks=dict(checkpoint=hook)))
-    assert hook._auto_metric(runner, others) is None
-    assert hook._auto_metric(runner, {**others, "miou": 0.5}) == "miou"
 
 
 def test_default_hook_leaves_the_best_checkpoint_to_a_custom_hook(tmp_path):
@@ -400,93 +294,37 @@ def test_invalid_file_names_are_rejected_at_construction(tmp_path, options, mess
         Runner(**training(tmp_path, default_hooks=dict(checkpoint=dict(type="CheckpointHook", **options))))
 
 
-def test_save_epochs_must_match_the_training_loop(tmp_path, capsys):
+def test_save_epochs_must_match_the_training_loop(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_epochs=[1, 7]))
     with pytest.raises(ConfigError, match=r"checkpoint\.save_epochs: lists epochs"):
         run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=hooks)
-    run(tmp_path, default_hooks=hooks, log_level="WARNING")
-    assert "save_epochs contains [7], but training ends after epoch 2" in "".join(capsys.readouterr())
 
 
-def test_runs_do_not_resume_from_incomplete_checkpoints(tmp_path):
-    light = dict(type="CheckpointHook", interval=1, save_optimizer=False, filename_tmpl="light_{}.pth")
-    run(tmp_path, custom_hooks=[light])
-    assert (tmp_path / "last_checkpoint").read_text().endswith("epoch_2.pth")
-    assert run(tmp_path, resume=True, custom_hooks=[light]).iter == 10
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_surplus_checkpoints_of_a_killed_run_are_removed(tmp_path, async_save):
-    """The process exits after writing epoch_3.pth and before removing epoch_1.pth."""
-    script = f"""
-        import os, sys
-        from slipstream.hooks import checkpoint
-        from test_hooks_checkpoint import trained
-        checkpoint.remove_checkpoint = lambda folder, name: os._exit(9)
-        trained({str(tmp_path)!r}, interval=1, max_keep_ckpts=2, async_save={async_save})
-    """
-    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, timeout=100, check=False)
-    assert killed.returncode == 9
-    assert files(tmp_path) == {"epoch_1.pth", "epoch_2.pth", "epoch_3.pth"}
-    foreign = tmp_path / "epoch_0.pth"  # matches the hook's template, but the run did not write it
-    shutil.copy(tmp_path / "epoch_1.pth", foreign)
-    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
-    assert files(tmp_path) == {"epoch_0.pth", "epoch_2.pth", "epoch_3.pth"}
-    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=4, resume=True)
-    assert files(tmp_path) == {"epoch_0.pth", "epoch_3.pth", "epoch_4.pth"}
-
-
-def test_checkpoints_kept_with_a_higher_limit_are_not_removed(tmp_path, capsys):
-    def resumed(epochs):
-        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2))
-        cfg = dict(by_epoch=True, max_epochs=epochs)
-        run(tmp_path, train_cfg=cfg, default_hooks=hooks, resume=True, log_level="WARNING")
-        return "".join(capsys.readouterr())
-
-    every = dict(checkpoint=dict(type="CheckpointHook", interval=1))
-    run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=3), default_hooks=every)
-    warning = "max_keep_ckpts=2 does not apply to epoch_1.pth, epoch_2.pth, epoch_3.pth in "
-    assert resumed(epochs=6).count(warning) == 1
+def test_checkpoints_kept_with_a_higher_limit_are_not_removed(tmp_path):
+    trained(tmp_path, interval=1, epochs=3)
+    trained(tmp_path, interval=1, epochs=6, max_keep_ckpts=2, resume=True)
     assert files(tmp_path) == {f"epoch_{n}.pth" for n in (1, 2, 3, 5, 6)}
-    assert "does not apply to" not in resumed(epochs=7)
-    assert files(tmp_path) == {f"epoch_{n}.pth" for n in (1, 2, 3, 6, 7)}
 
 
-def test_surplus_list_in_a_checkpoint_never_removes_other_files(tmp_path):
-    tmp_path = tmp_path / "run"
-    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3)
-    names = ["epoch_3.pth", "epoch_2.pth", "notes.pth", "../outside.pth", "epoch_7.pth"]
-    for name in ("notes.pth", "../outside.pth"):
-        (tmp_path / name).write_text("keep")
-    path = tmp_path / "epoch_3.pth"
-    content = torch.load(path)
-    key = "surplus_ckpts/epoch_{}.pth"
-    assert content["message_hub"]["runtime_info"][key] == ["epoch_1.pth"]
-    content["message_hub"]["runtime_info"][key] = names
-    torch.save(content, path)
-    shutil.copy(path, tmp_path / "epoch_7.pth")  # not older than the checkpoint
-    trained(tmp_path, interval=1, max_keep_ckpts=2, epochs=3, resume=True)
-    assert files(tmp_path) == {"epoch_2.pth", "epoch_3.pth", "notes.pth", "epoch_7.pth"}
-    assert (tmp_path / "../outside.pth").exists()
+@pytest.mark.parametrize(
+    "options", [dict(), dict(best_filename="top/one.pth")], ids=["number", "best_filename"]
+)
+def test_longer_run_keeps_the_best_checkpoint_of_its_last_validation(tmp_path, options):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc", **options))
 
+    def train(epochs, values, **changes):
+        cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=2)
+        runner = run(tmp_path, train_cfg=cfg, default_hooks=hooks, **validation(Scripted(values)), **changes)
+        return [runner.message_hub.get_info(f"best_{name}/acc") for name in ("score", "ckpt")]
 
-def test_file_that_replaced_a_checkpoint_of_the_run_is_not_removed(tmp_path):
-    """The user overwrites checkpoints of this run with files of another run and keeps the files' modification times."""
-    trained(tmp_path / "other", interval=1, epochs=2)
-    folder = tmp_path / "run"
-    trained(folder, interval=1, max_keep_ckpts=2, epochs=3, values=[0.3, 0.2, 0.1], save_best="acc")
-    others = {"epoch_1.pth": 1, "epoch_2.pth": 2, "best_acc_epoch_1.pth": 1}
-    for name, number in others.items():
-        shutil.copy2(tmp_path / "other" / f"epoch_{number}.pth", folder / name)
-    (folder / "best_acc_epoch_1.pth").write_text("no checkpoint")
-    before = {name: (folder / name).read_bytes() for name in others}
-    trained(
-        folder, interval=1, max_keep_ckpts=2, epochs=5, values=[0.1, 0.9, 0.1], save_best="acc", resume=True
-    )
-    assert {name: (folder / name).read_bytes() for name in others} == before
-    assert files(folder) == {*others, "epoch_4.pth", "epoch_5.pth", "best_acc_epoch_4.pth"}
+    name = options.get("best_filename")
+    train(1, [0.9])  # validates at its end, after the last checkpoint has been written
+    assert train(2, [0.9, 0.5], resume=True) == [
+        0.9,
+        name or "best_acc_epoch_1.pth",
+    ]  # repeats the validation
+    assert train(3, [0.5, 0.95], resume=True) == [0.95, name or "best_acc_epoch_3.pth"]
+    assert len(list(tmp_path.rglob("best_*.pth" if name is None else "one.pth"))) == 1
 
 
 def test_files_of_another_run_are_not_removed(tmp_path):
@@ -500,14 +338,11 @@ def test_files_of_another_run_are_not_removed(tmp_path):
     assert {path.name for path in (tmp_path / "b").glob("*.pth")} == {f"epoch_{n}.pth" for n in (1, 2, 4, 5)}
 
 
-@pytest.mark.parametrize(
-    "options", [dict(), dict(filename_tmpl="b_{}.pth", save_epochs=[1])], ids=["template", "epochs"]
-)
-def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path, options):
-    first = dict(type="CheckpointHook", interval=1, save_epochs=[1])
+def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path):
+    first = dict(type="CheckpointHook", interval=1)
     with pytest.raises(ConfigError, match="two CheckpointHooks use the same file names"):
         run(
             tmp_path,
             default_hooks=dict(checkpoint=first),
-            custom_hooks=[dict(type="CheckpointHook", interval=1, out_dir=str(tmp_path.parent), **options)],
+            custom_hooks=[dict(type="CheckpointHook", interval=1, out_dir=str(tmp_path.parent))],
         )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ema_runs import SCHEDULED, History, assert_close, average, average_of, ema_run, scheduled
 
-from slipstream.errors import ConfigError, NonFiniteLossError
+from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
 from tiny_runs import Net, assert_same, loader, run, training, validation, weights
@@ -116,28 +116,6 @@ def test_checkpoint_saved_during_validation_equals_one_saved_before(tmp_path, st
         assert_same(before["ema_state_dict"], during["ema_state_dict"])
         assert_same(history.validated[epoch - 1], during["state_dict"])
     assert_same(history.steps[-1], weights(runner))
-
-
-class FailsOnce(Hook):
-    """A hook that raises NonFiniteLossError once, at a stage of the first validation."""
-
-    def __init__(self, stage):
-        setattr(self, stage, self.fail)
-
-    def fail(self, runner, **_):
-        if runner.epoch == 1 and not runner.rollback.skipped:
-            raise NonFiniteLossError("a loss is NaN", runner.iter)
-
-
-def test_run_can_roll_back_while_the_average_is_validated(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=2, by_epoch=False))
-    options = dict(default_hooks=hooks, speed=dict(nan_guard="rollback"))
-    runs = [
-        ema_run(tmp_path / stage, FailsOnce(stage), **options) for stage in ("before_val", "before_val_iter")
-    ]
-    for before, during in zip(*(history.validated for _, history in runs), strict=True):
-        assert_same(before, during)
-    assert_same(*(weights(runner) for runner, _ in runs))
 
 
 # ---- the averaged model -------------------------------------------------------------------------------

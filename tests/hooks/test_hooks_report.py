@@ -20,7 +20,6 @@ from slipstream.preemption import Preempted
 from slipstream.report import read_run
 from slipstream.report.advice import mean_speed
 from slipstream.runner import Runner
-from slipstream.runner.rollback import Rollback
 from slipstream.step.interface import CompiledStep
 from slipstream.training import Trainer
 from tiny_runs import LOCAL, Net, Scripted, loader, run, samples, training, validation
@@ -321,74 +320,6 @@ def test_damaged_report_raises_an_error_with_a_remedy(tmp_path):
         report(runner)
 
 
-class Growing(Net):
-    """A model whose loss is NaN on the calls listed in `broken`, from 1 on. A rollback does not reset the count."""
-
-    def __init__(self, broken):
-        super().__init__()
-        self.broken, self.calls = broken, 0
-
-    def forward(self, inputs, targets, mode):
-        if mode == "predict":
-            masks = targets[:, None, None].expand(-1, 2, 2)
-            return {"preds": masks, "targets": masks}
-        self.calls += 1
-        losses = super().forward(inputs, targets, mode)
-        return {"loss": losses["loss"] * (float("nan") if self.calls in self.broken else 1)}
-
-
-@pytest.mark.parametrize("by_epoch", [False, True])
-@pytest.mark.parametrize("broken", [13, 18])
-def test_steps_that_are_repeated_after_a_rollback_are_recorded_once(tmp_path, by_epoch, broken):
-    """The checkpoint is written after step 10, before the second of four validations. The fault is found later."""
-    runner = run(
-        tmp_path,
-        model=Growing([broken]),
-        **validation(dict(type=IoUMetric, num_classes=3)),
-        train_cfg=dict(by_epoch=True, max_epochs=4),
-        default_hooks=dict(
-            checkpoint=dict(type="CheckpointHook", interval=2 if by_epoch else 10, by_epoch=by_epoch),
-            logger=dict(type="LoggerHook", interval=7),
-        ),
-        speed=dict(nan_guard="rollback"),
-    )
-    skipped = len(runner.rollback.skipped)
-    assert skipped == 2
-    made = report(runner)
-    for name, each in made.curves.items():
-        assert each.x == sorted(each.x), name
-    assert sum(made.curves["train/loss"].count) == 20 - skipped
-    assert sum(made.curves["train/loss"].bad) == 0
-    assert made.curves["val/mIoU"].x == [5, 10, 15, 20]
-    assert not [name for name in made.curves if "second evaluation" in name]
-    assert [confusion.iteration for confusion in made.confusions] == [20]
-
-
-def test_speed_after_a_rollback_counts_only_the_steps_since_the_rollback(tmp_path, monkeypatch):
-    """The simulated clock advances by one second per reading, so the speed depends only on the counted steps."""
-    seconds = iter(range(10**6))
-    monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: float(next(seconds)))
-
-    def speeds(name, broken):
-        runner = run(
-            tmp_path / name,
-            model=Growing(broken),
-            train_cfg=dict(by_epoch=False, max_iters=40),
-            default_hooks=dict(
-                checkpoint=dict(type="CheckpointHook", interval=10, by_epoch=False),
-                logger=dict(type="LoggerHook", interval=10),
-            ),
-            speed=dict(nan_guard="rollback"),
-        )
-        curve = report(runner).curves["speed/images_per_second"]
-        return dict(zip(curve.x, curve.mean, strict=True))
-
-    whole, repeated = speeds("whole", []), speeds("repeated", [18])
-    assert repeated.keys() == whole.keys()
-    for at, speed in whole.items():
-        assert repeated[at] == pytest.approx(speed, rel=0.1), at
-
-
 def test_images_per_second_count_the_samples_of_a_smaller_last_batch(tmp_path, monkeypatch):
     """The simulated clock advances only in training steps, by one second per sample. The correct speed is 1 image/s."""
     now = [0.0]
@@ -430,42 +361,6 @@ def test_report_contains_the_settings_that_the_run_used(tmp_path, fused):
     made = report(runner)
     assert made.settings["fused"] is fused
     assert made.settings["async_save"] is fused
-
-
-def test_phases_include_rollbacks_and_the_end_of_the_run(tmp_path, monkeypatch):
-    """The simulated clock advances only in `Rollback.recover` (1000 s) and in the hook `Ends`."""
-    now = [0.0]
-    monkeypatch.setattr("slipstream.logging.phases.perf_counter", lambda: now[0])
-
-    def slow(call):
-        def wrapped(*args, **kwargs):
-            now[0] += 1000.0
-            return call(*args, **kwargs)
-
-        return wrapped
-
-    class Ends(Hook):
-        def after_train(self, runner):
-            now[0] += 7.0
-
-        def after_skipped_iter(self, runner, batch_idx):
-            now[0] += 5.0
-
-    monkeypatch.setattr(Rollback, "recover", slow(Rollback.recover))
-    for name, cfg in {
-        "epochs": dict(by_epoch=True, max_epochs=4),
-        "iters": dict(by_epoch=False, max_iters=20),
-    }.items():
-        runner = run(
-            tmp_path / name,
-            model=Growing([13]),
-            train_cfg=cfg,
-            custom_hooks=[Ends()],
-            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=10, by_epoch=False)),
-            speed=dict(nan_guard="rollback"),
-        )
-        seconds = {phase: value for phase, value in report(runner).phases.seconds.items() if value}
-        assert seconds == {"checkpoint": 1000.0, "other": 7.0, "hooks": 10.0}
 
 
 @pytest.mark.parametrize("value", [lambda: 1, torch.ones(2, 2).numpy(), [[0.5]]])

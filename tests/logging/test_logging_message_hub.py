@@ -124,15 +124,6 @@ def test_state_warns_once_about_each_info_that_cannot_be_saved():
     ]
 
 
-def test_rollback_keeps_infos_that_are_not_saved_and_the_warnings_about_them():
-    hub, warnings = MessageHub("a"), []
-    hub.update_info_dict({"object": (object(), 3), "saved": 1})
-    hub.drop_saved()
-    assert list(hub.runtime_info) == ["object"]
-    hub.state_dict(warnings.append)
-    assert len(warnings) == 1
-
-
 @pytest.mark.parametrize(
     "state",
     [{}, {"log_scalars": {}}, {"log_scalars": {"x": HistoryBuffer()}, "runtime_info": {}}],

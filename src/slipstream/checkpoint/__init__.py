@@ -6,7 +6,7 @@ from slipstream.checkpoint.matching import check_like, check_optimizer, check_te
 from slipstream.checkpoint.owner import LOCK_FILE, describe_owner, folder_owner
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
 from slipstream.checkpoint.remote import download_checkpoint, local_checkpoint, redacted_source
-from slipstream.checkpoint.restorable import check_restorable, structure, structure_changes
+from slipstream.checkpoint.restorable import check_restorable
 from slipstream.checkpoint.schema import (
     ACCELERATED,
     ACCELERATED_FILE,
@@ -81,8 +81,6 @@ __all__ = [
     "sharded_name",
     "step_average",
     "stored_config",
-    "structure",
-    "structure_changes",
     "verify_checkpoint",
     "weights_in",
     "write_checkpoint",

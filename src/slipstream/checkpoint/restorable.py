@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 
-__all__ = ["check_restorable", "structure", "structure_changes"]
+__all__ = ["check_restorable"]
 
 _SCALARS = (int, float, complex, str, bytes, np.bool_, np.number, torch.dtype, torch.device)
 
@@ -49,23 +49,3 @@ def _unsupported(value: Any) -> str:
     if type(value) in (list, tuple):
         return next(filter(None, map(_unsupported, value)), "")
     return "" if value is None or isinstance(value, (Tensor, *_SCALARS)) else type(value).__name__
-
-
-def structure(state: Mapping[str, Any], param_groups: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Return what must be the same when a run resumes: the shapes of the model's state, and the parameter groups.
-
-    Args:
-        state: the model's `state_dict`.
-        param_groups: the number of parameters in each group of each optimizer.
-    """
-    shapes = {key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
-    return {**shapes, **{f"{name} (parameters per group)": groups for name, groups in param_groups.items()}}
-
-
-def structure_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of each difference between two results of `structure`, by name."""
-    return {
-        name: f"{name}: {after.get(name, 'absent')} instead of {before.get(name, 'absent')}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from slipstream.checkpoint import (
     check_tensors,
     load_checkpoint,
+    remove_checkpoint,
     weights_in,
     write_checkpoint,
 )
@@ -23,7 +23,6 @@ from slipstream.errors import CheckpointError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
-from slipstream.hooks.replaced_files import ReplacedFiles
 from slipstream.hooks.schedule import infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.sharding import shard_like
@@ -42,9 +41,8 @@ class AverageBestHook(Hook):
     """Average the weights of the best epochs at the end of training; save and validate the result.
 
     The hook averages the weights used for validation, which are the EMA weights if there is an `EMAHook`. It saves the
-    weights of each of the best epochs to a file in the `average_best` folder of the work_dir. It removes a file once
-    its epoch is no longer among the best and the run can no longer roll back to a checkpoint that refers to the file.
-    The remaining files are kept, because a resumed run requires them. The hook calls the stages `before_average_val`
+    weights of each of the best epochs to a file in the `average_best` folder of the work_dir, and keeps these files,
+    because a resumed run requires them. The hook calls the stages `before_average_val`
     and `after_average_val` (with `metrics`) before and after the final validation. Floating-point tensors are averaged
     in float64. Other tensors are copied from the best epoch. The averaged file contains only weights, so load it with
     `load_from`, not with `resume`.
@@ -70,39 +68,18 @@ class AverageBestHook(Hook):
         check_name(filename, "filename", max_length=CHECKPOINT_NAME_LENGTH)
         self.metric, self.count, self.filename = metric, count, filename
         self.greater = infer_rule(metric, rule) == "greater"
-        self._replaced = ReplacedFiles(
-            f"replaced_ckpts/{FOLDER}", lambda name: re.fullmatch(r"(epoch|iter)_\d+\.pth", name) is not None
-        )
 
     def before_train(self, runner: Runner) -> None:
         """Restore a resumed run's list of best epochs."""
         self._folder = Path(runner.work_dir) / FOLDER
-        self._restore(runner)
-        self._replaced.load(runner, self._folder, runner.checkpoints.owns_files(runner.work_dir))
-
-    def _restore(self, runner: Runner) -> None:
-        entries = [
-            (value, name)
-            for value, name in runner.message_hub.get_info(FOLDER, [])
-            if Path(name).name == name
-        ]  # ignore names that contain folders, because the checkpoint may be untrusted
-        exists = [[(self._folder / name).is_file() for _, name in entries] if is_main_process() else None]
-        broadcast_object_list(exists)
-        self._best: list[tuple[float, str]] = []  # best first
-        for (value, name), is_file in zip(entries, exists[0] or (), strict=True):
-            if is_file:
-                self._best.append((value, name))
-            else:
-                runner.logger.warning(
-                    f"AverageBestHook: {self._folder / name} does not exist; it is excluded from the average"
-                )
-
-    def after_rollback(self, runner: Runner) -> None:
-        """Restore the checkpoint's list of best epochs, and remove the files written after the checkpoint."""
-        abandoned = [name for _, name in self._best]
-        current = [name for _, name in runner.message_hub.get_info(FOLDER, [])]
-        self._replaced.restore(runner, abandoned, current)
-        self._restore(runner)
+        best = [(value, name) for value, name in runner.message_hub.get_info(FOLDER, [])]
+        missing = [[name for _, name in best if not (self._folder / name).is_file()]]
+        broadcast_object_list(missing)  # only rank 0 may have access to the files
+        for name in missing[0]:
+            runner.logger.warning(
+                f"AverageBestHook: {self._folder / name} does not exist; it is excluded from the average"
+            )
+        self._best = [(value, name) for value, name in best if name not in missing[0]]  # best first
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Save the weights if this epoch is among the best."""
@@ -124,13 +101,11 @@ class AverageBestHook(Hook):
             write_checkpoint(content, self._folder / entry[1], runner.logger.warning, consolidate=True)
         self._best = ranked[: self.count]
         runner.message_hub.update_info(FOLDER, [list(other) for other in self._best])
-        for _, name in ranked[self.count :]:
-            self._replaced.add(runner, name)
-        self._replaced.remove_unused(runner)
+        for _, name in ranked[self.count :] if is_main_process() else ():
+            remove_checkpoint(self._folder, name)
 
     def after_train(self, runner: Runner) -> None:
         """Save and validate the average, and log its metrics under `average_model/`."""
-        self._replaced.remove_all()
         if not self._best:
             runner.logger.warning(
                 "AverageBestHook: no average was computed, because there are no saved weights: no validation run "
@@ -141,7 +116,13 @@ class AverageBestHook(Hook):
         # Rank 0 broadcasts the average, because the other ranks may not have access to its file system.
         state: list[Any] = [_mean([self._folder / name for name in names]) if is_main_process() else None]
         broadcast_object_list(state)
-        content = {"meta": {"averaged": names, **_meta(runner)}, "state_dict": state[0]}
+        meta = {  # required to use the file outside the run
+            "averaged": names,
+            "experiment_name": runner.experiment_name,
+            "cfg": config_text(runner.cfg),
+            "dataset_meta": getattr(runner.train_dataloader.dataset, "metainfo", None),
+        }
+        content = {"meta": meta, "state_dict": state[0]}
         write_checkpoint(content, Path(runner.work_dir) / self.filename, runner.logger.warning)
         if runner.val_loop is None:
             return
@@ -179,16 +160,6 @@ def _mean(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _meta(runner: Runner) -> dict[str, Any]:
-    """Return the metadata required to use the file outside the run."""
-    dataset = getattr(runner.train_dataloader, "dataset", None)
-    return {
-        "experiment_name": runner.experiment_name,
-        "cfg": config_text(runner.cfg),
-        "dataset_meta": getattr(dataset, "metainfo", None),
-    }
 
 
 def _validate_with(state: Mapping[str, Any], runner: Runner) -> dict[str, Any]:

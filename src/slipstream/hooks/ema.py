@@ -143,12 +143,6 @@ class EMAHook(Hook):
         if average.steps == 0:
             average.module.load_state_dict(self.model.state_dict())
 
-    def after_rollback(self, runner: Runner) -> None:
-        """Load the average from the checkpoint."""
-        if self._resumed is None:  # averaging had not begun when the checkpoint was saved
-            self._average.steps = 0
-        self._restore()
-
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
@@ -216,12 +210,12 @@ class EMAHook(Hook):
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """If the run is resumed, restore the average and the training weights; otherwise, the model loads the average.
 
-        `before_train` or `after_rollback` loads the average, after all entries of the checkpoint have been checked.
+        `before_train` loads the average, after all entries of the checkpoint have been checked.
         """
         self._resumed = None
         if not runner.checkpoints.resuming:
             return
-        self._swap_in(average=False)  # a run can roll back during validation
+        self._swap_in(average=False)
         if "ema_state_dict" not in checkpoint:
             self._warn_if_missing(runner, checkpoint["meta"])
             return

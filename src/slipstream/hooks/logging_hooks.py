@@ -79,10 +79,6 @@ class LoggerHook(Hook):
             runner.logger.info(line)
             runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
 
-    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Log the losses if a log line is due after this batch."""
-        self.after_train_iter(runner, batch_idx)
-
     def _is_last(self, runner: Runner, batch_idx: int) -> bool:
         if self._by_epoch:
             return self.end_of_epoch(runner.train_dataloader, batch_idx)
@@ -147,10 +143,6 @@ class ProgressBarHook(Hook):
         if self._bar is not None:
             with suppress(OSError):  # the terminal may be closed
                 self._bar.update(runner.iter + 1, self._text)
-
-    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Update the bar."""
-        self.after_train_iter(runner, batch_idx)
 
     def read_logs(self, runner: Runner) -> None:
         """Read the latest values."""

@@ -59,7 +59,3 @@ class PreemptionHook(Hook):
         signal_name = self._preemption.signal
         runner.logger.info(f"{signal_name} received: {text}")
         raise (Interrupted if signal_name == signal.Signals.SIGINT.name else Preempted)(iteration)
-
-    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Save and stop if a rank has received a signal."""
-        self.after_train_iter(runner, batch_idx)

@@ -50,10 +50,6 @@ class ParamSchedulerHook(Hook):
         for scheduler in self._by_iter:
             scheduler.step()
 
-    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Step the iteration-based schedulers, because a skipped batch still counts as a step."""
-        self.after_train_iter(runner, batch_idx)
-
     def after_train_epoch(self, runner: Runner) -> None:
         """Step the epoch-based schedulers."""
         for scheduler in self._by_epoch:
@@ -178,11 +174,6 @@ class EarlyStoppingHook(Hook):
         self._best, self._num_unimproved = runner.message_hub.get_info(
             self._key, (self._best, self._num_unimproved)
         )
-
-    def after_rollback(self, runner: Runner) -> None:
-        """Restore the best score and the patience counter from the checkpoint."""
-        self.before_run(runner)
-        self.before_train(runner)
 
     @property
     def _key(self) -> str:

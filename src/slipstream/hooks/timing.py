@@ -64,15 +64,6 @@ class IterTimerHook(Hook):
         if len(self._unread) == _MAX_UNREAD:
             self.read_logs(runner)
 
-    def after_skipped_iter(self, runner: Runner, batch_idx: int) -> None:
-        """Exclude the time of the batch from the next step's times."""
-        self._restart(runner)
-
-    def after_rollback(self, runner: Runner) -> None:
-        """Discard the unread step times, and exclude the time of the rollback."""
-        self._unread = []
-        self._restart(runner)
-
     def read_logs(self, runner: Runner) -> None:
         """Write the step times since the last call, the training speed and the remaining time to the message hub."""
         unread, self._unread = self._unread, []

@@ -148,13 +148,6 @@ class MessageHub:
                     warn(message)
         return saved
 
-    def drop_saved(self) -> None:
-        """Remove the entries that are saved in checkpoints, before loading those of an earlier checkpoint."""
-        for name in [name for name in self._scalars if self._resumed[name]]:
-            del self._scalars[name]
-        for name in self._saved_infos(None):
-            del self._infos[name]
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load saved scalars and runtime values; entries with other keys are kept.
 

@@ -31,12 +31,8 @@ class Meter:
         self.max_pending = max_pending
         self.tolerant = False
         """Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped."""
-        self.dropped: list[int] = []
-        """Iterations whose loss was non-finite and was dropped. The code that reads this list clears it."""
         self.locate: Callable[[], str] | None = None
         """Function that returns the location in the model where a loss became non-finite."""
-        self.agree: Callable[[NonFiniteLossError | None], NonFiniteLossError | None] | None = None
-        """Function that returns an error on all ranks if any rank has an error; called by every `flush`."""
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
         """Functions that `flush` calls with the iteration and outputs of each step that was read."""
         self.newest = 0
@@ -76,12 +72,8 @@ class Meter:
         pending, self._pending = self._pending, []
         values = _read(pending)
         non_finite = self._record(pending, values)
-        error = _first_error(non_finite, self.locate) if non_finite and not self.tolerant else None
-        if self.agree is not None:
-            error = self.agree(error)
-        if error is not None:
-            raise error
-        self.dropped += dict.fromkeys(iteration for iteration, _, _ in non_finite)
+        if non_finite and not self.tolerant:
+            raise _first_error(non_finite, self.locate)
         if self.on_read:
             steps = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
             for function in self.on_read:

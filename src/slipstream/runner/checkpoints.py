@@ -19,20 +19,17 @@ from slipstream.checkpoint import (
     restoring,
     set_random_state,
     step_average,
-    structure,
-    structure_changes,
     write_checkpoint,
 )
 from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
-from slipstream.errors import CheckpointError, NonFiniteLossError
+from slipstream.errors import CheckpointError
 from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
 from slipstream.runner import resume, resume_check
-from slipstream.runner.checks import warn_of_generators, warn_of_sampler_state
 from slipstream.sharding import mesh_of
 
 if TYPE_CHECKING:
@@ -61,8 +58,6 @@ class Checkpoints:
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
         self._loaded_names: set[str] = set()  # names of the tensors that were loaded before initialization
-        self._structure: dict[str, Any] = {}
-        self._changed: set[str] = set()  # structural changes that have been reported
         self.resuming = False
         """Whether the run is being resumed from a checkpoint, in which case hooks restore their state from it."""
         self.resumed_from: Path | None = None
@@ -71,14 +66,6 @@ class Checkpoints:
         """The `meta` entry of this checkpoint."""
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
-
-    def owns_files(self, *folders: str | Path) -> bool:
-        """Return whether this run owns the files listed in the checkpoint that it was resumed from.
-
-        This is the case if the run is new, or was resumed from a checkpoint in one of `folders`.
-        """
-        resumed = self.resumed_from
-        return resumed is None or resumed.parent.resolve() in [Path(folder).resolve() for folder in folders]
 
     # ---- load and resume -------------------------------------------------------------------------------
 
@@ -101,33 +88,13 @@ class Checkpoints:
         self._initialized = True
 
     def check_state(self) -> None:
-        """Check before training that the model's state can be restored, and warn about state that is not saved.
+        """Check before training that the model's state can be restored.
 
         Raises:
             ModelError: a hook saves checkpoints, and a part of the model's state cannot be saved or loaded.
         """
-        runner = self._runner
-        core, optim = unwrap_model(runner.model), runner.optim_wrapper
-        assert optim is not None
-        state = core.state_dict()
-        if any(isinstance(hook, CheckpointHook | PreemptionHook) for hook in runner.hooks):
-            check_restorable(state)
-        self._structure = structure(state, resume.group_sizes(optim))
-        warn_of_generators(core, runner.train_dataloader, runner.logger.warning)
-
-    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
-        """Warn if the model or the optimizer has changed since `check_state`, because this prevents resuming."""
-        if not self._structure or self._runner.optim_wrapper is None:
-            return
-        current = structure(state, resume.group_sizes(self._runner.optim_wrapper))
-        found = structure_changes(self._structure, current)
-        if lines := [line for name, line in found.items() if name not in self._changed]:
-            self._changed.update(found)
-            self._runner.logger.warning(
-                "The model or the optimizer has changed since training started, so the run cannot be resumed from this "
-                f"checkpoint ({'; '.join(lines[:3])}{', ...' * (len(lines) > 3)}); create all parameter groups, "
-                "and buffers with their final shapes, before training"
-            )
+        if any(isinstance(hook, CheckpointHook | PreemptionHook) for hook in self._runner.hooks):
+            check_restorable(unwrap_model(self._runner.model).state_dict())
 
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect."""
@@ -185,8 +152,6 @@ class Checkpoints:
             schedulers = runner.param_schedulers if resume_param_scheduler else None
             resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
             resume_check.check_stream(checkpoint["meta"], runner.train_loop, source)
-            if not runner.is_training:  # not for a rollback
-                resume_check.warn_of_settings(checkpoint["meta"], config_text(runner.cfg), source, warn)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
@@ -200,8 +165,6 @@ class Checkpoints:
         self.resume_from = None
         self.resumed_meta = checkpoint["meta"]
         self.run_id = checkpoint["meta"].get("run_id", self.run_id)
-        runner.rollback.load()
-        runner.rollback.add(runner.iter, Path(source).absolute())
 
     def _read(
         self, source: str | Path, map_location: str | torch.device, revise_keys: Sequence[tuple[str, str]]
@@ -225,32 +188,24 @@ class Checkpoints:
         self, checkpoint: Mapping[str, Any], source: str | Path, optim: OptimWrapper | None, schedulers: Any
     ) -> None:
         """Restore everything except the weights."""
+        runner, warn = self._runner, self._runner.logger.warning
         if checkpoint.get("message_hub"):
             with restoring("message_hub", source):
-                self._runner.message_hub.load_state_dict(checkpoint["message_hub"])
+                runner.message_hub.load_state_dict(checkpoint["message_hub"])
         if optim is not None:
             rates = resume_check.learning_rates(optim)
             with restoring("optimizer", source):
-                resume.restore_optimizer(self._runner.model, optim, checkpoint)
-            # A rollback during training also restores the optimizer.
-            if not self._runner.is_training and not any(
-                hook.sets_learning_rate for hook in self._runner.hooks
-            ):
-                resume_check.warn_of_learning_rates(
-                    rates, resume_check.learning_rates(optim), self._runner.logger.warning
-                )
+                resume.restore_optimizer(runner.model, optim, checkpoint)
+            if not any(hook.sets_learning_rate for hook in runner.hooks):
+                resume_check.warn_of_learning_rates(rates, resume_check.learning_rates(optim), warn)
             counts = {key: checkpoint.get(key, {}) for key in ("batches", "unfinished", "windows")}
             self._counts = counts, checkpoint["meta"]["iter"]
         if schedulers:
             with restoring("param_schedulers", source):
                 resume.restore_schedulers(schedulers, checkpoint)
-            resume_check.warn_of_length(
-                checkpoint, schedulers, self._runner.train_loop, self._runner.logger.warning
-            )
+            resume_check.warn_of_length(checkpoint, schedulers, runner.train_loop, warn)
         with restoring("meta", source):
-            self._runner.train_loop.resume_at(checkpoint["meta"])
-        loop = self._runner.train_loop
-        warn_of_sampler_state(loop.dataloader, loop.epoch, self._runner.logger.warning)
+            runner.train_loop.resume_at(checkpoint["meta"])
         states = checkpoint["meta"].get("random_state")
         if states and len(states) == get_world_size():
             self.random_state = states[get_rank()]
@@ -275,7 +230,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Return the run's state in MMEngine's checkpoint layout."""
         runner = self._runner
-        self._check_weights(runner.iter + (by_epoch is False))
+        resume.check_weights(unwrap_model(runner.model), runner.iter + (by_epoch is False))
         if runner.is_training:
             average_batchnorm(runner.model)
         hub = runner.message_hub.state_dict(runner.logger.warning)
@@ -284,23 +239,11 @@ class Checkpoints:
             "state_dict": unwrap_model(runner.model).state_dict(),
             "message_hub": hub,
         }
-        self._warn_of_changes(state["state_dict"])
         if save_optimizer and runner.optim_wrapper is not None:
             state |= resume.optimizer_state(runner.model, runner.optim_wrapper)
         if save_param_scheduler and runner.param_schedulers is not None:
             state["param_schedulers"] = resume.scheduler_states(runner.param_schedulers)
         return state
-
-    def _check_weights(self, iteration: int) -> None:
-        error, rollback = None, self._runner.rollback
-        try:
-            resume.check_weights(unwrap_model(self._runner.model), iteration)
-        except NonFiniteLossError as failure:
-            error = failure
-        if NonFiniteLossError in rollback.faults:
-            error = rollback.agree(error)
-        if error is not None:
-            raise error
 
     def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
         from slipstream.version import __version__  # reads the metadata of the installed package
@@ -336,8 +279,6 @@ class Checkpoints:
         runner = self._runner
 
         def on_complete(path: Path) -> None:
-            if mark_last:
-                runner.rollback.add(checkpoint["meta"]["iter"], path)
             if mark_last and is_main_process():
                 mark_last_checkpoint(runner.work_dir, path, self.run_id, checkpoint["meta"]["iter"])
             if on_saved is not None and is_main_process():

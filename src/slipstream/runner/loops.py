@@ -10,12 +10,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loading.counting import BatchSizes, count_samples
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     batch_size,
+    build_dataloader,
     can_start_inside_batch,
     is_infinite,
     length,
@@ -30,24 +32,90 @@ from slipstream.dataset.loading.lockstep import (
 )
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.samples import skipped_samples
-from slipstream.dataset.loading.waiting import explain_worker_errors
-from slipstream.dist import get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError
+from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
+from slipstream.dataset.loading.workers import end_workers
+from slipstream.dist import get_rank, get_world_size, report_progress
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.evaluator import Evaluator
 from slipstream.evaluator.loss import LossMetric
 from slipstream.logging import Phase
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
-from slipstream.runner.base_loop import BaseLoop, Loadable
-from slipstream.runner.checks import add_notes, warn_of_single_sample, warn_of_unknown_length
-from slipstream.runner.rollback import Passes
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
 __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
+
+Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
+
+_NOTES = {
+    "find_unused_parameters": "(to enable it, pass cfg=dict(find_unused_parameters=True) to the Runner)",
+    "Expected more than 1 value per channel": (
+        "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
+        "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
+    ),
+    "is out of bounds.": "(a target is not one of the network's classes; set num_classes or ignore_index)",
+    "device-side assert triggered": (
+        "(an index on the device is out of range, often a target that is not one of the network's classes; run on the "
+        "CPU with CUDA_VISIBLE_DEVICES='' to see it)"
+    ),
+}
+"""Maps a part of torch's error message to a note for errors with this message."""
+
+
+class BaseLoop:
+    """A loop over a data loader.
+
+    Args:
+        runner: the Runner that owns the loop.
+        dataloader: a loader or its configuration.
+    """
+
+    mode = "train"
+    _loading: Loading | None = None
+    """The current pass over the loader."""
+
+    def __init__(self, runner: Runner, dataloader: Loadable) -> None:
+        self._runner = runner
+        loader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
+        self.dataloader = runner.limits.apply(loader, self.mode, self._name)
+
+    @property
+    def runner(self) -> Runner:
+        """The Runner that owns this loop."""
+        return self._runner
+
+    @property
+    def _name(self) -> str:
+        """Name of the Runner argument that specifies the loader."""
+        return f"{self.mode}_dataloader"
+
+    def run(self) -> Any:
+        """Run the whole loop."""
+        raise NotImplementedError
+
+    def _load(self, epoch: int = 0) -> Loading:
+        """Start a pass over the loader. The random numbers of its workers depend only on (seed, epoch)."""
+        if self._loading is not None:
+            self._loading.close()
+        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall, (self._runner.seed, epoch))
+        return self._loading
+
+    def _warn_of_stall(self, text: str) -> None:
+        if get_rank() == 0:
+            self._runner.logger.warning(text)
+        else:  # log an error, because ranks other than 0 print only errors
+            self._runner.logger.error(f"Rank {get_rank()}: {text}")
+
+    def end_loading(self) -> None:
+        """Stop all worker processes of the loader."""
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+        end_workers(self.dataloader)
 
 
 class _TrainLoop(BaseLoop):
@@ -79,15 +147,14 @@ class _TrainLoop(BaseLoop):
                 "train_cfg.dynamic_intervals",
             )
         self.stop_training = False
-        self.passes = Passes(self.dataloader, runner.meter.max_pending + 1)
-        """The recent passes over the loader, from which the samples in a step can be determined."""
+        self.in_epoch = False
+        """Whether an epoch (or pass over the data) has begun but is not counted yet."""
         self._epoch = self._iter = self._start = 0
         # Number of this rank's samples in the next batch that were used before the resume.
         self._used_samples = 0
         self._validated = True
-        self._validation_start: dict[str, Any] | None = (
-            None  # random state at the start of an incomplete validation
-        )
+        # Random state at the start of an incomplete validation.
+        self._validation_start: dict[str, Any] | None = None
         self._sizes = BatchSizes(self.dataloader)
         self.step_samples = 0
         """Number of samples in the latest step, summed over all processes."""
@@ -112,7 +179,15 @@ class _TrainLoop(BaseLoop):
     @property
     def val_interval(self) -> int:
         """Number of epochs or iterations between validation runs, at the current point in training."""
-        return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
+        return self._interval_at(self._progress)
+
+    def _interval_at(self, progress: int) -> int:
+        return self._intervals[bisect.bisect_right(self._milestones, progress) - 1]
+
+    def _is_due(self, progress: int) -> bool:
+        """Return whether to validate after this number of epochs or iterations."""
+        on_schedule = progress % self._interval_at(progress) == 0 or progress == self._goal
+        return self._runner.val_loop is not None and progress >= self.val_begin and on_schedule
 
     @property
     def _progress(self) -> int:
@@ -135,14 +210,14 @@ class _TrainLoop(BaseLoop):
                 counted, None if the counters are up to date.
         """
         ends_epoch = bool(by_epoch) and self.counts_epochs
+        before_validation = by_epoch is self.counts_epochs  # at the end of an epoch or step
         return {
             "epoch": self._epoch + ends_epoch,
             "iter": self._iter + (1 if by_epoch is False else 0),
             "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
             "epoch_length": self.epoch_length,
-            # The checkpoint at the end of an epoch or step is written before validation.
-            "validated": by_epoch is not self.counts_epochs and self._validated,
+            "validated": not self._is_due(self._progress + 1) if before_validation else self._validated,
         }
 
     @property
@@ -152,51 +227,44 @@ class _TrainLoop(BaseLoop):
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position. If the number of samples per step has changed, convert the position."""
-        samples, logger = self.samples_per_step, self._runner.logger
+        samples, warn = self.samples_per_step, self._runner.logger.warning
         saved_samples = position.get("samples_per_step", samples)
-        infinite = is_infinite(self.dataloader)
-        start, used_samples = divmod(
-            position["iter"] * saved_samples if infinite else position.get("inner_samples", 0), samples
-        )
+        epoch, iteration = position["epoch"], position["iter"]
+        done = iteration * saved_samples if is_infinite(self.dataloader) else position.get("inner_samples", 0)
+        start, used_samples = divmod(done, samples)
         total = samples_per_epoch(self.dataloader)
-        if total is not None and start * samples + used_samples >= total:
+        if total is not None and done >= total:
             start, used_samples = -(-total // samples), 0  # an incomplete last batch is counted as a full one
-        if self.counts_epochs and self.epoch_length is not None:
-            start = min(start, self.epoch_length)
-        iteration = position["iter"]
+        epoch_length = self.epoch_length if self.counts_epochs else None
+        if epoch_length is not None:
+            start = min(start, epoch_length)
         if saved_samples != samples:
             iteration = (
-                position["epoch"] * self.epoch_length + start
-                if self.counts_epochs and self.epoch_length is not None
-                else iteration * saved_samples // samples
+                iteration * saved_samples // samples if epoch_length is None else epoch * epoch_length + start
             )
-            logger.warning(
-                f"The checkpoint was written with {saved_samples} sample{'s' * (saved_samples != 1)} per step; this "
-                f"run uses {samples}. "
-                f"Iteration {position['iter']} of the checkpoint corresponds to iteration {iteration} of this run"
+            warn(
+                f"The checkpoint was written with {saved_samples} samples per step; this run uses {samples}. Iteration "
+                f"{position['iter']} of the checkpoint corresponds to iteration {iteration} of this run"
             )
-        self.resume(position["epoch"], iteration, start, position.get("validated", True))
+        elif start and position.get("epoch_length") not in (None, self.epoch_length):
+            warn(
+                f"The checkpoint was written in the middle of an epoch of {position['epoch_length']} batches, but an "
+                f"epoch of this run has {self.epoch_length}, so the rest of this epoch may repeat or skip samples"
+            )
+        self.resume(epoch, iteration, start, position.get("validated", True))
         self._used_samples, repeated = divmod(used_samples, get_world_size())
         if used_samples and not can_start_inside_batch(self.dataloader):
             self._used_samples, repeated = 0, used_samples
         if used_samples:
-            rest = samples - used_samples + repeated
-            logger.warning(
-                f"With {samples} samples per step, this run resumes in the middle of a batch, so the next step uses "
-                f"{rest} sample{'' if rest == 1 else 's'}"
-                + (f", including {repeated} that training has already used" if repeated else "")
+            warn(
+                f"This run resumes in the middle of a batch: the next step uses {samples - used_samples + repeated} of "
+                f"{samples} samples, and {repeated} of them have already been used"
             )
-        length = position.get("epoch_length")
-        if start and saved_samples == samples and length not in (None, self.epoch_length):
-            logger.warning(
-                f"The checkpoint was written in the middle of an epoch of {length} batches, but an epoch of this run "
-                f"has {self.epoch_length}. The data or the batch sampler has changed, so the rest of this epoch may "
-                "repeat some samples and skip others"
-            )
-        is_complete = start == self.epoch_length  # the checkpoint was written before the epoch was counted
-        epoch = position["epoch"] + is_complete
-        epochs = f"epoch {epoch}, " if self.counts_epochs and epoch else ""
-        logger.info(f"Resumed after {epochs}iteration {iteration}")
+        finished = epoch + (
+            start == self.epoch_length
+        )  # the checkpoint was written before the epoch was counted
+        epochs = f"epoch {finished}, " if self.counts_epochs and finished else ""
+        self._runner.logger.info(f"Resumed after {epochs}iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
@@ -206,42 +274,15 @@ class _TrainLoop(BaseLoop):
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated, self._validation_start = start, validated, None
 
-    def _recover(self, train: Callable[[], None]) -> None:
-        """Call `train`. After a fault, call it again if the run can continue from an earlier checkpoint."""
-        runner, rollback = self._runner, self._runner.rollback
+    def _begin(self) -> None:
+        """Run a missed validation, and warn if there is nothing to train."""
         if self._progress >= self._goal:
             unit, key = ("epochs", "max_epochs") if self.counts_epochs else ("iterations", "max_iters")
-            shortcut = " (epochs=...)" if self.counts_epochs else ""
-            runner.logger.warning(
+            self._runner.logger.warning(
                 f"Nothing to train: the run is already complete ({self._progress} of {self._goal} {unit}); "
-                f"to continue training, increase train_cfg.{key}{shortcut}"
+                f"to continue training, increase train_cfg.{key}"
             )
-        rollback.begin()
-        while True:
-            try:
-                self._run_missed_validation()
-                train()
-                if rollback.faults:
-                    runner.read_logs()
-                return
-            except rollback.faults as error:
-                fault = error
-            with runner.phases.during("checkpoint"):
-                rollback.recover(fault)
-
-    def _train_on(self, idx: int, data_batch: Any) -> None:
-        """Train on one batch, or skip the batch if it caused a fault."""
-        if self._iter + 1 not in self._runner.rollback.skipped:
-            self.run_iter(idx, data_batch)
-            return
-        runner = self._runner
-        runner.phases.switch("hooks")
-        runner.rollback.skip()
-        self.inner_iter = idx + 1
-        for hook in runner.hooks_at("after_skipped_iter"):
-            hook(runner, batch_idx=idx)
-        self._iter += 1
-        runner.phases.switch("data")
+        self._run_missed_validation()
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch and call the hooks before and after it."""
@@ -266,18 +307,14 @@ class _TrainLoop(BaseLoop):
         """Validate if a validation was due but incomplete when the checkpoint was written or the run stopped."""
         if not self._validated:
             self._runner.checkpoints.restore_random_state()
-            self._validate()
+            self._validate(due=True)
             # In the middle of an epoch, the loader had drawn its random numbers before the checkpoint was written. A
             # restarted loader draws them again, so restore this state after the loader has started.
             self._runner.checkpoints.random_state = get_random_state()
 
-    def _validate(self) -> None:
-        progress = self._progress
-        due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
-        if self._runner.val_loop is not None and due:
+    def _validate(self, due: bool = False) -> None:
+        if self._runner.val_loop is not None and (due or self._is_due(self._progress)):
             self._validated, self._validation_start = False, get_random_state()
-            if self._runner.rollback.faults:
-                self._runner.read_logs()  # raises an error before hooks use the metrics of a faulty model
             self._runner.val_loop.run()
             self._runner.model.train()
             self.end_validation()
@@ -293,7 +330,7 @@ class _TrainLoop(BaseLoop):
         self._runner.phases.switch("data")
         start, self._start = self._start, 0
         used_samples, self._used_samples = self._used_samples, 0
-        self.passes.begin(self._iter, self._epoch, start, used_samples)
+        self.in_epoch = True
         if start == 0:
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
@@ -314,19 +351,27 @@ class _TrainLoop(BaseLoop):
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
         self._log_skipped()
 
+    def _count_pass(self) -> None:
+        self._epoch += 1
+        self.in_epoch = False
+
     def _log_skipped(self) -> None:
         if skipped := skipped_samples(self.dataloader.dataset):
             self._runner.logger.warning(f"{self._name} has skipped {skipped}")
 
     @contextmanager
     def _annotate_errors(self) -> Iterator[None]:
-        """Add the current step to every error, and to the report printed when another rank fails."""
+        """Add the step and a remedy to errors, and the step to the report printed when another rank fails."""
         report_progress(self._describe_position)
         try:
             with explain_worker_errors(self._name):
                 yield
         except Exception as error:
-            add_notes(error, self._describe_position(), self._runner.rollback.describe)
+            rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
+            error.add_note(f"({rank}in {self._describe_position()})")
+            text = "" if isinstance(error, SlipstreamError) else str(error)
+            for note in (note for part, note in _NOTES.items() if part in text):
+                error.add_note(note)
             raise
         report_progress(None)
 
@@ -386,18 +431,14 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner = self._runner
         runner.call_hook("before_train")
         runner.model.train()
-        warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
-        warn_of_unknown_length(runner)
         with self._annotate_errors():
-            self._recover(self._run_epochs)
+            self._begin()
+            while self._epoch < self.max_epochs and not self.stop_training:
+                self.run_epoch()
+                self._validate()
         runner.phases.switch("other")
         runner.call_hook("after_train")
         return runner.model
-
-    def _run_epochs(self) -> None:
-        while self._epoch < self.max_epochs and not self.stop_training:
-            self.run_epoch()
-            self._validate()
 
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
@@ -405,10 +446,10 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train_epoch")
         runner.model.train()
         for idx, data_batch in self._numbered_batches():
-            self._train_on(idx, data_batch)
+            self.run_iter(idx, data_batch)
         self._end_pass()
         runner.call_hook("after_train_epoch")
-        self._epoch += 1
+        self._count_pass()
         self.inner_iter = 0
 
 
@@ -454,23 +495,19 @@ class IterBasedTrainLoop(_TrainLoop):
         runner = self._runner
         runner.call_hook("before_train")
         runner.model.train()
-        warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         runner.model.train()
         with self._annotate_errors():
-            self._recover(self._run_iters)
+            self._begin()
+            batches = self._batches()
+            while self._iter < self.max_iters and not self.stop_training:
+                self.run_iter(*next(batches))
+                self._validate()
         runner.phases.switch("other")
         self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model
-
-    def _run_iters(self) -> None:
-        batches = self._batches()
-        while self._iter < self.max_iters and not self.stop_training:
-            idx, data_batch = next(batches)
-            self._train_on(idx, data_batch)
-            self._validate()
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         while True:
@@ -481,7 +518,7 @@ class IterBasedTrainLoop(_TrainLoop):
             if empty:
                 raise DataError("the training loader yields no batches; check batch_size and drop_last")
             self._end_pass()
-            self._epoch += 1
+            self._count_pass()
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""

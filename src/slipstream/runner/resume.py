@@ -55,11 +55,9 @@ __all__ = [
     "STRIP_WRAPPER",
     "check_weights",
     "find_resume",
-    "group_sizes",
     "init_weights",
     "optimizer_state",
     "read_checkpoint",
-    "read_if_intact",
     "restore_counts",
     "restore_optimizer",
     "restore_schedulers",
@@ -149,24 +147,6 @@ def _check_access(path: Path) -> None:
         )
 
 
-def read_if_intact(
-    model: nn.Module, path: Path
-) -> tuple[dict[str, Any], None] | tuple[None, CheckpointError]:
-    """Read a checkpoint for the unwrapped `model`. If a rank cannot read the file, all ranks return the error."""
-    problem = checkpoint = None
-    try:
-        _check_access(path)
-        checkpoint = read_checkpoint(model, path, "cpu", STRIP_WRAPPER)
-        check(checkpoint.get("meta", {}), META, path, "meta")
-    except CheckpointError as error:
-        problem = error
-    problems = [found for found in all_gather_object(problem) if found is not None]
-    if problems:
-        return None, problems[0]
-    assert checkpoint is not None
-    return checkpoint, None
-
-
 def init_weights(model: nn.Module, call_method: bool = True) -> None:
     """Initialize the unwrapped model, load pretrained weights, and broadcast rank 0's weights.
 
@@ -220,27 +200,17 @@ def read_checkpoint(
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
-    counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
-    unfinished = {name: wrapper.unfinished for name, wrapper in _wrappers(optim).items()}
-    windows = {name: wrapper.window for name, wrapper in _wrappers(optim).items()}
+    wrappers = _wrappers(optim)
     state = {
         "optimizer": optim.state_dict(),
-        "batches": counts,
-        "unfinished": unfinished,
-        "windows": windows,
+        "batches": {name: wrapper.batches for name, wrapper in wrappers.items()},
+        "unfinished": {name: wrapper.unfinished for name, wrapper in wrappers.items()},
+        "windows": {name: wrapper.window for name, wrapper in wrappers.items()},
     }
     state |= _pending_gradients(unwrap_model(model))
     if hook_state := comm_hook_state(model):
         state["comm_hook"] = hook_state
     return state
-
-
-def group_sizes(optim: OptimWrapper) -> dict[str, list[int]]:
-    """Return the number of parameters in each group of each optimizer, keyed as in the checkpoint."""
-    return {
-        f"optimizer.{name}".removesuffix("."): [len(group["params"]) for group in wrapper.param_groups]
-        for name, wrapper in _wrappers(optim).items()
-    }
 
 
 def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:
@@ -381,7 +351,6 @@ def check_weights(model: nn.Module, iteration: int) -> None:
             "were kept. Lower the learning rate, add a warm-up, or clip the gradients "
             "(clip_grad=dict(max_norm=1.0))",
             iteration,
-            located=not name.startswith("running"),
         )
 
 

@@ -90,8 +90,7 @@ class RunContext:
             except BaseException as error:
                 loop = self._runner.loops.get_if_built("train")
                 # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
-                # User-defined loops may have no `passes` attribute.
-                if (passes := getattr(loop, "passes", None)) is not None and passes.has_begun(loop.epoch):
+                if getattr(loop, "in_epoch", False):
                     stopped = f"stopped in the middle of an epoch ({type(error).__name__})"
                     interrupted = "was interrupted by a signal in the middle of an epoch"
                     self._stop_reason = interrupted if isinstance(error, Preempted) else stopped

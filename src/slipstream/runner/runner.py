@@ -30,7 +30,6 @@ from slipstream.runner.lazy_loops import LazyLoops
 from slipstream.runner.limits import read_limits
 from slipstream.runner.logs import log_start, name_run, open_logs, show_config, write_config
 from slipstream.runner.resume import STRIP_WRAPPER
-from slipstream.runner.rollback import Rollback
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
     AutoScaleLr,
@@ -163,7 +162,6 @@ class Runner:
             self.logger.warning(line)
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source)
-        self.rollback = Rollback(self)
         self.device = default_device()
         prepared = planning.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
         self.capabilities, self.speed, self.model = prepared.capabilities, prepared.plan, prepared.model
@@ -558,8 +556,7 @@ class Runner:
     def read_logs(self) -> None:
         """Read the losses recorded since the last call, and write them and the learning rates to the message hub.
 
-        This is the only method in which a training run synchronizes with the device to read values. With
-        `nan_guard='rollback'` or a `LossSpikeHook`, all ranks must call this method.
+        This is the only method in which a training run synchronizes with the device to read values.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.

@@ -1,8 +1,8 @@
-"""Speed option: skip the step, stop or roll back if a loss or gradient is not finite, without a sync in every step."""
+"""Speed option: skip the step or stop if a loss or gradient is not finite, without a sync in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,36 +18,29 @@ from slipstream.errors import ConfigError, ModelError, NonFiniteLossError, did_y
 from slipstream.sharding import is_sharded, local_shard
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, restore_unless
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
 __all__ = ["Locator", "NanGuardOptions", "SkipCount", "StepGuard", "guard_step", "poison", "read_nan_guard"]
 
-_ACTIONS = ("stop", "skip", "rollback")
+_ACTIONS = ("stop", "skip")
 
 
 @dataclass(frozen=True)
 class NanGuardOptions:
     """Options of `nan_guard=dict(...)`, which handles losses and gradients that are not finite."""
 
-    action: Literal["stop", "skip", "rollback"] = "stop"
-    """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights.
-    `rollback` continues from the last checkpoint of the run and skips the batches that caused the non-finite value."""
+    action: Literal["stop", "skip"] = "stop"
+    """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights."""
     locate: bool = False
     """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
     """Maximum number of consecutive skipped steps (`skip`). If the limit is exceeded, the run stops."""
-    max_rollbacks: PositiveInt = 3
-    """Maximum number of rollbacks to a checkpoint in a run (`rollback`); after that, the run stops."""
-    skip_before: NonNegativeInt = 0
-    """Number of additional batches to skip before those that caused the non-finite value (`rollback`)."""
 
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
-        check(self.max_rollbacks, PositiveInt, "max_rollbacks")
-        check(self.skip_before, NonNegativeInt, "skip_before")
 
     def hook_cfg(self) -> dict[str, Any]:
         """Return the configuration of the hook that implements the option."""
@@ -55,16 +48,20 @@ class NanGuardOptions:
 
 
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
-    """Read `nan_guard`: `'stop'`, `'skip'`, `'rollback'`, a dict, True (`'stop'`), None or False.
+    """Read `nan_guard`: `'stop'`, `'skip'`, a dict, True (`'stop'`), None or False.
 
     With None and False, a non-finite loss still stops the run the next time losses are read for logging.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
     """
+    if value == "rollback" or (isinstance(value, Mapping) and value.get("action") == "rollback"):
+        raise ConfigError(
+            "'rollback' was removed; use 'skip', or 'stop' and restart the run with resume=True", "nan_guard"
+        )
     if isinstance(value, str) and value not in _ACTIONS:
         hint = did_you_mean(value, _ACTIONS)
-        raise ConfigError(f"must be 'stop', 'skip', 'rollback' or a dict, not {value!r}{hint}", "nan_guard")
+        raise ConfigError(f"must be 'stop', 'skip' or a dict, not {value!r}{hint}", "nan_guard")
     return optional(NanGuardOptions, {"action": value} if isinstance(value, str) else value, "nan_guard")
 
 
@@ -217,11 +214,6 @@ class StepGuard:
         )
         self._saved_buffers = {}
         self.count.add(finite)
-
-    def reset(self) -> None:
-        """Discard the unfinished accumulation window and the counts, after a rollback to a checkpoint."""
-        self._saved_buffers = {}
-        self.count.tensor.zero_()
 
     def read(self) -> int:
         """Return the number of skipped steps since the last call. This synchronizes with the device.

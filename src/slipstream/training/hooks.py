@@ -120,8 +120,3 @@ class HistoryHook(Hook):
         """Append the metrics and the number of completed epochs."""
         if runner.is_training:
             self.history.append({"epoch": runner.epoch, **(metrics or {})})
-
-    def after_rollback(self, runner: Runner) -> None:
-        """Remove the metrics of the epochs that will be repeated."""
-        done = runner.epoch if runner.train_loop.validated else runner.epoch - 1
-        self.history = [entry for entry in self.history if entry["epoch"] <= done]

@@ -152,10 +152,6 @@ class LRCallbackHook(Hook):
             method(runner, **values)
             self._store(runner)
 
-    def after_rollback(self, runner: Runner) -> None:
-        """Restore the learning rates from the checkpoint."""
-        self._restore(runner)
-
     def _store(self, runner: Runner) -> None:
         assert self._callback is not None, "the schedule must have been called"
         rates = self._callback.lr
