@@ -16,7 +16,10 @@ __all__ = ["REMOVED", "optional", "options"]
 
 T = TypeVar("T")
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "nan_guard.max_rollbacks": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
+    "nan_guard.skip_before": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
+}
 """Options that no longer exist, keyed by the end of their config path: a sentence that names the replacement."""
 
 
