@@ -20,10 +20,7 @@ from slipstream.typecheck import (
     PositiveInt,
     Probability,
     check,
-    check_finite,
-    check_optimizer_options,
     describe,
-    describe_with_article,
     is_number,
     is_real,
     matches,
@@ -157,58 +154,8 @@ def test_check_error_contains_the_path_and_part_of_the_value():
     assert len(text) < 300
 
 
-def test_numbers_that_are_not_finite_are_found_at_any_depth():
-    check_finite({"a": [1.0, {"b": (2, "nan", None)}]})
-    with pytest.raises(ConfigError, match=r"^a\[1\]\.b\[0\]: must be a finite number, not inf"):
-        check_finite({"a": [1.0, {"b": (math.inf,)}]})
-
-
-@pytest.mark.parametrize(
-    ("options", "path"),
-    [
-        ({"lr": math.nan}, "lr"),
-        ({"lr": -1}, "lr"),
-        ({"lr": "0.1"}, "lr"),
-        ({"lr": True}, "lr"),
-        ({"lr": [0.1]}, "lr"),
-        ({"weight_decay": -0.1}, "weight_decay"),
-        ({"momentum": math.inf}, "momentum"),
-        ({"betas": (0.9, "0.99")}, "betas"),
-        ({"betas": [0.9, math.nan]}, "betas[1]"),
-        ({"eps": [None, -1e-3]}, "eps"),
-        ({"alpha": math.nan}, "alpha"),
-    ],
-)
-def test_invalid_optimizer_options_raise_an_error(options, path):
-    with pytest.raises(ConfigError) as caught:
-        check_optimizer_options(options, "optimizer")
-    assert caught.value.path == f"optimizer.{path}"
-
-
-def test_optimizer_options_may_be_tensors_and_none():
-    tensor = torch.tensor(0.1)
-    check_optimizer_options(
-        {"params": [tensor], "lr": tensor, "eps": (None, 1e-3), "betas": (0.9, 0.99), "t_total": -1}
-    )
-
-
 def test_numbers_are_ints_and_floats_but_not_bools():
     values = [0, -1, 2.5, 2**2000, math.inf, -math.inf, math.nan, True, False, "1", None, torch.tensor(1.0)]
     assert list(filter(is_real, values[:7])) == values[:7]
     assert not any(map(is_real, values[7:]))
     assert list(filter(is_number, values)) == values[:4]
-
-
-@pytest.mark.parametrize(
-    ("annotation", "text"),
-    [
-        (PositiveInt, "an int of at least 1"),
-        (float, "a finite float"),
-        (str | None, "a str or None"),
-        (Literal["a"] | bool, "'a' or bool"),
-        (Callable[..., Any], "a function"),
-        (type(None), "None"),
-    ],
-)
-def test_described_adds_an_article_to_types_only(annotation, text):
-    assert describe_with_article(annotation) == text

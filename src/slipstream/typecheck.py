@@ -22,8 +22,6 @@ __all__ = [
     "Probability",
     "Rule",
     "check",
-    "check_finite",
-    "check_optimizer_options",
     "describe",
     "describe_with_article",
     "is_number",
@@ -55,46 +53,10 @@ Number = Annotated[float, Rule(lambda value: value == value, "other than NaN")]
 """A float, including infinity but not NaN. `float` without a rule matches only finite numbers."""
 
 
-_OPTIMIZER_LIMITS: Mapping[str, Any] = {
-    "lr": NonNegative,
-    "weight_decay": NonNegative,
-    "eps": NonNegative,
-    "momentum": Probability,
-    "betas": Probability,
-}
-
-
 def check(value: Any, annotation: Any, path: str) -> None:
     """Raise a `ConfigError` at `path` unless `value` matches `annotation`."""
     if not matches(value, annotation):
         raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}", path)
-
-
-def check_finite(value: Any, path: str = "") -> None:
-    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error names the key."""
-    if isinstance(value, float) and not is_number(value):
-        raise ConfigError(f"must be a finite number, not {value!r}", path)
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            check_finite(item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            check_finite(item, f"{path}[{index}]")
-
-
-def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
-    """Raise a `ConfigError` if an option of an optimizer or parameter group has a value that no optimizer supports."""
-    prefix = f"{path}." if path else ""
-    check_finite({f"{prefix}{key}": value for key, value in options.items() if key != "params"})
-    for key, limit in _OPTIMIZER_LIMITS.items():
-        value: Any = options.get(key)
-        is_sequence = isinstance(value, list | tuple) and key in ("eps", "betas")
-        for number in value if is_sequence else [value]:
-            is_number_like = number is None or is_number(number) or hasattr(number, "item")  # a tensor
-            if not is_number_like or (is_number(number) and not matches(number, limit)):
-                raise ConfigError(
-                    f"must be {describe_with_article(limit)}, not {short_repr(value)}", f"{prefix}{key}"
-                )
 
 
 def is_number(value: Any) -> bool:

@@ -278,7 +278,6 @@ def test_custom_constructor_sets_options(monkeypatch):
         ({"custom_keys": {"head": {"decay_mult": True}}}, r"custom_keys\.head\.decay_mult: .* not True"),
         (
             {"custom_keys": {"head": {"lr": math.inf}}},
-            r"custom_keys\.head\.lr: must be a finite number, not inf",
         ),
         (
             {"custom_keys": {"backbone.conv": {"lr_mult": "2"}}},

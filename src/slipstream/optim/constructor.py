@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.optim.library import check_shapes
 from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
-from slipstream.typecheck import NonNegative, check, check_optimizer_options
+from slipstream.typecheck import NonNegative, check
 
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
@@ -62,7 +62,6 @@ class ParamwiseOptions:
                     check(values[name], NonNegative, _path(key, name))
             for name in values:
                 check(name, str, _path(key))
-            check_optimizer_options(values, _path(key))
 
     def option_with_suffix(self, suffix: str) -> str | None:
         """Return the path of a set option that ends with `suffix` (such as `"lr_mult"`), or None if there is none."""
@@ -112,7 +111,6 @@ class DefaultOptimWrapperConstructor:
             raise ConfigError(
                 f"must be a dict such as dict(type='SGD', lr=0.01), not {self.optimizer_cfg!r}", "optimizer"
             )
-        check_optimizer_options(self.optimizer_cfg, "optimizer")
         self.base_lr: Any = self.optimizer_cfg.get("lr")
         self.base_wd: float | None = self.optimizer_cfg.get("weight_decay")
         for suffix, base, name in (

@@ -170,8 +170,8 @@ class Registry:
         for key in names:
             existing = self.module_dict.get(key)
             if existing is not None and existing is not module and not force:
-                # A built-in class is registered at the first lookup, often of another component, whose config path would
-                # be added to a ConfigError.
+                # A built-in class is registered at the first lookup, often of another component, whose path
+                # would be added to a ConfigError.
                 is_own = module.__module__.startswith("slipstream.")
                 raise (SlipstreamError if is_own else UnknownNameError)(
                     f"'{key}' is already registered in the {self.name} registry by {existing.__module__}, so "

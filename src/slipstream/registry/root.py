@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from slipstream.errors import ConfigError
 from slipstream.registry.registry import ROOT_SCOPE, Registry, build_from_cfg
-from slipstream.typecheck import check, check_optimizer_options
 
 __all__ = [
     "DATASETS",
@@ -48,31 +45,6 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 
         return nn.Sequential(*(build_from_cfg(item, registry, default_args) for item in cfg))
     return build_from_cfg(cfg, registry, default_args)
-
-
-def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Build an optimizer after checking its options.
-
-    Some of torch's optimizers accept NaN, and their error messages do not name the configuration key.
-    """
-    if isinstance(cfg, Mapping):
-        try:
-            check_optimizer_options(cfg)
-            _check_flags(cfg, registry)
-        except ConfigError as error:
-            error.source = cfg  # type: ignore[attr-defined]  # locates the error in the user config
-            raise
-    return build_from_cfg(cfg, registry, default_args)
-
-
-def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
-    """Check that options whose default is a bool, such as `nesterov`, are bools. Optimizers do not check this."""
-    kind = cfg.get("type")
-    target = registry.get(kind) if isinstance(kind, str) else kind
-    parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}
-    for key, value in cfg.items():
-        if key in parameters and isinstance(parameters[key].default, bool):
-            check(value, bool, key)
 
 
 RUNNERS = _root("runner", "slipstream.runner")
@@ -124,7 +96,6 @@ WEIGHT_INITIALIZERS = _root("weight initializer", "slipstream.model.weight_init"
 OPTIMIZERS = _root(
     "optimizer",
     "slipstream.optim",
-    build_func=_build_optimizer,
     namespaces=["torch.optim", "torch.distributed.optim", "pytorch_optimizer.optimizer"],
 )
 OPTIM_WRAPPERS = _root("optimizer wrapper", "slipstream.optim")

@@ -15,7 +15,7 @@ from slipstream.optim.scheduler.checks import INF
 from slipstream.optim.scheduler.torch_steps import counts_epochs
 from slipstream.plain_values import plain
 from slipstream.registry import PARAM_SCHEDULERS
-from slipstream.typecheck import PositiveInt, check, check_finite, is_number, short_repr
+from slipstream.typecheck import PositiveInt, check, is_number, short_repr
 
 __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
 
@@ -208,7 +208,6 @@ def _build_torch(
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}
     check(cfg.get("end"), PositiveInt | None, "end")
-    check_finite(arguments)
     scheduler = PARAM_SCHEDULERS.build(
         arguments, default_args={"optimizer": getattr(optimizer, "optimizer", optimizer)}
     )
