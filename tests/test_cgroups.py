@@ -33,9 +33,6 @@ def test_machine_without_cgroups_has_no_limits(tmp_path):
         ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "5000"}, 5000),
         ("0::/a/b\n", {"a/b/memory.max": "4000", "a/memory.max": "5000"}, 4000),
         ("0::/\n", {"memory.max": "max"}, None),
-        ("4:memory:/a\n0::/\n", {"memory/a/memory.limit_in_bytes": "3000"}, 3000),
-        ("4:cpu,memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("3:cpuset:/a\n", {"memory/a/memory.limit_in_bytes": "3000"}, None),
     ],
 )
 def test_memory_limit_is_the_smallest_of_the_cgroup_and_its_parents(tmp_path, lines, files, expected):
@@ -43,24 +40,12 @@ def test_memory_limit_is_the_smallest_of_the_cgroup_and_its_parents(tmp_path, li
     assert memory_limit(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    ("lines", "folder", "names", "prefix"),
-    [
-        ("0::/a/b\n", "", ("memory.max", "memory.current"), ""),
-        ("4:memory:/a/b\n", "memory/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
-    ],
-)
-def test_available_memory_follows_the_fullest_cgroup_and_ignores_cached_files(
-    tmp_path, lines, folder, names, prefix
-):
-    stat = f"anon 7\n{prefix}inactive_file 100\n{prefix}active_file 20"
+def test_available_memory_follows_the_fullest_cgroup_and_ignores_cached_files(tmp_path):
     files = {}
     for path, limit, used in (("a/b", 5000, 1000), ("a", 6000, 4500)):
-        values = (str(limit), str(used), stat)
-        files |= {
-            f"{folder}{path}/{name}": v for name, v in zip((*names, "memory.stat"), values, strict=True)
-        }
-    write(tmp_path, lines, files)
+        files |= {f"{path}/memory.max": str(limit), f"{path}/memory.current": str(used)}
+        files |= {f"{path}/memory.stat": "anon 7\ninactive_file 100\nactive_file 20"}
+    write(tmp_path, "0::/a/b\n", files)
     assert available_memory(tmp_path) == 6000 - 4500 + 120
 
 

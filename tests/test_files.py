@@ -1,7 +1,6 @@
 import os
 import socketserver
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from slipstream.files import (
     atomic_write,
     download,
-    remove_old_temporary_files,
     remove_temporary_files,
     write_text,
 )
@@ -63,19 +61,6 @@ def test_only_temporary_files_of_this_module_are_removed(tmp_path):
     (tmp_path / ".folder.0123abcd.tmp").mkdir()
     remove_temporary_files(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.tmp"])
-
-
-def test_old_temporary_files_of_one_file_are_removed(tmp_path):
-    old, new, other = (
-        tmp_path / name
-        for name in (".a[1].pth.0123abcd.tmp", ".a[1].pth.4567abcd.tmp", ".b.pth.0123abcd.tmp")
-    )
-    for path in (old, new, other):
-        path.write_text("")
-    for path in (old, other):
-        os.utime(path, (time.time() - 7200,) * 2)
-    remove_old_temporary_files(tmp_path / "a[1].pth")
-    assert sorted(tmp_path.iterdir()) == sorted([new, other])
 
 
 def test_renamed_file_is_synced_before_its_folder(tmp_path, monkeypatch):

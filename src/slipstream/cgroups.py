@@ -1,4 +1,4 @@
-"""Resource limits that Linux control groups (cgroups) impose on this process."""
+"""Resource limits that Linux control groups (cgroups, version 2) impose on this process."""
 
 from __future__ import annotations
 
@@ -9,71 +9,41 @@ from pathlib import Path
 __all__ = ["available_memory", "memory_limit", "quotas"]
 
 _ROOT = Path("/")
-_UNLIMITED = 2**60
-"""Limits of this size or larger are ignored, because version 1 represents "no limit" as a number close to 2**63."""
 
 
 def quotas(root: Path = _ROOT) -> list[float]:
-    """Return the CPU quotas, in cores, of this process's cgroup (v2) and its parents."""
-    cores = []
-    for version, folder in _folders(root, "cpu"):
-        file = folder / "cpu.max"
-        if version == 2 and file.is_file():
-            quota, period = file.read_text(encoding="utf-8").split()
-            cores += [] if quota == "max" else [int(quota) / int(period)]
-    return cores
+    """Return the CPU quotas, in cores, of this process's cgroup and its parents."""
+    limits = (text.split() for _, text in _files(root, "cpu.max"))
+    return [int(quota) / int(period) for quota, period in limits if quota != "max"]
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Return the smallest memory limit in bytes of this process's cgroups (v1 and v2), or None if there is no limit."""
-    limits = (_limit(version, folder) for version, folder in _folders(root, "memory"))
-    return min((limit for limit in limits if limit is not None), default=None)
+    """Return the smallest memory limit in bytes of this process's cgroup and its parents, or None if there is none."""
+    return min((int(text) for _, text in _files(root, "memory.max") if text != "max"), default=None)
 
 
 def available_memory(root: Path = _ROOT) -> int | None:
-    """Return the number of bytes that this process can allocate before a cgroup reaches its limit.
-
-    The result is None if no cgroup has a limit, or if the usage cannot be read.
+    """Return the number of bytes that this process can allocate before a cgroup reaches its limit, if there is one.
 
     The page cache counts as available memory, because the kernel reclaims it when a cgroup reaches its limit.
     """
     available = []
-    for version, folder in _folders(root, "memory"):
-        limit = _limit(version, folder)
-        with suppress(OSError, ValueError):
-            usage = int(
-                (folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text()
-            )
-            # In version 1, the entries without this prefix exclude child cgroups.
-            prefix = "" if version == 2 else "total_"
-            names = (f"{prefix}inactive_file", f"{prefix}active_file")
-            lines = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
-            cached = sum(int(value) for name, value in lines if name in names)
-            available += [] if limit is None else [limit - usage + cached]
+    for folder, limit in _files(root, "memory.max"):
+        if limit != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            available.append(int(limit) - int((folder / "memory.current").read_text()) + cached)
     return min(available, default=None)
 
 
-def _limit(version: int, folder: Path) -> int | None:
-    file = folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")
-    text = file.read_text(encoding="utf-8").strip() if file.is_file() else "max"
-    return int(text) if text.isdecimal() and int(text) < _UNLIMITED else None
-
-
-def _folders(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield `(version, folder)` for each of this process's cgroups that has the controller, and for their parents."""
-    try:
+def _files(root: Path, name: str) -> Iterator[tuple[Path, str]]:
+    """Yield the folder of this process's cgroup and those of its parents, and the text of the file `name` in each."""
+    lines: list[str] = []
+    with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
+    base = root / "sys/fs/cgroup"
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            version, base = 2, root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            version, base = 1, root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        folder = base / path.strip("/")
-        for part in (folder, *folder.parents):
-            if part.is_relative_to(base):
-                yield version, part
+        folder = base / line.removeprefix("0::").strip("/")
+        for part in (folder, *folder.parents) if line.startswith("0::") else ():
+            if part.is_relative_to(base) and (part / name).is_file():
+                yield part, (part / name).read_text(encoding="utf-8").strip()

@@ -7,9 +7,8 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.errors import ConfigError
@@ -21,7 +20,6 @@ __all__ = [
     "check_space",
     "disk_problem",
     "download",
-    "remove_old_temporary_files",
     "remove_temporary_files",
     "sync_folder",
     "user_cache",
@@ -33,8 +31,6 @@ _DOWNLOAD_TIMEOUT = 60
 CHECKPOINT_NAME_LENGTH = 215
 """Maximum length, in bytes, of a checkpoint's configured name. Most file systems allow 255 bytes; the rest is
 used for the number and for the suffixes of shards, temporary files and replaced files."""
-_ABANDONED_AGE = 3600
-"""Seconds after its last modification at which a temporary file is regarded as left by a killed process."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -168,19 +164,6 @@ def remove_temporary_files(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         if path.is_file() and _TEMPORARY_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
-
-
-def remove_old_temporary_files(path: Path) -> None:
-    """Remove the temporary files for `path` that were left by processes killed inside `atomic_write`.
-
-    Files that were modified within the last hour are kept, because another process may be writing to them.
-    """
-    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}\.tmp")
-    for temporary in path.parent.iterdir():
-        if name.fullmatch(temporary.name):
-            with suppress(OSError):  # another process may have removed the file
-                if time.time() - temporary.stat().st_mtime > _ABANDONED_AGE:
-                    temporary.unlink()
 
 
 def user_cache(name: str) -> Path:

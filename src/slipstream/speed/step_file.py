@@ -16,9 +16,8 @@ from slipstream.checkpoint import (
     write_checkpoint,
 )
 from slipstream.checkpoint.weights import compare_weights
-from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
+from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.errors import CheckpointError
-from slipstream.files import remove_old_temporary_files
 from slipstream.model import unwrap_model
 from slipstream.speed.step_state import own_remedy
 
@@ -44,8 +43,6 @@ def save_step(step: TrainStep, path: str | Path, values: Mapping[str, Any]) -> N
         "values": dict(values),
     }
     write_checkpoint(content, Path(path), _refuse)
-    if is_main_process():
-        remove_old_temporary_files(Path(path))
 
 
 def load_step(step: TrainStep, path: str | Path) -> dict[str, Any]:
