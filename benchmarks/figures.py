@@ -351,27 +351,6 @@ def sync_bn() -> str:
     return f"{table(header, rows)}\n\n{machine('sync_bn')}; {rounds_note(one)} (minimum to maximum)."
 
 
-def background() -> str:
-    def cell(value: float | None, digits: int) -> str:
-        return "not finished" if value is None else f"{value:.{digits}f}"
-
-    rows = []
-    for name, case_result in result("background")["measured"].items():
-        background_result = case_result["background"]
-        ratios = background_result["all ratios"]
-        rows.append([name.replace(", 1 threads", ", 1 thread"),
-                     f"{background_result['running over paused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                     cell(background_result["seconds of compilation"], 0),
-                     cell(background_result.get("seconds of the batch that switches to the graph"), 1)])  # fmt: skip
-    header = [
-        "network",
-        "step time during compilation, relative to eager training",
-        "compilation, s",
-        "first step that uses the graph, s",
-    ]
-    return f"{table(header, rows)}\n\n{machine('background', threads=0)}; n = {len(ratios)} (minimum to maximum)."
-
-
 def compile_cache() -> str:
     rows = [
         [f"{scope}, {start}", f"{median(r['seconds'] for r in runs):.1f}", runs[0]["found"]]
@@ -491,7 +470,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
 
 
 FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, gpu, channels_last, host_time, data, jpeg, fused,
-             nan_guard, sync_bn, background, compile_cache, checkpoint, compare,
+             nan_guard, sync_bn, compile_cache, checkpoint, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 

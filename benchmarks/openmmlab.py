@@ -41,7 +41,7 @@ ENGINES: dict[str, tuple[str, Sequence[str]]] = {
     "Slipstream": ("slipstream", ()),
     "Slipstream, fused": ("slipstream", ["speed.fused=True"]),
     "Slipstream, fused and bf16": ("slipstream", ["speed.fused=True", "speed.precision=bf16"]),
-    COMPILED: ("slipstream", ["speed.fused=True", "speed.compile.wait=True"]),
+    COMPILED: ("slipstream", ["speed.fused=True", "speed.compile=True"]),
 }
 """Worker engine and options of each contender."""
 WARMUP = 12

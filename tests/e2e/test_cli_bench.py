@@ -269,7 +269,7 @@ def test_run_sets_its_options_and_removes_the_same_options_from_the_recipe():
     )
     assert cfg.speed.to_dict() == {
         "precision": "bf16",
-        "compile": {"scope": "step", "wait": True},
+        "compile": {"scope": "step"},
         "parallel": "ddp",
         "ema": {"type": "constant", "decay": 0.99},
         "sync_bn": True,

@@ -124,17 +124,6 @@ def test_numbers_of_steps_must_be_positive(config, option, value, capsys):
     assert f"'{value}' is not a positive integer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("compile", "warned"), [("true", True), ("{wait: true}", False), ("{scope: model}", False)]
-)
-def test_a_warning_is_printed_if_the_recorded_steps_may_be_eager(
-    config, compile, warned, capsys, monkeypatch
-):
-    monkeypatch.setattr("slipstream.runner.Runner.train", lambda self: None)
-    assert main(["profile", config, f"speed.compile={compile}"]) == 2  # no step has run
-    assert ("the recorded steps may be eager" in capsys.readouterr().out) is warned
-
-
 def test_unwritable_folder_raises_an_error_before_training(config, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["profile", config, "--out", str(tmp_path / "file" / "out")]) == 2

@@ -20,7 +20,7 @@ from slipstream.preemption import Preempted
 from slipstream.report import read_run
 from slipstream.report.advice import mean_speed
 from slipstream.runner import Runner
-from slipstream.step.interface import CompiledStep
+from slipstream.step import CompiledStep
 from slipstream.training import Trainer
 from tiny_runs import LOCAL, Net, Scripted, loader, run, samples, training, validation
 

@@ -118,7 +118,7 @@ def test_counting_does_not_change_the_run(tmp_path):
 @pytest.mark.parametrize(
     "speed",
     [
-        dict(compile=dict(scope="step", backend="eager", wait=True)),
+        dict(compile=dict(scope="step", backend="eager")),
         dict(compile=dict(scope="model", backend="eager")),
         dict(channels_last=True, activation_checkpointing=["network.0"]),
         dict(ema=dict(decay=0.9), accumulate=2),

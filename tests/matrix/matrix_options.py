@@ -36,7 +36,7 @@ def _fp16(config):
 
 def _compile(scope):
     def change(config):
-        config["speed"]["compile"] = dict(scope=scope, backend=config.pop("backend"), cache=False, wait=True)
+        config["speed"]["compile"] = dict(scope=scope, backend=config.pop("backend"), cache=False)
 
     return change
 

@@ -16,7 +16,7 @@ from slipstream.step.average import AveragePart
 
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
-ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False, wait=True)
+ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])

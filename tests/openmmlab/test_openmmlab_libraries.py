@@ -81,7 +81,7 @@ def test_the_inferencer_of_a_library_predicts_for_arrays(library, shapes, tmp_pa
     assert result["flops"] > 10**8
 
 
-SPEED = ("--speed", "precision=bf16", "ema=True", "compile.backend=aot_eager", "compile.wait=True")
+SPEED = ("--speed", "precision=bf16", "ema=True", "compile.backend=aot_eager")
 
 
 @pytest.mark.slow
@@ -96,10 +96,9 @@ def test_a_step_with_data_samples_is_a_single_graph_with_every_option(tmp_path):
 
 
 @pytest.mark.slow
-def test_unsupported_line_is_reported_and_the_compile_budget_applies_to_the_model(tmp_path):
+def test_unsupported_line_is_reported(tmp_path):
     case, data = prepared("RetinaNet", tmp_path)
-    log = run(case, tmp_path, "--cfg-options", *case.options(data, 1), speed=[*SPEED, "compile.budget=2s"])
+    log = run(case, tmp_path, "--cfg-options", *case.options(data, 1), speed=[*SPEED])
     assert "Data-dependent branching" in log
     assert "anchor_head.py:243: `if not inside_flags.any():`" in log
-    assert log.count("because its compilation takes longer than compile.budget (2 s)") >= 1
     assert (tmp_path / "work/epoch_1.pth").is_file()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks, raised_recompile_limit
+from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks
 from slipstream.speed.compile_report import CompileReport
 
 
@@ -81,7 +81,7 @@ def test_blocks_of_many_widths_remain_compiled():
     model, counting, warnings = Tower(widths), Backend(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(counting, scope="block", dynamic=False), warnings.append)
-    report = CompileReport(len(widths))
+    report = CompileReport()
     report.start()
     torch.testing.assert_close(fit(model), fit(eager))
     assert not report.finish().has_problems
@@ -184,13 +184,3 @@ def test_model_errors_are_raised(how):
         model(torch.randn(4, 7), None)
     with pytest.raises(DataError, match="forward accepts"):
         model.val_step({"image": torch.randn(4, 3)})
-
-
-def test_older_torch_has_a_higher_limit_only_inside_the_context(monkeypatch):
-    monkeypatch.setattr("slipstream.speed.compile._has_recompile_limit", lambda: False)
-    before = torch._dynamo.config.recompile_limit
-    with raised_recompile_limit(3):
-        assert torch._dynamo.config.recompile_limit == 24
-    assert torch._dynamo.config.recompile_limit == before
-    with raised_recompile_limit(1):
-        assert torch._dynamo.config.recompile_limit == before

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
-from slipstream.speed.inductor_options import inductor_options
+from slipstream.speed.inductor import inductor_options
 
 ATEN = torch.ops.aten
 LAST = torch.channels_last

@@ -85,7 +85,7 @@ KINDS = ["conv", "padding_mode", "frozen weight", "transposed", "function", "cha
     [
         ("dict(channels_last=True)", KINDS),
         pytest.param(
-            "dict(compile=dict(wait=True, verify=False))",
+            "dict(compile=dict(verify=False))",
             ["conv", "transposed", "function"],
             marks=pytest.mark.slow,
         ),

@@ -49,7 +49,7 @@ def by_hand(net):
 
 def train(net, loss, **how):
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    speed = dict(compile=dict(backend="aot_eager", wait=True, **how))
+    speed = dict(compile=dict(backend="aot_eager", **how))
     step = accelerate(net, optimizer, compute_loss=loss, speed=speed)
     for x in batches():
         step(x)

@@ -44,7 +44,7 @@ for x, y in batches:
     optimizer.zero_grad()
     F.mse_loss(expected(x.double()), y.double()).backward()
     optimizer.step()
-compile = dict(scope="step", wait=True, verify=False)
+compile = dict(scope="step", verify=False)
 step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, speed=dict(compile=compile))
 for batch in batches:
     step(batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from slipstream.speed.overlap import OVERLAP_OPTIONS, SendEarly, send_early
+from slipstream.speed.inductor import OVERLAP_OPTIONS, SendEarly, send_early
 
 AFTER = "the bucket is sent after the next gradient is computed"
 

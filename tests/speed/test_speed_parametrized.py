@@ -20,7 +20,7 @@ OPTIONS = [
     dict(ema=dict(type="threshold")),
     dict(activation_checkpointing=["Conv2d"]),
     dict(gradient_centralization=True),
-    dict(compile=dict(backend="eager", wait=True)),
+    dict(compile=dict(backend="eager")),
     dict(compile=dict(backend="eager", scope="model")),
 ]
 

@@ -136,21 +136,10 @@ class IgnoresLater(OptimWrapper):
         super().zero_grad()
 
 
-class Calls(OptimWrapper):
-    def step(self, **kwargs):
-        self.steps = getattr(self, "steps", 0) + 1
-        super().step(**kwargs)
-
-
-class CallsByName(Ignores):
-    def step(self, **kwargs):
-        OptimWrapper.step(self, **kwargs)
-
-
 @pytest.mark.parametrize(("kind", "method"), [(Ignores, "step"), (IgnoresLater, "update_params")])
 def test_wrapper_that_ignores_parts_raises_an_error(kind, method, tmp_path):
     model = Net()
-    message = rf"speed\.gradient_centralization: .*{kind.__name__}\.{method} overrides .* call super\(\)\.{method}\(\)"
+    message = rf"speed\.gradient_centralization: .*{kind.__name__}\.{method} overrides OptimWrapper\.{method}"
     with pytest.raises(ConfigError, match=message):
         run(
             tmp_path,
@@ -159,14 +148,6 @@ def test_wrapper_that_ignores_parts_raises_an_error(kind, method, tmp_path):
             optimizer=kind(sgd(model.parameters())),
             gradient_centralization=True,
         )
-
-
-@pytest.mark.parametrize("kind", [Calls, CallsByName])
-def test_wrapper_that_calls_the_parts_is_accepted(kind, tmp_path):
-    model = Net()
-    wrapper = kind(sgd(model.parameters()))
-    found, _ = run(tmp_path, "eager", model=model, optimizer=wrapper, gradient_centralization=True)
-    assert_equal(found, by_hand(change=centralized))
 
 
 @pytest.mark.parametrize("option", ["gradient_centralization", "adaptive_clip", "sam"])

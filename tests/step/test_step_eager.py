@@ -4,12 +4,9 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from slipstream import accelerate
-from slipstream.errors import LossError, ModelError
+from slipstream.errors import LossError
 from slipstream.model import BaseModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.step import EagerStep, sum_losses
@@ -179,36 +176,3 @@ def test_tensor_with_one_element_counts_as_a_scalar():
 def test_invalid_loss_error_names_the_loss(losses, message):
     with pytest.raises(LossError, match=message):
         sum_losses(losses)
-
-
-class Checkpointed(nn.Module):
-    """A network that uses reentrant checkpointing if `reentrant` is set."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last, self.reentrant = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), False
-
-    def forward(self, x):
-        x = self.first(x)
-        x = checkpoint(torch.tanh, x, use_reentrant=True) if self.reentrant else torch.tanh(x)
-        return self.last(x)
-
-
-def test_error_for_reentrant_checkpoint_added_during_training_suggests_a_remedy():
-    data = [(torch.ones(2, 3).double() * i, torch.ones(2, 2).double()) for i in range(4)]
-    models = []
-    for raises in (False, True):
-        torch.manual_seed(0)
-        model = Checkpointed()
-        step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        step(data[0])
-        model.reentrant = True
-        if raises:
-            with pytest.raises(ModelError, match="use_reentrant=False"):
-                step(data[1])
-        else:
-            step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
-        for batch in data[2:]:
-            step(batch)
-        models.append(model.state_dict())
-    torch.testing.assert_close(models[1], models[0], rtol=1e-12, atol=1e-14)

@@ -203,7 +203,7 @@ def _other_options(speed: Any, cell: Cell) -> dict[str, Any]:
 def _speed(cell: Cell) -> dict[str, Any]:
     speed: dict[str, Any] = {"precision": "bf16" if cell.amp else "fp32"}
     if cell.compiled:
-        speed["compile"] = {"scope": "step", "wait": True}
+        speed["compile"] = {"scope": "step"}
     if cell.processes > 1:
         speed["parallel"] = "ddp"
     if cell.averaging:

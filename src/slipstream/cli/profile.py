@@ -84,13 +84,6 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
         keep_training_only(cfg, folder)  # only the profile is kept
         runner = Runner.from_cfg(cfg)
         runner.register_hook(hook)
-        compile = runner.speed.compile
-        in_background = compile and compile.scope in (None, "step") and not compile.wait
-        if in_background and runner.device.type == "cpu":
-            runner.logger.warning(
-                "The step is compiled in the background, so the recorded steps may be eager. To record compiled "
-                "steps, set 'speed.compile={wait: true}'"
-            )
         with suppress(Finished):
             runner.train()
 

@@ -49,7 +49,7 @@ def merge_environment(speed: Any) -> Any:
         return speed
     base = speed if isinstance(speed, Mapping) else {} if speed is None else {speed: True}
     overrides = _parse(options)
-    # Options such as compile.budget=5m replace compile=True.
+    # Options such as compile.scope=block replace compile=True.
     base = {key: value for key, value in base.items() if isinstance(value, dict) or key not in overrides}
     return merge(base, overrides)
 

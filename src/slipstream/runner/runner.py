@@ -42,7 +42,7 @@ from slipstream.runner.user_config import (
 )
 from slipstream.speed import CFG_OPTIONS, SpeedPlan, compile_model
 from slipstream.speed.apply import add_parts, plan_optim, select_kernels
-from slipstream.step import CompiledStep, Step
+from slipstream.step import Step
 
 if TYPE_CHECKING:
     from slipstream.runner.user_config import LoaderArgument, OptimArgument
@@ -328,11 +328,7 @@ class Runner:
             # A run that cannot start does not replace the configuration of an earlier run.
             write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
             self._compiled = self.is_training = True
-            try:
-                self.train_loop.run()
-            finally:
-                if isinstance(self.step, CompiledStep):
-                    self.step.pause()
+            self.train_loop.run()
             with self.phases.during("checkpoint"):
                 self.checkpoints.wait()
             self.read_logs()

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from types import CodeType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -30,7 +29,6 @@ from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
-from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
 from slipstream.speed.cpu_fixes import correct_kernels
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
@@ -39,7 +37,6 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import cuda_settings
 from slipstream.step.parts import StepPart
-from slipstream.step.trained_parameters import keeps_parameters
 
 __all__ = [
     "add_parts",
@@ -92,7 +89,7 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
     """
-    if keeps_parameters(device):
+    if _keeps_parameters(device):
         return model.to(device)
     for name, param in model.named_parameters():
         if param.device == device:
@@ -113,6 +110,22 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
             ) from error
         param.grad = None if grad is None else grad.to(device)
     return model.to(device)
+
+
+def _keeps_parameters(device: torch.device) -> bool:
+    """Return whether `Module.to` keeps the Parameter objects when it moves a model between this device and the CPU."""
+    return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+
+
+@contextmanager
+def _kept_parameters(device: torch.device) -> Iterator[None]:
+    """Within the context, let `Module.to` keep the Parameter objects, which the optimizer trains, on all devices."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or not _keeps_parameters(device))
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
@@ -243,8 +256,8 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
     """Raise a `ConfigError` if the wrapper ignores the part, or if the part does not support the model."""
     if (method := _method_ignoring_parts(type(optim))) is not None:
         raise ConfigError(
-            f"this option has no effect, because {type(optim).__name__}.{method} overrides OptimWrapper.{method} "
-            f"without calling it; call super().{method}() in the override, or use OptimWrapper",
+            f"{type(optim).__name__}.{method} overrides OptimWrapper.{method}, which this option is a part of; use "
+            "OptimWrapper, or remove this option",
             option,
         )
     if part.replaces_gradients and overrides_train_step(model):
@@ -260,32 +273,12 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 
 def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of a method of `kind` that overrides a method of `OptimWrapper` without running the step parts.
-
-    Returns None if there is no such method.
-    """
+    """Return the name of the method with which a user's class replaces the update, and with it the parts, or None."""
     for method in ("update_params", "update", "step"):
-        for owner in kind.__mro__:
-            override = vars(owner).get(method)
-            if owner.__module__.startswith("slipstream.") and override is not None:
-                break
-            code = getattr(inspect.unwrap(override), "__code__", None) if override is not None else None
-            if code is None:
-                continue
-            names = _names(code)
-            if "_apply_parts" in names or (
-                method in names and any(b.__name__ in names for b in owner.__mro__[1:])
-            ):
-                break
-            if not {"super", method} <= names:
-                return method
+        owner = next(owner for owner in kind.__mro__ if method in vars(owner))
+        if not owner.__module__.startswith("slipstream."):
+            return method
     return None
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names of the globals and attributes used by a function and its nested functions."""
-    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 @contextmanager
@@ -293,6 +286,7 @@ def process_settings(plan: SpeedPlan, device: torch.device, warn: Callable[[str]
     """Enable the plan's process-wide settings for this device type within the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
+        stack.enter_context(_kept_parameters(device))
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
             stack.enter_context(tf32())
         expandable = plan.expandable_segments and on_cuda
@@ -314,7 +308,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
     """Cache the code that is compiled within the context.
 
-    When the context ends, log graph breaks and recompiles, and stop any background compilation of the model.
+    When the context ends, log graph breaks and recompiles.
     """
     if plan.compile is None:
         yield
@@ -324,19 +318,17 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     from slipstream.speed.compile_report import CompileReport
 
     core = unwrap_model(model)
-    use_cache(core, plan.compile, plan, logger.warning)
-    blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
-    kinds = max(1, len({repr(block) for block in blocks}))
-    report = CompileReport(kinds)
+    folder = use_cache(core, plan.compile, plan, logger.warning)
+    report = CompileReport()
     report.start()
-    logger.info("torch.compile: each compilation may take minutes")
+    where = (
+        f"compiled code is cached in {folder}"
+        if folder
+        else "compiled code is not cached in a folder of this model"
+    )
+    logger.info(f"torch.compile: training waits for each compilation, which may take minutes; {where}")
     try:
-        with raised_recompile_limit(kinds):
-            yield
+        yield
     finally:  # count torch's compilations until the context ends
         summary = report.finish()
-        # `stop` exists if the model can be compiled in the background.
-        stop = getattr(core._compiled_call_impl, "stop", None)
-        if stop is not None:
-            stop()
     (logger.warning if summary.has_problems else logger.info)(summary.text())

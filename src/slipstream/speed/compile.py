@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 from slipstream.config import optional
-from slipstream.config.duration import read_duration
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import find_modules
@@ -23,12 +20,10 @@ __all__ = [
     "compile_model",
     "compiled_blocks",
     "inductor_problem",
-    "raised_recompile_limit",
     "read_compile",
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECOMPILE_LIMIT = 8  # torch's default limit for one function
 
 
 @dataclass(frozen=True)
@@ -56,19 +51,9 @@ class CompileOptions:
     """Where to cache compiled code: True for the user's cache folder, a path, or False to disable the cache."""
     verify: bool = True
     """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
-    wait: bool = False
-    """Whether training waits for compilations that would otherwise run in the background (in scope 'step' with backend
-    'inductor', or with `budget`; only on the CPU, on Linux). By default, steps run eagerly during these compilations,
-    so the number of eager steps depends on how long the compilations take."""
-    budget: float | str | None = None
-    """Time limit for compiling each scope: a number of seconds, or a string such as `90s` or `5m`. If the
-    limit is exceeded, a smaller scope is compiled, if possible. None means no limit, except in the background, where
-    the limit is two hours."""
 
     def __post_init__(self) -> None:
         """Check the options and their combinations."""
-        if self.budget is not None:
-            read_duration(self.budget, "budget")
         if self.blocks and self.scope != "block":
             raise ConfigError(f"requires scope='block', not {self.scope!r}", "blocks")
         if self.backend == "inductor" and self.mode is not None and self.mode not in _MODES:
@@ -77,11 +62,6 @@ class CompileOptions:
             )
         if self.mode is not None and self.options is not None:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
-
-    @property
-    def seconds(self) -> float | None:
-        """`budget` in seconds."""
-        return None if self.budget is None else read_duration(self.budget, "budget")
 
 
 def read_compile(value: Any) -> CompileOptions | None:
@@ -125,13 +105,10 @@ def compile_model(
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
     modules = compiled_blocks(model, options) if options.scope == "block" else [model]
-    # Blocks share graphs, but several models in one process must not share a recompile limit.
-    isolated = {"isolate_recompiles": True} if options.scope != "block" and _can_isolate_recompiles() else {}
-    limit = _limit_argument(len({repr(module) for module in modules})) | isolated
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
-    compile_modules(model, modules, options, limit, warn, warn_limit)
+    compile_modules(modules, options, warn, warn_limit)
 
 
 def compiled_blocks(model: nn.Module, options: CompileOptions) -> list[nn.Module]:
@@ -187,31 +164,3 @@ def inductor_problem(device_type: str) -> str | None:
         f"inductor has no code generator for {device_type} in this installation of torch; install one, or choose "
         "a different backend, such as compile=dict(backend='aot_eager')"
     )
-
-
-def _limit_argument(kinds: int) -> dict[str, int]:
-    """Return the recompile limit for `kinds` different blocks that share one code object.
-
-    The result contains keyword arguments of `torch.compile`. It is empty for a single kind of block, and if this
-    version of torch has only a process-wide limit.
-    """
-    return {"recompile_limit": kinds * _RECOMPILE_LIMIT} if kinds > 1 and _has_recompile_limit() else {}
-
-
-@contextmanager
-def raised_recompile_limit(kinds: int) -> Iterator[None]:
-    """Raise torch's recompile limit within the context, if this version of torch has only a process-wide limit."""
-    if kinds == 1 or _has_recompile_limit():
-        yield
-        return
-    config: Any = torch._dynamo.config
-    with config.patch(recompile_limit=max(kinds * _RECOMPILE_LIMIT, config.recompile_limit)):
-        yield
-
-
-def _can_isolate_recompiles() -> bool:
-    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
-
-
-def _has_recompile_limit() -> bool:
-    return "recompile_limit" in inspect.signature(torch.compile).parameters

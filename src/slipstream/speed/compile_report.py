@@ -123,9 +123,7 @@ class CompileSummary:
     recompiles: dict[str, int] = field(default_factory=dict)
     """Function and cause of each recompile."""
     unexpected: int = 0
-    """Number of recompiles beyond those expected for each function. One recompile each is expected for validation, a
-    smaller last batch, different heights and different widths; more are expected if several kinds of blocks share the
-    function."""
+    """Number of recompiles beyond those expected for each function."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -166,16 +164,9 @@ def _count(number: int, name: str) -> str:
 
 
 class CompileReport:
-    """Counts torch's compilations between `start` and `finish`, including those of other models in this process.
+    """Counts torch's compilations between `start` and `finish`, including those of other models in this process."""
 
-    Args:
-        kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
-            increases with this number.
-    """
-
-    def __init__(self, kinds: int = 1) -> None:
-        self.expected = kinds - 1 + kinds * _EXPECTED_RECOMPILES
-        self._started = False
+    _started = False
 
     def start(self) -> None:
         """Start counting."""
@@ -223,7 +214,7 @@ class CompileReport:
             cache_misses=counts["misses"],
             breaks=dict(self._new_breaks()),
             recompiles=dict(recompiles),
-            unexpected=sum(max(0, n - self.expected) for n in functions.values()),
+            unexpected=sum(max(0, n - _EXPECTED_RECOMPILES) for n in functions.values()),
             eager=dict(eager),
             skipped=self._skips(counts["skips"]),
         )

@@ -4,126 +4,71 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.compile import CompileOptions, backend_options, compile_model
-from slipstream.speed.compile_budget import BudgetedCall, Switch
+from slipstream.speed.compile import CompileOptions, backend_options
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
-from slipstream.speed.inductor_options import inductor_options
+from slipstream.speed.inductor import inductor_options
 from slipstream.step.leaves import clone_tensors
 
 __all__ = ["compile_modules"]
 
 
 def compile_modules(
-    model: nn.Module,
-    modules: list[nn.Module],
-    options: CompileOptions,
-    limit: Mapping[str, int],
-    warn: Callable[[str], None],
-    warn_limit: bool,
+    modules: list[nn.Module], options: CompileOptions, warn: Callable[[str], None], warn_limit: bool
 ) -> None:
-    """Compile modules of a model in place.
+    """Compile modules in place: the model, or blocks of the model. Equal modules share their graphs.
 
     Args:
-        model: the unwrapped model.
-        modules: the modules to compile: blocks of the model, or only the model.
+        modules: the modules.
         options: the options.
-        limit: the recompile limit, as keyword arguments of `torch.compile`.
         warn: called with a message if a module cannot be compiled as requested.
         warn_limit: whether to also call `warn` if torch's recompile limit is reached.
     """
-    switch = Switch(on=options.seconds is None)
-    by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    groups: dict[type[nn.Module], _Group] = {}
     for module in modules:
-        by_class[type(module)].append(module)
-    for same_class in by_class.values():
-        _compile(same_class, options, limit, _Group(same_class, warn, warn_limit, switch))
-    if options.seconds is not None and any(module._compiled_call_impl is not None for module in modules):
-        _limit_time(model, modules, options, options.seconds, switch, warn)
+        groups.setdefault(type(module), _Group(warn, warn_limit)).modules.append(module)
+    for group in groups.values():
+        _compile(group, options)
 
 
-def _limit_time(
-    model: nn.Module,
-    modules: list[nn.Module],
-    options: CompileOptions,
-    seconds: float,
-    switch: Switch,
-    warn: Callable[[str], None],
-) -> None:
-    """Compile a model within a time limit. If the limit is exceeded, compile only the repeated blocks, or nothing."""
-    name = type(model).__name__
-
-    def on_exceeded(training: bool) -> None:
-        why = f"because its compilation takes longer than compile.budget ({seconds:g} s)"
-        remedy = "Increase the budget, or set"
-        if not training:
-            warn(f"{name} is evaluated eagerly, {why}. {remedy} compile=False")
-        elif options.scope == "block" or not repeated_blocks(model):
-            for module in (model, *modules):
-                module._compiled_call_impl = None
-            warn(f"{name} runs eagerly, {why}. {remedy} compile=False")
-        else:
-            model._compiled_call_impl = None
-            warn(
-                f"Only the repeated blocks of {name} are compiled, not the whole model, {why}. {remedy} "
-                "compile=dict(scope='block')"
-            )
-            compile_model(model, replace(options, scope="block"), warn, warn_limit=False)
-
-    call = model._compiled_call_impl or model._call_impl
-    model._compiled_call_impl = BudgetedCall(model, call, switch, seconds, options.wait, on_exceeded)
-
-
-def _compile(
-    modules: list[nn.Module], options: CompileOptions, limit: Mapping[str, int], group: _Group
-) -> None:
-    """Compile modules of one class in place. If one of them cannot be compiled, all of them run eagerly."""
+def _compile(group: _Group, options: CompileOptions) -> None:
     kwargs: dict[str, Any] = {
         "backend": options.backend,
         "mode": None if options.backend == "inductor" else options.mode,
         "dynamic": options.dynamic,
         "fullgraph": options.fullgraph,
-        **limit,
     }
-    clones = options.mode in ("reduce-overhead", "max-autotune") or (options.options or {}).get(
-        "triton.cudagraphs"
-    )
-    defaults: dict[str, Any] = {}
+    settings = backend_options(options)
     if options.backend == "inductor":
-        param = next(modules[0].parameters(), None)
-        defaults = inductor_options("cpu" if param is None else param.device.type)
-    settings = defaults | backend_options(options)
-    for module in modules:
-        try:
-            # torch.compile removes keys from the dict.
-            compiled = torch.compile(
-                _call_of(module, options.fullgraph), options=dict(settings) or None, **kwargs
-            )
-        except (RuntimeError, ValueError, TypeError, ImportError) as error:
-            group.give_up(module, error)
-            return
-        module._compiled_call_impl = _GuardedCall(
-            module, _clone_outputs(compiled) if clones else compiled, group
-        )
+        param = next(group.modules[0].parameters(), None)
+        settings = inductor_options("cpu" if param is None else param.device.type) | settings
+    cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
+    kinds: dict[str, list[nn.Module]] = defaultdict(list)
+    for module in group.modules:
+        kinds[repr(module)].append(module)
+    for number, kind in enumerate(kinds.values()):
+        # torch counts recompiles per code object, so each kind of module, in each model, has its own.
+        code = _call_of(kind[0]).__code__.replace(co_name=f"{type(kind[0]).__name__}[{number}]")
+        for module in kind:
+            call: Any = _call_of(module)
+            call.__code__ = code
+            try:
+                # torch.compile removes keys from the dict.
+                compiled = torch.compile(call, options=dict(settings) or None, **kwargs)
+            except (RuntimeError, ValueError, TypeError, ImportError) as error:
+                group.give_up(module, error)
+                return
+            compiled = _clone_outputs(compiled) if cuda_graphs else compiled
+            module._compiled_call_impl = _GuardedCall(module, compiled, group)
 
 
-def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
-    """Return the function to compile for a module, wrapped if torch might silently skip the original.
-
-    torch.compile can silently skip `Module._call_impl`, because it is defined in torch. This always happens for torch's
-    own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12
-    report no error even with `fullgraph`.
-    """
-    forward = getattr(type(module), "forward", None)  # a scripted module has no Python code
-    if not (fullgraph or str(getattr(forward, "__module__", "")).startswith("torch.")):
-        return module._call_impl
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a module; torch.compile can silently skip a method that is defined in torch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -143,13 +88,9 @@ def _clone_outputs(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules of one class. If one of them cannot be compiled, all of them run eagerly."""
 
-    def __init__(
-        self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool, switch: Switch
-    ) -> None:
-        self.modules = modules
-        self.warn = warn
-        self.warn_limit = warn_limit
-        self.switch = switch
+    def __init__(self, warn: Callable[[str], None], warn_limit: bool) -> None:
+        self.modules: list[nn.Module] = []
+        self.warn, self.warn_limit = warn, warn_limit
 
     def give_up(self, module: nn.Module, error: Exception) -> None:
         for each in self.modules:
@@ -173,23 +114,18 @@ class _GuardedCall:
     """The compiled call of a module, with a fallback to eager execution if compilation fails."""
 
     def __init__(self, model: nn.Module, compiled: Any, group: _Group) -> None:
-        self.model = model
-        self.compiled = compiled
-        self.group = group
+        self.model, self.compiled, self.group = model, compiled, group
         self.counters = torch._dynamo.utils.counters
-        self.succeeded: set[bool] = (
-            set()
-        )  # grad modes (torch.is_grad_enabled()) in which a call has succeeded
+        self.succeeded: set[bool] = set()
+        """Grad modes (`torch.is_grad_enabled()`) in which a call has succeeded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # If a graph is being captured, the model becomes part of that graph.
-        if torch.compiler.is_dynamo_compiling() or not self.group.switch.runs_compiled():
+        if torch.compiler.is_dynamo_compiling():  # the model becomes part of the graph that is being captured
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]
         try:
             succeeded = torch.is_grad_enabled() in self.succeeded
-            with self.group.switch.stance():
-                result = self.compiled(*args, **kwargs) if succeeded else self._first_call(*args, **kwargs)
+            result = self.compiled(*args, **kwargs) if succeeded else self._first_call(*args, **kwargs)
         except Exception as error:
             if not _is_compiler_error(error):
                 raise

@@ -17,21 +17,14 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
-from slipstream.speed.compile_budget import BudgetedCall
 from slipstream.speed.compile_cache import set_cache_folder
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.step import EagerStep
-from slipstream.step.background import DEFAULT_LIMIT, BackgroundCompiler, can_fork
 from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
 from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
-from slipstream.step.verification import (
-    BudgetExceededError,
-    NotCapturedError,
-    OnlyEagerError,
-    WrongNumbersError,
-)
+from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
 
 if TYPE_CHECKING:
     from slipstream.speed.steps import Training
@@ -89,14 +82,9 @@ def build_graph_step(
 
     device_type = next(core.parameters()).device.type
     backend, uses_cuda_graph = _backend(options, device_type, cuda_graph)
-    forks = options.backend == "inductor" and can_fork(device_type)
-    _compile_evaluation(core, options, warn, in_background=forks and not options.wait)
-    if options.budget is not None and not forks:
-        warn(
-            "compile.budget does not limit the compilation of the step on this machine, because the step is compiled "
-            "in the training process"
-        )
-    in_background = forks and (options.budget is not None or not options.wait)
+    compile_model(core, options, warn)
+    if core._compiled_call_impl is not None:
+        core._compiled_call_impl = _EvaluationOnly(core, core._compiled_call_impl)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
@@ -111,34 +99,8 @@ def build_graph_step(
         # A CUDA graph supports only one shape.
         dynamic=False if uses_cuda_graph and options.dynamic is None else options.dynamic,
         capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if uses_cuda_graph else None,
-        background=BackgroundCompiler(options.seconds, options.wait) if in_background else None,
         info=info,
     )
-
-
-def _compile_evaluation(
-    core: nn.Module, options: CompileOptions, warn: Callable[[str], None], in_background: bool
-) -> None:
-    """Compile the model for evaluation only, because training uses the step's graph.
-
-    If `in_background` is True and there is no budget, a forked process compiles for the inputs of the first call. Until
-    it has finished, all calls run eagerly. Inputs that need a different graph always run eagerly.
-    """
-    compile_model(core, options, warn)
-    compiled: Any = core._compiled_call_impl
-    if compiled is None:
-        return
-    if in_background and options.budget is None:
-        compiled = BudgetedCall(
-            core,
-            compiled,
-            compiled.group.switch,
-            DEFAULT_LIMIT,
-            False,
-            lambda training: None,
-            compiles_here=False,
-        )
-    core._compiled_call_impl = _EvaluationOnly(core, compiled)
 
 
 def _compile_less(
@@ -159,11 +121,6 @@ def _compile_less(
             f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
             f"compiled, because {problem}. Training continues eagerly"
         )
-    elif isinstance(error, BudgetExceededError):
-        warn(
-            f"The step is not compiled as one graph: {error}. Only the model is compiled, with the same budget"
-        )
-        compile_model(core, options, warn, warn_limit=False)
     else:
         remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
         warn(
@@ -198,13 +155,13 @@ def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tup
     """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
     backend_kwargs = backend_options(options)
     if options.backend == "inductor":
-        from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds
+        from slipstream.speed.inductor import (
+            OVERLAP_OPTIONS,
+            inductor_options,
+        )  # imports Dynamo, which takes seconds
 
-        backend_kwargs = inductor_options(device_type) | backend_kwargs
-        if get_world_size() > 1:
-            from slipstream.speed.overlap import OVERLAP_OPTIONS
-
-            backend_kwargs = OVERLAP_OPTIONS | backend_kwargs
+        overlap = OVERLAP_OPTIONS if get_world_size() > 1 else {}
+        backend_kwargs = overlap | inductor_options(device_type) | backend_kwargs
         # One CUDA graph of the whole step replaces inductor's CUDA graphs.
         cuda_graph = bool(backend_kwargs.pop("triton.cudagraphs", False)) or cuda_graph
 
@@ -232,11 +189,6 @@ class _EvaluationOnly:
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled
-
-    def stop(self) -> None:
-        """Stop a background compilation."""
-        if isinstance(self.compiled, BudgetedCall):
-            self.compiled.stop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In an eager step, a loss may also call the model in training mode without gradients.

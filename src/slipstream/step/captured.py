@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from slipstream.step.class_changes import ClassChanges
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import LossScale, Scalar
@@ -48,7 +47,6 @@ class CapturedStep:
         optim: the optimizer wrapper.
         params: the parameters that receive a gradient.
         allow_update_inside: whether the graph may contain the optimizer step.
-        functions: the functions that compute and reduce the losses.
     """
 
     run: Callable[..., Outputs]
@@ -67,7 +65,6 @@ class CapturedStep:
         optim: OptimWrapper,
         params: list[nn.Parameter],
         allow_update_inside: bool,
-        functions: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
@@ -85,21 +82,12 @@ class CapturedStep:
         self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
         window, and False for all other batches."""
-        self.kinds: set[tuple[Any, ...]] = set()
-        """Kinds of batches whose graph was compiled in the background. A kind is a tuple: whether the batch is the last
-        of its accumulation window, followed by the batch's shapes or by whether they differ from those of the first
-        batch."""
-        self.slow_kinds: set[tuple[Any, ...]] = set()
-        """Kinds of batches that run eagerly, because compiling their graph exceeded the time limit."""
-        self.only_compile = False
-        """Whether this process compiles the code but must not run it."""
         self._hooked = is_hooked(optim.optimizer)
         self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
         self._requires_grad = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
-        self._classes = ClassChanges(model, *functions)
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
         self._wasted = 0
@@ -120,8 +108,6 @@ class CapturedStep:
             return "a parameter's hooks or requires_grad"
         if _global_hooks() != self._global_hooks:
             return "the global module hooks"
-        if (name := self._classes.find()) is not None:
-            return f"the class {name}"
         if self.scale is not None and self.scale.is_changed():
             return "the loss scale settings"
         if (
@@ -217,19 +203,6 @@ class CapturedStep:
             for value in vars(part).values():
                 if isinstance(value, Scalar):
                     yield value.tensor
-
-    def check_params(self) -> None:
-        """Check for parameters that Dynamo would treat as Python numbers.
-
-        Raises:
-            NotCapturedError: a parameter is a 0-dim float64 tensor on the CPU.
-        """
-        names = {param: name for name, param in self.model.named_parameters()}
-        for param in self.params:
-            if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
-                raise NotCapturedError(
-                    f"the float64 parameter '{names.get(param, '?')}' is a 0-dim tensor; give it shape (1,)"
-                )
 
     def check_hooks(self) -> None:
         """Check for hooks that are called only by `backward()`.

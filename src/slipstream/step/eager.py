@@ -1,18 +1,19 @@
-"""The eager training step: forward, loss, backward, gradient sync, clipping and optimizer update.
+"""The interfaces of training steps, and the eager step: forward, loss, backward, gradient sync, clipping, update.
 
-The step does not depend on the Runner or the registry. It returns device tensors without a device synchronization.
+The steps do not depend on the Runner or the registry. They return device tensors without a device synchronization.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.errors import LossError, ModelError
+from slipstream.errors import LossError
 from slipstream.sharding import is_sharded
 from slipstream.step.backward_passes import check_compiled_backward
 from slipstream.step.leaves import leaves_of
@@ -22,9 +23,42 @@ if TYPE_CHECKING:
     from slipstream.logging import Phase
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["EagerStep", "sum_losses"]
+__all__ = ["CompiledStep", "EagerStep", "Step", "sum_losses"]
 
 Losses = Mapping[str, Tensor | Iterable[Tensor]]
+
+
+class Step(Protocol):
+    """Interface of a training step."""
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on `batch`, and return the values to log, including `loss`, as 0-dim tensors on the device."""
+        ...
+
+
+class CompiledStep(ABC):
+    """Interface of `GraphStep`, the step that is compiled as one graph if possible, which eager runs do not import."""
+
+    batches: int
+    """Number of batches that the compiled code has trained on."""
+
+    @property
+    @abstractmethod
+    def uses_graph(self) -> bool:
+        """Whether the step uses a graph, either now or once the graph has been compiled and verified."""
+
+    @property
+    @abstractmethod
+    def has_graph(self) -> bool:
+        """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
+
+    @abstractmethod
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on one batch."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the compiled code; later batches run eagerly."""
 
 
 class EagerStep:
@@ -72,7 +106,8 @@ class EagerStep:
         """
         optim = self.optim
         if has_gradients(optim.parameters()):
-            self._drop_leaked_gradients()
+            if self._can_restrict is False and optim.begins_window():
+                optim.zero_grad()  # other steps' gradients, because backward is not restricted
             optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         try:
@@ -109,13 +144,7 @@ class EagerStep:
         loss, logs = self.reduce(losses)
         self._switch("backward")
         # Run backward and, at the end of an accumulation window, clipping, optimizer step and zero_grad.
-        restricted = self._backward_kwargs(loss, inputs)
-        try:
-            self.optim.update_params(loss, **restricted)
-        except RuntimeError as error:
-            if restricted:
-                self._check_reentrant(error)
-            raise
+        self.optim.update_params(loss, **self._backward_kwargs(loss, inputs))
         self._switch("step")
         return logs
 
@@ -177,20 +206,6 @@ class EagerStep:
         if self._reaches_inputs or _requires_grad(batch):
             inputs += _input_leaves(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
-
-    def _check_reentrant(self, error: RuntimeError) -> None:
-        """Raise a `ModelError` if a reentrant checkpoint caused `error` in backward."""
-        if "use_reentrant" in str(error):
-            self._can_restrict = False
-            raise ModelError(
-                "a reentrant checkpoint was added to the model after the first batch; use "
-                "checkpoint(..., use_reentrant=False), or add it before the first batch"
-            ) from error
-
-    def _drop_leaked_gradients(self) -> None:
-        """If backward is not restricted, discard other steps' gradients at the start of an accumulation window."""
-        if self._can_restrict is False and self.optim.begins_window():
-            self.optim.zero_grad()
 
 
 def _requires_grad(batch: Any) -> bool:

@@ -7,18 +7,17 @@ averages in place. Checkpoints, validation and the eager step therefore use the 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.step.background import BackgroundCompiler
 from slipstream.step.backward_passes import BackwardPasses, observe_backward
-from slipstream.step.captured import CapturedStep, Changes, Shapes, check_batch, shapes
+from slipstream.step.captured import CapturedStep, Changes, Shapes, check_batch
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import (
     has_side_effects,
@@ -28,14 +27,12 @@ from slipstream.step.dynamo import (
     refuse_uncompiled,
     tracing,
 )
-from slipstream.step.eager import EagerStep, Losses, sum_losses
-from slipstream.step.interface import CompiledStep
+from slipstream.step.eager import CompiledStep, EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients, trained_params
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import call_after_load, infer_trained
 from slipstream.step.verification import (
-    BudgetExceededError,
     CompiledGraph,
     NotCapturedError,
     Verification,
@@ -90,7 +87,6 @@ class GraphStep(CompiledStep):
         verify: whether to compare graphs with the eager step before their first use.
         dynamic: whether shapes may vary; None detects varying shapes automatically.
         capture_calls: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
-        background: compiles while training continues eagerly; if None, training waits for the compilation.
         info: called with messages to log, for example when the graph is first used.
     """
 
@@ -108,14 +104,13 @@ class GraphStep(CompiledStep):
         verify: bool = True,
         dynamic: bool | None = None,
         capture_calls: Callable[[], CapturedCalls] | None = None,
-        background: BackgroundCompiler | None = None,
         info: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
-        self.capture_calls, self.background, self.info = capture_calls, background, info
+        self.capture_calls, self.info = capture_calls, info
         self.batches = 0
         self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._fallback: EagerStep | None = None
@@ -123,8 +118,6 @@ class GraphStep(CompiledStep):
         self._trained: list[nn.Parameter] = []
         self._inferred = self._started = False
         self._step: CapturedStep | None = None
-        self._compiling: tuple[Any, ...] | None = None
-        self._compile_seconds: float | None = None
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
         call_after_load(optim.optimizer, self._infer_trained)
 
@@ -132,12 +125,6 @@ class GraphStep(CompiledStep):
         """Drop the compiled code; later batches run eagerly."""
         self._fallback = self._fallback or self.eager
         self._reset()
-
-    def pause(self) -> None:
-        """Stop a background compilation; it restarts with the next batch."""
-        self._compiling = None
-        if self.background is not None:
-            self.background.stop()
 
     @property
     def uses_graph(self) -> bool:
@@ -246,15 +233,13 @@ class GraphStep(CompiledStep):
 
     # ---- run the step ----------------------------------------------------------------------------------
 
-    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _StepCall | None:
-        """Call the compiled step, or return None if the batch must run eagerly."""
+    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _StepCall:
+        """Call the compiled step."""
         optim = self.optim
         grad_buffers = captured.grad_buffers()
         captured.window.set(optim.window)
         arguments = (inputs, grad_buffers, ends_window)
         call = captured.direct.find(*arguments) if captured.direct is not None else None
-        if call is None and self._compiles_in_background(captured, inputs, ends_window):
-            return None
         if optim.guard is not None:
             optim.guard.before_forward()
         if captured.last_compiled is not None:
@@ -351,8 +336,6 @@ class GraphStep(CompiledStep):
         except VerificationNeeded as outcome:
             assert captured is not None
             return self._train_and_verify(captured, outcome, inputs, ends_window)
-        except BudgetExceededError as error:  # raised on all ranks
-            return self._fall_back(error, inputs)
         except Exception as error:
             if captured is None:
                 return self._fall_back(error, inputs)
@@ -371,79 +354,16 @@ class GraphStep(CompiledStep):
             self.recover(error, self._backward_passes.problem)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             called = self._call(captured, inputs, ends_window)
-        return self.eager.train(inputs) if called is None else self._finish(captured, called, ends_window)
-
-    def _compiles_in_background(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> bool:
-        """Start or check the background compilation for this kind of batch; return whether the batch must run eagerly.
-
-        All ranks train eagerly until the compilation has finished on all ranks. Each rank compiles for its own shapes.
-        """
-        if self.background is None:
-            return False
-        # A single graph with dynamic shapes is used for all batches whose shapes differ from those of the first batch.
-        shape_key = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
-        kind = (ends_window, *shape_key)
-        if kind in captured.kinds or kind in captured.slow_kinds:
-            return kind in captured.slow_kinds
-        if self._compiling is not None:
-            running, exceeded = self._any_rank(not self.background.done(), self.background.exceeded)
-            if running:
-                return True
-            if exceeded:
-                return self._run_kind_eagerly(captured, self._compiling, self.background.limit)
-            captured.kinds.add(self._compiling)
-            self._compile_seconds = self.background.seconds
-            if self._compile_seconds is None:
-                self.info("Background compilation failed. Training waits for the compilation now")
-            if not self.verify:
-                self._log_switch()
-        if kind in captured.kinds:
-            self._compiling = None
-            return False
-        self._compiling = kind
-        with suppress(OSError):  # if no process can be started, this process compiles on the next batch
-            self.background.start(partial(self._compile_in_child, captured, inputs, ends_window))
-        return True
-
-    def _run_kind_eagerly(self, captured: CapturedStep, kind: tuple[Any, ...], seconds: float) -> bool:
-        """Let batches of this kind run eagerly, because their compilation exceeded the time limit; return True.
-
-        Raises:
-            BudgetExceededError: no graph has been compiled yet, or there are several processes.
-        """
-        if self.sync is not None or not captured.kinds:
-            raise BudgetExceededError(seconds)
-        captured.slow_kinds.add(kind)
-        self._compiling = None
-        self.info(
-            "Batches that need another graph run eagerly, because compiling it takes longer than compile.budget "
-            f"({seconds:g} s)"
-        )
-        return True
-
-    def _compile_in_child(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> None:
-        """Compile for this kind of batch, in a forked process."""
-        self.background, captured.only_compile = None, True
-        with suppress(VerificationNeeded):
-            self._call(captured, inputs, ends_window)
-
-    def _log_switch(self, ready: bool = False) -> None:
-        seconds, self._compile_seconds = self._compile_seconds, None
-        if seconds is not None or ready:
-            duration = "" if seconds is None else f" (compiled in the background in {seconds:.0f} s)"
-            name, first = type(self.model).__name__, self.optim.batches + 1
-            self.info(f"{name}: the step runs as one graph from batch {first} on{duration}")
+        return self._finish(captured, called, ends_window)
 
     def _capture(self) -> CapturedStep:
         """Create the state that the graphs share; each graph is compiled on its first call.
 
         Raises:
-            NotCapturedError: the model has hooks or parameters that a graph does not support.
+            NotCapturedError: the model has hooks that a graph does not support.
         """
-        inside, called = self._changes.allow_update_inside, (self.loss_of, self.reduce)
-        captured = CapturedStep(self.model, self.optim, self._trained, inside, called)
+        captured = CapturedStep(self.model, self.optim, self._trained, self._changes.allow_update_inside)
         captured.check_hooks()
-        captured.check_params()
         captured.function = self._define(captured)
 
         # Use weak references, because torch never releases a backend.
@@ -472,11 +392,12 @@ class GraphStep(CompiledStep):
         # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
         # not participate.
         verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
+        self.info(f"Compiling the step of {type(self.model).__name__}; this may take minutes")
+        started = time.monotonic()
         compiled = CompiledGraph(graph, self.backend(graph, inputs), verified, has_side_effects())
+        self.info(f"Compiled the step in {time.monotonic() - started:.1f} s")
 
         def run(*args: Any) -> Any:
-            if captured.only_compile:
-                raise VerificationNeeded(compiled, args)
             captured.last_compiled = compiled
             return compiled(*args)
 
@@ -560,9 +481,10 @@ class GraphStep(CompiledStep):
             verification.copy_results(results, ignored)
             outcome.compiled.verified = True
             self._inferred = False
-            waited = self.background is None and ends_window not in captured.verified
-            captured.verified.add(ends_window)
-            self._log_switch(waited)
+            if ends_window not in captured.verified:
+                captured.verified.add(ends_window)
+                first = self.optim.batches + 1
+                self.info(f"{type(self.model).__name__}: the step runs as one graph from batch {first} on")
 
     def _any_rank(self, *flags: bool) -> list[bool]:
         """Return, for each flag, whether it is set on any rank."""
@@ -575,7 +497,6 @@ class GraphStep(CompiledStep):
     def _reset(self) -> None:
         if self._step is not None:  # torch does not release a function's compiled code automatically
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
-        self.pause()
         self._step, self._trained, self._inferred = None, [], False
 
     def _infer_trained(self) -> None:
@@ -591,7 +512,7 @@ class GraphStep(CompiledStep):
 
     def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
         """Train on a batch eagerly; from the next batch on, use the step that `recover` returns."""
-        if self._inferred and not isinstance(error, BudgetExceededError):
+        if self._inferred:
             self._reset()
             return self._train_and_record(inputs)
         with observe_backward(self.model) as self._backward_passes:

@@ -24,7 +24,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.step.reference import copies, interpret
 
 __all__ = [
-    "BudgetExceededError",
     "CompiledGraph",
     "NotCapturedError",
     "OnlyEagerError",
@@ -60,17 +59,6 @@ class OnlyEagerError(NotCapturedError):
 
 class UnstableGraphError(OnlyEagerError):
     """A step needs a new graph too often, because a value that is a constant in the graph changes."""
-
-
-class BudgetExceededError(NotCapturedError):
-    """Compiling a step takes longer than the time limit.
-
-    Args:
-        seconds: the time limit.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"its compilation takes longer than compile.budget ({seconds:g} s)")
 
 
 class WrongNumbersError(SlipstreamError, RuntimeError):

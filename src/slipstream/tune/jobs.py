@@ -152,8 +152,7 @@ class RunnerJob:
             warnings = WarningLog()
             runner.logger.addHandler(warnings)
             if (options := runner.speed.compile) is not None:
-                # A trial must not measure the eager steps that run during compilation.
-                options = replace(options, wait=True, cache=self.setting.compile_cache or options.cache)
+                options = replace(options, cache=self.setting.compile_cache or options.cache)
                 runner.speed = replace(runner.speed, compile=options)
             if not self.setting.constant_lr:
                 runner.train_loop.dataloader = _repeat_first_batches(runner.train_dataloader, self.setting)
@@ -314,9 +313,7 @@ class ObjectsJob:
         logging.getLogger("slipstream").addHandler(warnings)
         _detach_workers(self.loader)
         loader = changed_loader(self.loader, self.setting)
-        speed = _wait_for_compilation(
-            merged_speed(self.speed, self.setting.speed), self.setting.compile_cache
-        )
+        speed = _with_cache(merged_speed(self.speed, self.setting.speed), self.setting.compile_cache)
         self.model.train()
         step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
         observer.describe = lambda: {
@@ -468,15 +465,15 @@ def _acts_on_steps(hook: Any) -> bool:
     return any(getattr(kind, stage, None) is not getattr(Hook, stage, None) for stage in stages)
 
 
-def _wait_for_compilation(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
-    """Return `speed` with settings that make compilation finish before the first timed step."""
+def _with_cache(speed: dict[str, Any], cache: str | None) -> dict[str, Any]:
+    """Return `speed` with a cache for compiled code, if it compiles."""
     value = speed.get("compile")
     if not value:
         return speed
     options = (
         {"scope": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
     )
-    return {**speed, "compile": {"cache": cache or True, **options, "wait": True}}
+    return {**speed, "compile": {"cache": cache or True, **options}}
 
 
 def compile_problem(plan: SpeedPlan, step: Any, core: nn.Module, warnings: list[str]) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,12 +16,8 @@ from slipstream.openmmlab.speed import merge_environment
 from slipstream.registry import default_scope
 from slipstream.registry.registry import ROOT_SCOPE, current_scope
 from slipstream.runner import Runner as OwnRunner
-from slipstream.step.background import can_fork
 
 __all__ = ["Runner"]
-
-_COMPILE_BUDGET = "5m"
-"""Default compilation time limit. OpenMMLab losses and post-processing can take longer than this to compile."""
 
 
 @RUNNERS.register_module()
@@ -31,8 +26,7 @@ class Runner(OwnRunner):
 
     Batches are lists of samples (`pseudo_collate`), and names without a scope refer to MMEngine's registries. The
     logger and the message hub of the most recently created Runner are the current instances, even before and after a
-    run. On the CPU under Linux, compilation with Inductor has a time limit (`compile.budget`). The speed options in the
-    SLIPSTREAM_SPEED environment variable take precedence over those in the configuration.
+    run. The speed options in the SLIPSTREAM_SPEED environment variable take precedence over those in the configuration.
     """
 
     @classmethod
@@ -77,14 +71,6 @@ class Runner(OwnRunner):
             super()._init_parts(arguments)
         compute_bf16_operators_in_float32()
         self.register_hook(ConvertSchedulerStates())
-        options = self.speed.compile
-        if (
-            options is not None
-            and options.budget is None
-            and options.backend == "inductor"
-            and can_fork(self.device.type)
-        ):
-            self.speed = replace(self.speed, compile=replace(options, budget=_COMPILE_BUDGET))
 
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         super()._open_logs(arguments)
