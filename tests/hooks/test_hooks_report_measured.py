@@ -287,28 +287,6 @@ def test_accuracy_produces_a_confusion_matrix_if_the_dataset_names_its_classes(t
 # ---- recommendations ----------------------------------------------------------------------------------
 
 
-def test_probe_measures_different_numbers_of_workers_and_does_not_change_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.hooks.run_report.waits_for_data", lambda record: True)
-    data = loader(Images(delay=0.002))
-    cfg = dict(train_dataloader=data)
-    before = classifying(tmp_path / "without", **cfg)
-    assert made(before).loading_rates == []
-    after = classifying(tmp_path / "with", dict(probe_workers=True), **cfg)
-    rates = {each.num_workers: each.samples_per_second for each in made(after).loading_rates}
-    assert {0, 1} <= set(rates)
-    assert 0 < rates[0] < 500  # a sample takes at least 2 ms
-    assert_same(weights(after), weights(before))
-
-
-def test_run_that_does_not_wait_for_data_is_not_probed(tmp_path, monkeypatch):
-    probed = []
-    monkeypatch.setattr(
-        "slipstream.hooks.run_report.loading_rates", lambda loader: probed.append(loader) or {}
-    )
-    monkeypatch.setattr("slipstream.hooks.run_report.waits_for_data", lambda record: False)
-    assert made(classifying(tmp_path, dict(probe_workers=True))).loading_rates == []
-    assert probed == []
-
 
 def tune_result(**changes):
     values = dict(

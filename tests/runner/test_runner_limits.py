@@ -403,11 +403,11 @@ def test_limited_run_on_a_stream_can_be_resumed_inside_an_epoch(tmp_path):
         (dict(fast_dev_run=-1), "fast_dev_run"),
         (
             dict(overfit_batches=2, train_dataloader=DataLoader(Stream(), 8)),
-            "^overfit_batches: does not support the loader in train_dataloader, whose dataset is iterable",
+            "^overfit_batches: does not support the loader in train_dataloader, of class DataLoader",
         ),
         (
             dict(limit_train_batches=2, train_dataloader=OwnLoader(Stream(), 8)),
-            "^limit_train_batches: does not support the loader in train_dataloader, of class OwnLoader:",
+            "^limit_train_batches: does not support the loader in train_dataloader, of class OwnLoader",
         ),
     ],
 )

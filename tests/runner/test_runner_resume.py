@@ -3,7 +3,6 @@
 import os
 import random
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,8 +62,8 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
         hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
         return run(folder, train_dataloader=data, train_cfg=cfg, default_hooks=hooks, **changes)
 
-    first, same, other = (FromClosure(True, seed=None) for _ in range(3))
-    same.kept.rng.setstate(first.kept.rng.getstate())
+    first, same, other = OwnGenerator(), OwnGenerator(), OwnGenerator()
+    same.rng.setstate(first.rng.getstate())
     whole = trained(tmp_path / "whole", same, 10)
     trained(tmp_path / "parts", first, stop)
     parts = trained(tmp_path / "parts", other, 10, resume=True)
@@ -391,23 +390,24 @@ def test_resuming_averaged_weights_without_ema_hook_warns(tmp_path, capsys):
     assert "contains averaged weights" in capsys.readouterr().out
 
 
-class FromClosure(Sampler):
-    """A sampler whose generator is a local variable of a function, or an attribute of a nested object."""
+class OwnGenerator(Sampler):
+    """A sampler with a generator that is not seeded, whose state checkpoints contain."""
 
-    def __init__(self, nested, seed=5):
-        rng = random.Random(seed)
-        self.kept = SimpleNamespace(rng=rng) if nested else None
-        self.shuffle = (
-            (lambda order: self.kept.rng.shuffle(order)) if nested else lambda order: rng.shuffle(order)
-        )
+    def __init__(self):
+        self.rng = random.Random()
 
     def __iter__(self):
-        order = list(range(40))
-        self.shuffle(order)
-        return iter(order)
+        return iter(self.rng.sample(range(40), 40))
 
     def __len__(self):
         return 40
+
+    def state_dict(self):
+        return {"rng": self.rng.getstate()}
+
+    def load_state_dict(self, state):
+        version, numbers, gauss = state["rng"]
+        self.rng.setstate((version, tuple(numbers), gauss))
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_collate_function_is_found_by_name(collate):
     assert type(batch["inputs"]) is list
 
 
-@pytest.mark.parametrize(("key", "value"), [("skip_errors", 3), ("stall_warning", 5)])
+@pytest.mark.parametrize(("key", "value"), [("skip_errors", 3)])
 def test_loader_options_of_the_runner_are_rejected_for_plain_torch_loaders(key, value):
     assert dataloaders.config("street_scenes_train", SMALL, {key: value})[key] == value
     with pytest.raises(ConfigError, match=rf"{key}: requires a Runner; pass dataloaders.config"):

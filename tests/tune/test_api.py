@@ -242,26 +242,6 @@ def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     assert not (tmp_path / "never").exists()
 
 
-def test_the_number_of_workers_is_chosen_once_for_all_trials(tmp_path, short_rounds, monkeypatch):
-    def choose(options, *_):
-        if options["num_workers"] != "auto":
-            return dict(options)
-        with (tmp_path / "choices").open("a") as file:
-            file.write(f"{options['prefetch_factor']}\n")
-        return {**options, "num_workers": 1, "prefetch_factor": 3}
-
-    monkeypatch.setattr("slipstream.dataset.loading.loader.with_workers", choose)
-    monkeypatch.setattr("slipstream.tune.options.cores", lambda: 2)
-    automatic = tiny_runs.loader(num_workers="auto", prefetch_factor="auto")
-    cfg = tiny_runs.training(tmp_path, train_dataloader=automatic)
-    result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
-    assert (tmp_path / "choices").read_text() == "auto\n"
-    workers, fused = result.rows
-    assert (workers.status, workers.reason) == ("skipped", "already measured by num_workers=auto")
-    assert fused.estimate is not None
-    assert "train_dataloader" not in result.yaml_text()
-
-
 def test_a_trial_keeps_the_hooks_that_change_steps_and_removes_those_that_write_files(tmp_path):
     hooks = [
         dict(type="EMAHook"),

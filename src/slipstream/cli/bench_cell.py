@@ -219,7 +219,7 @@ def _repeat_first_batch(loader: Any) -> tuple[Any, int]:
     from torch.utils.data import DataLoader
 
     from slipstream.compare.subject import Batches
-    from slipstream.dataset.loading.counting import BatchSizes
+    from slipstream.dataset.loading.loader import BatchSizes
     from slipstream.dist import get_world_size
 
     batch = next(iter(loader))

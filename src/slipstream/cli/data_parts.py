@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.config import Config
 from slipstream.cores import cores
-from slipstream.dataset.loading.streaming import as_map_style
+from slipstream.dataset.sources.streaming import as_map_style
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.user_config import add_config_path

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from slipstream.config import Config
-from slipstream.dataset.loading.counting import BatchSizes
+from slipstream.dataset.loading.loader import BatchSizes
 from slipstream.devices import default_device
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.model import unwrap_model

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.dataset.loading.collate import default_collate, pseudo_collate
+    from slipstream.dataset.loading.generators import SampleIndex, sample_rng
     from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-    from slipstream.dataset.loading.sample_index import SampleIndex, sample_rng
     from slipstream.dataset.loading.samplers import DefaultSampler, InfiniteSampler
     from slipstream.dataset.sources.base import Sample, SegmentationDataset, Transform, default_palette
     from slipstream.dataset.sources.cache import DecodeCache
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "loading.collate": ["default_collate", "pseudo_collate"],
     "loading.loader": ["build_dataloader", "set_epoch"],
-    "loading.sample_index": ["SampleIndex", "sample_rng"],
+    "loading.generators": ["SampleIndex", "sample_rng"],
     "loading.samplers": ["DefaultSampler", "InfiniteSampler"],
     "sources.base": ["Sample", "SegmentationDataset", "Transform", "default_palette"],
     "sources.cache": ["DecodeCache"],

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.transforms.geometry import SegCropImageAndMask
 from slipstream.dataset.transforms.pipeline import Transform, compose
 

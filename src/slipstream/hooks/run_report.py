@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.dataset.loading.loader import length
-from slipstream.dataset.loading.workers import loading_rates
 from slipstream.dist import is_main_process
 from slipstream.errors import DataError
 from slipstream.files import user_cache
@@ -25,7 +24,6 @@ from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.preemption import Preempted
 from slipstream.report import Curve, PhaseSplit, RunRecord, write_report
-from slipstream.report.advice import waits_for_data
 from slipstream.report.config_values import flat_config
 from slipstream.report.files import JSON, read_run
 from slipstream.report.log_files import log_file, read_log
@@ -286,12 +284,6 @@ class RunReport:
         record.compute = self._compute.result(runner)
         if runner.error is None:
             record.tuned = _attempt(runner, _tuned)
-            if (
-                self._probe_workers
-                and record.environment.get("world_size", "1") == "1"
-                and waits_for_data(record)
-            ):
-                record.loading_rates = _attempt(runner, _probe)
         self._measurements = record.compute, record.loading_rates, record.tuned
 
 
@@ -335,10 +327,6 @@ def _attempt(runner: Runner, measure: Callable[[Runner], list[T]]) -> list[T]:
     except Exception:
         runner.logger.debug("A measurement for the report failed", exc_info=True)
         return []
-
-
-def _probe(runner: Runner) -> list[LoadingRate]:
-    return [LoadingRate(*rate) for rate in sorted(loading_rates(runner.train_dataloader).items())]
 
 
 def _tuned(runner: Runner) -> list[TunedOptions]:

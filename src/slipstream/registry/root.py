@@ -67,7 +67,6 @@ DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.zoo.street
 DATA_SAMPLERS = _root(
     "data sampler",
     "slipstream.dataset.loading.samplers",
-    "slipstream.dataset.loading.repeat_aug",
     namespaces=["torch.utils.data"],
 )
 TRANSFORMS = _root(
@@ -78,7 +77,7 @@ TRANSFORMS = _root(
     "slipstream.dataset.transforms.rand_augment",
     "slipstream.dataset.transforms.rotate_blur",
 )
-FUNCTIONS = _root("function", "slipstream.dataset.loading.collate", "slipstream.dataset.loading.mixup")
+FUNCTIONS = _root("function", "slipstream.dataset.loading.collate")
 
 MODELS = _root(
     "model",

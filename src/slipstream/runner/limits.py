@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from slipstream.dataset.loading.limits import limit_batches
+from slipstream.dataset.loading.loader import limit_batches
 from slipstream.errors import ConfigError
 from slipstream.hooks import MonitorCheckHook
 from slipstream.runner.user_config import hook_name

@@ -13,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
-from slipstream.dataset.loading.counting import BatchSizes, count_samples
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
+    BatchSizes,
     batch_size,
     build_dataloader,
     can_start_inside_batch,
+    count_samples,
     is_infinite,
     length,
     samples_per_epoch,
@@ -31,9 +32,7 @@ from slipstream.dataset.loading.lockstep import (
     until_one_ends,
 )
 from slipstream.dataset.loading.samplers import EpochBatchSampler
-from slipstream.dataset.loading.samples import skipped_samples
-from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
-from slipstream.dataset.loading.workers import end_workers
+from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.evaluator import Evaluator
@@ -101,14 +100,8 @@ class BaseLoop:
         """Start a pass over the loader. The random numbers of its workers depend only on (seed, epoch)."""
         if self._loading is not None:
             self._loading.close()
-        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall, (self._runner.seed, epoch))
+        self._loading = Loading(self.dataloader, self._name, (self._runner.seed, epoch))
         return self._loading
-
-    def _warn_of_stall(self, text: str) -> None:
-        if get_rank() == 0:
-            self._runner.logger.warning(text)
-        else:  # log an error, because ranks other than 0 print only errors
-            self._runner.logger.error(f"Rank {get_rank()}: {text}")
 
     def end_loading(self) -> None:
         """Stop all worker processes of the loader."""
@@ -346,18 +339,13 @@ class _TrainLoop(BaseLoop):
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     def _end_pass(self) -> None:
-        """Check the number of batches in the completed pass, and log which samples have been skipped so far."""
+        """Check the number of batches in the completed pass."""
         self._runner.phases.switch("hooks")
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
-        self._log_skipped()
 
     def _count_pass(self) -> None:
         self._epoch += 1
         self.in_epoch = False
-
-    def _log_skipped(self) -> None:
-        if skipped := skipped_samples(self.dataloader.dataset):
-            self._runner.logger.warning(f"{self._name} has skipped {skipped}")
 
     @contextmanager
     def _annotate_errors(self) -> Iterator[None]:
@@ -504,7 +492,6 @@ class IterBasedTrainLoop(_TrainLoop):
                 self.run_iter(*next(batches))
                 self._validate()
         runner.phases.switch("other")
-        self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model

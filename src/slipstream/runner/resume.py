@@ -257,26 +257,26 @@ def _match_layout(param: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def sampler_states(loader: Any) -> dict[str, Any]:
-    """Return the states of the random generators in the loader's sampler, to save in a checkpoint."""
+    """Return the state of the loader's sampler, to save in a checkpoint."""
     batches = getattr(loader, "batch_sampler", None)
-    return batches.generator_states() if isinstance(batches, EpochBatchSampler) else {}
+    return batches.state_dict() if isinstance(batches, EpochBatchSampler) else {}
 
 
 def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
-    """Restore the generators of the loader's sampler.
+    """Restore the state of the loader's sampler.
 
     The checkpoint contains the states that `sampler_states` returned on each rank. If the number of processes has
     changed, all processes use the states of rank 0.
 
     Raises:
-        CheckpointError: a state does not match its generator. In this case, no generator is changed.
+        CheckpointError: the state does not match the sampler.
     """
     states, batches = meta.get("sampler_generators"), loader.batch_sampler
     if not states or not isinstance(batches, EpochBatchSampler):
         return
     try:
-        batches.restore_generators(states[get_rank() if len(states) == get_world_size() else 0])
-    except ValueError as error:
+        batches.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{source}: 'meta.sampler_generators': {error}. If the sampler has changed, use load_from to start a new "
             "run from the weights"

@@ -53,7 +53,7 @@ _OLD_TRANSFORMS = {
 }
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
 _DEFAULTS = Path(__file__).parents[1] / "recipes" / "dataset_params"
-_RUNNER_KEYS = ("skip_errors", "stall_warning")
+_RUNNER_KEYS = ("skip_errors",)
 """Options of the Runner's loaders that torch's `DataLoader` does not have."""
 _LOADER_KEYS = {*inspect.signature(DataLoader).parameters, *_RUNNER_KEYS, "min_samples"}
 
@@ -160,10 +160,10 @@ def arguments(
 
 def _check_runner_options(options: Mapping[str, Any]) -> None:
     """Raise a ConfigError for an option or a value that torch's `DataLoader` does not support."""
-    if "auto" in (options["num_workers"], options.get("prefetch_factor")):
+    if options["num_workers"] == "auto":
         raise ConfigError(
-            "'auto' requires a Runner, which finds the best value by measurement; use a number, or pass "
-            "dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
+            "'auto' requires a Runner; use a number, or pass dataloaders.config(...) to the Trainer instead of "
+            "dataloaders.get(...)",
             "dataloader_params.num_workers",
         )
     for key in _RUNNER_KEYS:

@@ -286,9 +286,7 @@ def _repeat_first_batches(loader: DataLoader[Any], setting: Setting) -> DataLoad
     if not isinstance(batches, EpochBatchSampler):
         return loader if setting.exact_size is None else copied_loader(loader, drop_last=True)
     options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    repeated = RunLoader(loader.dataset, batch_sampler=_FirstBatches(batches, setting), **options)
-    repeated.stall_warning = getattr(loader, "stall_warning", repeated.stall_warning)
-    return repeated
+    return RunLoader(loader.dataset, batch_sampler=_FirstBatches(batches, setting), **options)
 
 
 @dataclass(frozen=True)

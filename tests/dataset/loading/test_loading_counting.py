@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from slipstream.dataset.loading.counting import BatchSizes, count_samples
-from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.dataset.loading.loader import BatchSizes, build_dataloader, count_samples, set_epoch
 from slipstream.hooks import Hook
 from tiny_runs import loader, run, samples
 

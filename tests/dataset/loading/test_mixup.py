@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.dataset.loading.mixup import collate_mixup
+from slipstream.dataset.loading.collate import collate_mixup
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import FUNCTIONS
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.dataset.loading import repeat_aug
+from slipstream.dataset.loading import samplers
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.loading.loader import build_dataloader
-from slipstream.dataset.loading.repeat_aug import RepeatAugSampler
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.samplers import RepeatAugSampler
 from slipstream.errors import DataError
 
 
@@ -30,7 +30,7 @@ def wanted(size, world, rank, repeats, rounded, order):
 @pytest.mark.parametrize("rounded", [0, 5])
 def test_ranks_take_turns_at_reading_the_repetitions(monkeypatch, size, world, repeats, rounded):
     for rank in range(world):
-        monkeypatch.setattr(repeat_aug, "get_dist_info", lambda rank=rank: (rank, world))
+        monkeypatch.setattr(samplers, "get_dist_info", lambda rank=rank: (rank, world))
         sampler = RepeatAugSampler(range(size), shuffle=False, num_repeats=repeats, selected_round=rounded)
         assert list(sampler) == wanted(size, world, rank, repeats, rounded, list(range(size)))
         assert len(list(sampler)) == len(sampler)

@@ -1,13 +1,12 @@
 import itertools
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from slipstream.checkpoint import load_checkpoint, save_checkpoint
 from slipstream.dataset.loading import samplers
@@ -205,202 +204,86 @@ class Shuffled(Sampler):
         return 40
 
 
-def test_sampler_with_its_own_generator_starts_each_epoch_with_the_same_state():
-    made = EpochBatchSampler(BatchSampler(Shuffled(), 40, False), 7, 40)
-    orders = []
-    for epoch in (0, 1, 2, 0, 1):
-        made.set_epoch(epoch)
-        orders += list(made)
-    assert orders[0] == list(Shuffled())
-    assert orders[3:] == orders[:2]
-    assert len(set(map(tuple, orders))) == 3
+class Stateful(Shuffled):
+    """A sampler whose generator is not seeded, but whose state can be saved."""
+
+    def __init__(self):
+        self.rng = random.Random()
+
+    def state_dict(self):
+        return {"rng": self.rng.getstate()}
+
+    def load_state_dict(self, state):
+        version, numbers, gauss = state["rng"]
+        self.rng.setstate((version, tuple(numbers), gauss))
 
 
-class Seeded(random.Random):
-    """A subclass of a generator class."""
+class Buckets:
+    """A batch sampler that carries the samples of an incomplete batch over to the next epoch."""
 
-
-class Keeps(Sampler):
-    """A sampler that shuffles with the generator `get(kept)`."""
-
-    def __init__(self, kept, get=lambda kept: kept):
-        self.kept, self.get = kept, get
-
-    def __iter__(self):
-        order = list(range(40))
-        self.get(self.kept).shuffle(order)
-        return iter(order)
+    def __init__(self, sampler):
+        self.sampler, self.rest = sampler, []
 
     def __len__(self):
-        return 40
-
-
-def of_class():
-    class OfClass(Keeps):
-        rng = random.Random(5)
-
-        def __init__(self):
-            super().__init__(None, lambda _: self.rng)
-
-    return OfClass()
-
-
-class Wraps(Keeps):
-    def __init__(self):
-        super().__init__(RandomSampler(range(40), generator=torch.Generator().manual_seed(3)))
+        return 5
 
     def __iter__(self):
-        return iter(self.kept)
+        for index in self.sampler:
+            self.rest.append(index)
+            if len(self.rest) == 7:
+                yield self.rest
+                self.rest = []
 
 
-def orders_of(make, epochs):
-    made = EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40)
-    return [(made.set_epoch(epoch), list(made))[1] for epoch in epochs]
+def epochs(made, *numbers, start=0):
+    result = []
+    for epoch in numbers:
+        made.set_epoch(epoch, start)
+        result.append([list(map(int, batch)) for batch in made])
+    return result
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Keeps(SimpleNamespace(rng=random.Random(5)), lambda kept: kept.rng),
-        lambda: Keeps([random.Random(5)], lambda kept: kept[0]),
-        lambda: Keeps(dict(a=(random.Random(5),)), lambda kept: kept["a"][0]),
-        lambda: Keeps(Seeded(5)),
-        lambda: Keeps(np.random.default_rng(5)),
-        of_class,
-        Wraps,
-    ],
-    ids=["object", "list", "nested containers", "subclass", "numpy", "class attribute", "wrapped sampler"],
-)
-def test_generators_in_nested_objects_are_set_for_each_epoch(make):
-    zero, one, again = orders_of(make, (0, 1, 1))
-    assert again == one != zero
-    assert orders_of(make, (1,)) == [one]  # as after resuming in a new process
-    assert EpochBatchSampler(BatchSampler(make(), 8, False), 7, 40).differing_state(1) == []
+@pytest.mark.parametrize("group", [lambda sampler: BatchSampler(sampler, 8, False), Buckets])
+def test_sampler_with_its_own_state_continues_and_is_replayed_after_a_resume(group):
+    made = EpochBatchSampler(group(Shuffled()), 7, 40)
+    orders = epochs(made, 0, 1, 2)
+    assert orders[0] != orders[1] != orders[2]
+    inner = group(Shuffled())
+    assert orders == [list(inner) for _ in range(3)], "the order is not that of the user's sampler"
+    resumed = EpochBatchSampler(group(Shuffled()), 7, 40)
+    assert epochs(resumed, 2, start=2) == [orders[2][2:]]
+    assert epochs(resumed, 3) == epochs(made, 3)
 
 
-def through_a_file(states, folder):
-    save_checkpoint({"states": states}, folder / "states.pth", pytest.fail)
-    return load_checkpoint(folder / "states.pth")["states"]
+@pytest.mark.parametrize("saved_after", ["in epoch 1", "epoch 1"])
+def test_state_dict_of_a_sampler_is_restored_in_another_process(saved_after, tmp_path):
+    made = EpochBatchSampler(BatchSampler(Stateful(), 8, False), 7, 40)
+    epochs(made, 0)
+    orders = epochs(made, 1)
+    save_checkpoint({"state": made.state_dict()}, tmp_path / "state.pth", pytest.fail)
+    orders += epochs(made, 2)
+    resumed = EpochBatchSampler(BatchSampler(Stateful(), 8, False), 7, 40)
+    resumed.load_state_dict(load_checkpoint(tmp_path / "state.pth")["state"])
+    if saved_after == "epoch 1":
+        assert epochs(resumed, 2) == orders[1:]
+    else:
+        assert epochs(resumed, 1, start=3) == [orders[0][3:]]
+        assert epochs(resumed, 2) == orders[1:]
 
 
-UNSEEDED = {
-    "random": random.Random,
-    "RandomState": np.random.RandomState,
-    "PCG64": np.random.default_rng,
-    "MT19937": lambda: np.random.Generator(np.random.MT19937()),
-    "Philox": lambda: np.random.Generator(np.random.Philox()),
-}
+def test_indices_of_recent_batches_are_recorded():
+    made = EpochBatchSampler(BatchSampler(Shuffled(), 8, False), 7, 40)
+    orders = epochs(made, 0, 1)
+    assert [[made.indices(epoch, i) for i in range(5)] for epoch in (0, 1)] == orders
+    assert made.indices(2, 0) is None
 
 
-@pytest.mark.parametrize("make", UNSEEDED.values(), ids=list(UNSEEDED))
-def test_order_of_an_unseeded_generator_is_restored_in_another_sampler(make, tmp_path):
-    first, second = (EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40) for _ in range(2))
-    list(first)  # the generator has already been used when the checkpoint is saved
-    orders = []
-    for batches in (first, second):
-        if batches is second:
-            batches.restore_generators(through_a_file(first.generator_states(), tmp_path))
-        orders.append([(batches.set_epoch(epoch), list(batches))[1] for epoch in (0, 1)])
-    assert orders[0] == orders[1]
-    assert orders[0][0] != orders[0][1]
-
-
-def test_order_of_an_unseeded_torch_generator_is_restored(tmp_path):
-    def made():
-        generator = torch.Generator()
-        generator.seed()
-        wraps = Wraps()
-        wraps.kept = RandomSampler(range(40), generator=generator)
-        return EpochBatchSampler(BatchSampler(wraps, 8, False), 7, 40)
-
-    first, second = made(), made()
-    assert list(first) != list(second)
-    second.restore_generators(through_a_file(first.generator_states(), tmp_path))
-    assert list(first) == list(second)
-
-
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (random.Random, lambda state: state[:2]),
-        (random.Random, lambda state: [state[0], [-1] * len(state[1]), state[2]]),
-        (np.random.RandomState, lambda state: {**state, "state": {**state["state"], "pos": 10**6}}),
-        (
-            UNSEEDED["Philox"],
-            lambda state: {**state, "buffer_pos": -5},
-        ),
-        (np.random.default_rng, lambda state: {**state, "bit_generator": "MT19937"}),
-        (np.random.default_rng, lambda state: torch.zeros(3)),
-    ],
-    ids=["short", "negative", "position", "negative position", "other generator", "tensor"],
-)
-def test_invalid_generator_state_is_rejected_and_changes_nothing(make, change):
-    batches = EpochBatchSampler(BatchSampler(Keeps(make()), 8, False), 7, 40)
-    before, states = list(batches), batches.generator_states()
-    with pytest.raises(ValueError, match=r"the state of the sampler's generator Keeps\.kept"):
-        batches.restore_generators({"Keeps.kept": change(states["Keeps.kept"])})
-    batches.set_epoch(0)
-    assert list(batches) == before
-
-
-class Lazy(Keeps):
-    """A sampler whose first iteration creates its generator."""
-
-    def __init__(self):
-        super().__init__(None)
-
-    def __iter__(self):
-        self.kept = self.kept or random.Random(5)
-        return super().__iter__()
-
-
-class Closure(Keeps):
-    """A sampler whose generator is a local variable of a function."""
-
-    def __init__(self):
-        rng = random.Random(5)
-        super().__init__(None, lambda _: rng)
-
-
-class Position(Keeps):
-    def __init__(self):
-        super().__init__(0)
-
-    def __iter__(self):
-        self.kept += 1
-        return iter(range(self.kept, 40))
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (Lazy, ["Lazy.kept"]),
-        (Closure, ["Closure"]),
-        (Position, ["Position.kept"]),
-        (lambda: Keeps(random.SystemRandom()), ["Keeps"]),
-        (lambda: Keeps(iter(range(40))), ["Keeps.kept"]),
-    ],
-    ids=["created late", "closure", "position", "system generator", "iterator"],
-)
-def test_differing_state_names_the_state_that_changes_the_order_of_a_repeated_epoch(make, names):
-    sampler = make()
-    made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
-    before = dict(vars(sampler))
-    assert made.differing_state(1) == names
-    assert vars(sampler) == before
-
-
-def test_generators_of_a_samplers_dataset_keep_their_state():
-    class Data(TensorDataset):
-        rng = random.Random(5)
-
-    sampler = Keeps(SimpleNamespace(rng=random.Random(5), dataset=Data()), lambda kept: kept.rng)
-    made = EpochBatchSampler(BatchSampler(sampler, 8, False), 7, 40)
-    before = Data.rng.getstate()
-    list(made)
-    made.set_epoch(1)
-    list(made)
-    assert Data.rng.getstate() == before
+def test_repeated_epochs_have_the_same_batches():
+    made = EpochBatchSampler(BatchSampler(Shuffled(), 8, False), 7, 40, limit=2)
+    made.repeats = True
+    first, second = epochs(made, 0, 1)
+    assert first == second
+    assert len(first) == 2
 
 
 @pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from slipstream.dataset import ClassBalancedDataset, ImageMaskFolder, RepeatDataset
+from slipstream.dataset.loading.generators import SampleIndex
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.order import batch_indices
-from slipstream.dataset.loading.sample_index import SampleIndex
-from slipstream.dataset.loading.samples import describe_sample, skipped_samples
-from slipstream.dataset.loading.waiting import stop_workers
-from slipstream.dataset.loading.workers import end_workers
+from slipstream.dataset.loading.samples import describe_sample
+from slipstream.dataset.loading.workers import _stop_workers, end_workers
 from slipstream.errors import ConfigError, DataError
 
 
@@ -45,7 +43,7 @@ def content(loader, epoch=0, start=0):
         return [tuple(zip(*(part.tolist() for part in batch), strict=True)) for batch in batches]
     finally:
         if not loader.persistent_workers:
-            stop_workers(batches)  # otherwise, an error's traceback would keep the workers alive
+            _stop_workers(batches)  # otherwise, an error's traceback would keep the workers alive
 
 
 def notes(error):
@@ -80,13 +78,6 @@ def test_collate_fn_error_names_the_samples_of_the_batch():
     with pytest.raises(DataError, match=r"batch of samples 8, 9, 10, 11 of Samples raised StopIteration"):
         list(build(Samples(), collate_fn=collate))
 
-    def fails(samples):
-        raise RuntimeError("stack expects each tensor to be equal size")
-
-    with pytest.raises(RuntimeError) as caught:
-        list(build(Samples(), collate_fn=fails, batch_size=12))
-    assert caught.value.__notes__ == ["(the batch of samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ... of Samples)"]
-
 
 # ---- the file of a sample --------------------------------------------------------------------------------------------
 
@@ -110,7 +101,6 @@ class Files(Samples):
         ("data_list", [{}, {}, {"img_path": "2.jpg", "seg_map_path": "2.png"}], "2.jpg"),
         ("get_data_info", lambda index: {"img_path": f"{index}.jpg"}, "2.jpg"),
         ("images", [torch.zeros(1)] * 3, None),
-        ("samples", ["a sentence.", "and one", "a third sentence, e.g. one with a dot"], None),
         ("samples", [], None),
     ],
 )
@@ -168,30 +158,7 @@ def test_replacement_depends_only_on_seed_epoch_and_index():
     assert replacements[0] != replacements[1]
     other = [s for batch in content(build(Samples(faulty), seed=6, skip_errors=3)) for s in batch]
     assert [other[index][0] for index in faulty] != replacements[0]
-    for loader in (one, two):
-        assert skipped_samples(loader.dataset) == "3 of 20 samples: 3, 4, 11", "the skipped samples are wrong"
     end_workers(two)
-
-
-class FailsInFirstEpoch(Samples):
-    def __getitem__(self, index):
-        if index.epoch > 0 and index != 11:
-            return int(index), 0.0
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
-def test_batch_indices_contain_the_replacements_for_failing_samples(workers, sampler):
-    options = dict(sampler=dict(type=sampler, shuffle=True), num_batch_per_epoch=7)
-    loader = build(FailsInFirstEpoch([3, 4, 11]), skip_errors=3, num_workers=workers, **options)
-    replaced = 0
-    for epoch in (0, 1):
-        batches = [[index for index, _ in batch] for batch in content(loader, epoch)]
-        assert [batch_indices(loader, epoch, number) for number in range(len(batches))] == batches
-        drawn = build(Samples(), **options)
-        replaced += sum(batch_indices(drawn, epoch, number) != batch for number, batch in enumerate(batches))
-    assert replaced
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -214,23 +181,6 @@ def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
 def test_dataset_whose_samples_all_fail_raises_an_error():
     with pytest.raises(DataError, match="every sample of Samples raised an error; see"):
         content(build(Samples(range(4), size=4), skip_errors=9))
-
-
-def test_without_failing_samples_nothing_changes():
-    assert content(build(Samples(), skip_errors=2)) == content(build(Samples()))
-    assert skipped_samples(build(Samples(), skip_errors=2).dataset) == ""
-    assert skipped_samples(TensorDataset(torch.zeros(2))) == ""
-
-
-def test_samples_with_non_integer_keys_cannot_be_replaced():
-    class Named(Samples):
-        def __getitem__(self, index):
-            raise ValueError("damaged")
-
-    loader = build(Named(), sampler=["a", "b"], skip_errors=2)
-    with pytest.raises(ValueError, match="damaged") as caught:
-        list(loader)
-    assert caught.value.__notes__ == ["(sample a of Named)"]
 
 
 class Stream(IterableDataset):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.dataset import ConcatDataset, RepeatDataset, build_dataloader, set_epoch
 from slipstream.dataset.loading import samplers
-from slipstream.dataset.loading.streaming import StreamingSamples
+from slipstream.dataset.sources.streaming import StreamingSamples
 from slipstream.errors import MissingPackageError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel

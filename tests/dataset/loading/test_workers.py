@@ -1,220 +1,237 @@
-"""Tests of the automatic selection of `num_workers` and `prefetch_factor`."""
+"""Tests of worker processes, with real workers: timeouts, dead workers, signals, full shared memory, seeds."""
 
-from __future__ import annotations
-
-import random
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import Dataset, IterableDataset
 
+from slipstream.dataset.loading import loader as loader_module
 from slipstream.dataset.loading import workers
-from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.errors import ConfigError, DataError
-from tiny_runs import Noisy, assert_same, loader, run, weights
+from slipstream.dataset.loading.collate import pseudo_collate
+from slipstream.dataset.loading.loader import build_dataloader, limit_batches
+from slipstream.dataset.loading.workers import Loading, explain_worker_errors
+from slipstream.errors import ConfigError, DataError, DataLoaderError
+from slipstream.preemption import SIGNALS
 
-# PyTorch warns if there are more workers than cores. These tests assume four cores.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_TRIAL_TIME", 0.15)
-    monkeypatch.setattr(workers, "cores", lambda: 4)
+# When a worker dies, torch's signal handler raises an error in whatever code the main thread is running. If this code
+# is a weak reference callback, Python ignores the error, and the loader detects the dead worker later.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
-class Sleeping(Dataset[Any]):
-    """A dataset that sleeps for each sample, so workers run in parallel even on one core."""
+class Samples(Dataset):
+    """Six samples; `read(2)` is called for sample 2."""
 
-    def __init__(self, seconds: float, size: int = 40) -> None:
-        self.seconds, self.size = seconds, size
+    def __init__(self, read=lambda index: None):
+        self.read = read
 
-    def __len__(self) -> int:
-        return self.size
+    def __len__(self):
+        return 6
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return torch.full((4,), int(index))
-
-
-class Draws(Dataset[Any]):
-    """A dataset that draws from the global generators and counts its reads. Its own generator, `rng`, is not used."""
-
-    def __init__(self) -> None:
-        self.reads, self.rng = 0, random.Random(0)
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> list[float]:
-        self.reads += 1
-        return [int(index), random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
+    def __getitem__(self, index):
+        if index == 2:
+            self.read(index)
+        return int(index)
 
 
-def build(dataset: Any, **options: Any) -> Any:
-    cfg = dict(dataset=dataset, batch_size=4, collate_fn="default_collate", **options)
-    return build_dataloader(cfg, 1, "train_dataloader", training=True)
+def build(dataset, **options):
+    return build_dataloader(dict(dataset=dataset, **options), 0, "train_dataloader", training=True)
 
 
-def states() -> list[Any]:
-    numpy_state: Any = np.random.get_state()
-    return [random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()]
+def read(loader):
+    loading = Loading(loader, "train_dataloader")
+    with explain_worker_errors("train_dataloader"):
+        try:
+            return [batch.tolist() for batch in loading]
+        finally:
+            loading.close()  # torch may raise its error about a dead worker here
 
 
-def test_one_worker_per_core_is_used_for_slow_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(workers, "print_log", lambda line, logger: lines.append(line))
-    built = build(Sleeping(0.02), num_workers="auto")
-    assert built.num_workers == 4
-    (line,) = lines
-    assert line.startswith("train_dataloader: a batch takes ")
-    assert "num_workers=4 (limit 4; samples/s by number of workers: 0: " in line
+def fails(error):
+    def fail(index):
+        raise error
+
+    return fail
 
 
-def test_no_workers_are_used_if_loading_is_cheaper_than_transfer() -> None:
-    built = build(
-        TensorDataset(torch.arange(40.0), torch.arange(40)),
-        num_workers="auto",
-        prefetch_factor="auto",
-        persistent_workers=True,
-    )
-    assert built.num_workers == 0
-    assert len(list(built)) == 10
+@pytest.mark.parametrize("error", [DataError("'a.png' is broken"), ValueError("custom error")])
+def test_worker_error_keeps_its_type_and_message(error):
+    with pytest.raises(type(error), match=str(error)):
+        read(build(Samples(fails(error)), num_workers=1))
 
 
-def test_explicit_numbers_skip_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_Trials", None)
-    assert build(Sleeping(0), num_workers=2).num_workers == 2
-    assert build(Sleeping(0), num_workers=0, prefetch_factor="auto").prefetch_factor is None
-
-
-def test_cores_are_divided_among_local_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "get_local_size", lambda: 2)
-    assert build(Sleeping(0.02), num_workers="auto").num_workers == 2
-
-
-def test_auto_changes_neither_samples_nor_generators() -> None:
-    data, before = Draws(), states()
-    chosen = build(data, num_workers="auto", prefetch_factor="auto", shuffle=True)
-    assert states() == before
-    assert (data.reads, data.rng.getstate()) == (0, random.Random(0).getstate())
-    plain = build(Draws(), num_workers=0, shuffle=True)
-    for epoch, start in ((0, 0), (1, 2)):
-        for built in (chosen, plain):
-            set_epoch(built, epoch, start)
-        for one, other in zip(chosen, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_run_with_auto_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
-    measured = run(tmp_path / "a", train_dataloader=loader(Noisy(), num_workers="auto"))
-    plain = run(tmp_path / "b", train_dataloader=loader(Noisy(), num_workers=0))
-    assert_same(weights(measured), weights(plain))
-    logs = "".join(path.read_text() for path in Path(measured.log_dir).glob("*.log"))
-    assert "train_dataloader: a batch takes" in logs
-
-
-def test_sample_errors_are_raised_unchanged() -> None:
-    class Broken(Sleeping):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            raise ValueError(f"no image {int(index)}")
-
-    with pytest.raises(ValueError, match="no image"):
-        build(Broken(0), num_workers="auto")
-
-
-def test_auto_accepts_a_dataset_smaller_than_a_batch() -> None:
-    cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
-    assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
-    with pytest.raises(DataError, match="less than batch_size=4"):
-        build_dataloader(cfg, 1, "train_dataloader", training=True)
-
-
-def test_auto_supports_a_custom_batch_sampler() -> None:
-    batches = BatchSampler(SequentialSampler(range(40)), 5, False)
-    cfg = dict(dataset=Sleeping(0.02), batch_sampler=batches, num_workers="auto")
-    built = build_dataloader(cfg, 1, "val_dataloader", training=False)
-    assert built.num_workers == 4
-    assert [batch[0, 0].item() for batch in built] == list(range(0, 40, 5))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(5))
-
-
-@pytest.mark.parametrize(("key", "least"), [("num_workers", 0), ("prefetch_factor", 1)])
-@pytest.mark.parametrize("wrong", ["max", 1.5, -1])
-def test_invalid_values_raise_errors(key: str, least: int, wrong: object) -> None:
-    expected = f"train_dataloader.{key}: must be an integer from {least} to 1024, or 'auto', not {wrong!r}"
-    with pytest.raises(ConfigError, match=expected):
-        build(Sleeping(0), **{"num_workers": 1, key: wrong})
-    with pytest.raises(
-        ConfigError, match=f"train_dataloader.{key}: 'auto' is not supported for iterable datasets"
+def test_timeout_ends_the_worker_and_raises_an_error_that_names_the_loader(monkeypatch):
+    # By default, torch waits 5 s before it terminates a worker.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    loader = build(Samples(lambda index: time.sleep(60)), num_workers=1, timeout=1)
+    loading = Loading(loader, "val_dataloader")
+    worker = loading._iterator._workers[0]
+    with (
+        pytest.raises(DataLoaderError, match=r"val_dataloader: .*1 seconds"),
+        explain_worker_errors("val_dataloader"),
     ):
-        build(Stream(), **{key: "auto"})
+        list(loading)
+    loading.close()
+    assert not worker.is_alive()
 
 
-# ---- selection ----------------------------------------------------------------------------------------------
+def test_error_for_a_dead_worker_contains_a_remedy():
+    loader = build(Samples(lambda index: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1)
+    with pytest.raises(DataLoaderError, match="set num_workers=0 to see the error"):
+        read(loader)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_during_the_start_of_a_worker_does_not_end_the_worker(monkeypatch, number):
+    set_num_threads = torch.set_num_threads
+
+    def interrupted(count):  # torch calls this in a worker before it calls the worker_init_fn
+        os.kill(os.getpid(), number)
+        set_num_threads(count)
+
+    monkeypatch.setattr(torch, "set_num_threads", interrupted)
+    assert read(build(Samples(), num_workers=1, multiprocessing_context="fork")) == [[i] for i in range(6)]
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_only_lost_connections_to_workers_are_explained(count):
+    with pytest.raises(ConnectionResetError, match="the server left"):
+        read(build(Samples(fails(ConnectionResetError("the server left"))), num_workers=count))
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(100))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_limited_stream_starts_again_in_each_pass_and_its_workers_end(persistent):
+    stream = build(Numbers(), num_workers=1, persistent_workers=persistent)
+    limited = limit_batches(stream, 5, "limit_train_batches", "train_dataloader")
+    assert len(read(stream)) == 100
+    for _ in range(2):
+        assert read(limited) == [[i] for i in range(5)]
+    for loader in (limited, stream):
+        workers.end_workers(loader)
+    assert not [child for child in torch.multiprocessing.active_children() if "Process" in child.name]
+
+
+def test_batch_that_cannot_be_sent_raises_an_error_instead_of_waiting_forever(capfd):
+    class Unsendable(Samples):
+        def __getitem__(self, index):
+            return threading.Lock()
+
+    with pytest.raises(DataLoaderError, match="it may have printed an error"):
+        read(build(Unsendable(), num_workers=1, collate_fn=pseudo_collate))
+    assert "cannot pickle '_thread.lock' object" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("rates", "limit", "expected"),
+    ("text", "message"),
     [
-        ({0: 10, 1: 10, 2: 20, 4: 38, 8: 39}, 8, 4),  # 38 is within 5% of 39
-        ({0: 10, 1: 9.9, 2: 10.1}, 8, 1),
-        ({0: 10, 1: 9}, 1, 1),  # with one worker, the step does not wait for data
-        ({0: 10, 1: 6, 2: 5}, 8, 0),
-        ({0: 10, 1: 10, 2: 19}, 8, 4),  # the time limit is reached while more workers still help
-        ({0: 10, 1: 10}, 8, 2),
+        (
+            "killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.",
+            "shm-size",
+        ),
+        ("unable to open shared memory object </torch_7_1_0> in read-write mode: No such file", "shm-size"),
+        ("received 0 items of ancdata", "ulimit -n 65536"),
     ],
 )
-def test_smallest_number_of_workers_within_five_percent_of_the_best_is_chosen(
-    rates: dict[int, float], limit: int, expected: int
-) -> None:
-    assert workers._choose_num_workers(rates, limit) == expected
-
-
-def test_trials_stop_when_more_workers_do_not_help_or_at_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trials = workers._Trials(Sleeping(0.02), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
-    monkeypatch.setattr(trials, "_throughput", lambda count, chunk: min(count, 3) * 10.0)
-    assert list(trials.rates(16)) == [0, 1, 2, 4, 8]
-    assert list(trials.rates(3)) == [0, 1, 2, 3]
-    monkeypatch.setattr(workers, "_TIME_LIMIT", -1.0)
-    assert list(trials.rates(16)) == [0, 1]
+def test_torch_messages_are_recognized(text, message):
+    with (
+        pytest.raises(DataLoaderError, match=f"train_dataloader: .*{message}"),
+        explain_worker_errors("train_dataloader"),
+    ):
+        raise RuntimeError(text)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "max_batches", "expected"),
-    [(1.0, 100, 2), (1.2, 100, 3), (2.5, 100, 4), (50.0, 100, 8), (2.5, 2.9, 2), (2.5, 0.1, 1)],
+    "error",
+    [
+        OSError(28, "No space left on device", "runs/epoch_1.pth"),
+        RuntimeError(
+            "NCCL error: unable to create shared memory segment /dev/shm/nccl-X: No space left on device"
+        ),
+        ValueError("DataLoader timed out after 5 seconds"),
+    ],
 )
-def test_prefetch_factor_covers_a_slow_batch_if_memory_allows(
-    ratio: float, max_batches: float, expected: int
-) -> None:
-    assert workers._prefetch_factor(ratio, max_batches) == expected
+def test_other_errors_are_not_changed(error):
+    with pytest.raises(type(error)) as caught, explain_worker_errors("train_dataloader"):
+        raise error
+    assert caught.value is error
 
 
-def test_slowest_batch_ratio_decreases_with_batch_size() -> None:
-    trials = workers._Trials(Sleeping(0.001), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
-    trials.sample_seconds = [1.0, 1.0, 1.0, 5.0]
-    assert trials.slowest_batch() == pytest.approx((3 * 2 + 5) / (4 * 2))
-    trials.size = 1
-    assert trials.slowest_batch() == pytest.approx(2.5)
+IN_SMALL_SHARED_MEMORY = """
+import torch
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.workers import Loading, explain_worker_errors
+from slipstream.errors import DataLoaderError
+
+class Big(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.zeros(500_000)
+
+cfg = dict(dataset=Big(), batch_size=2, num_workers=1)
+try:
+    with explain_worker_errors("train_dataloader"):
+        list(Loading(build_dataloader(cfg, 0, "train_dataloader", True), "train_dataloader"))
+except DataLoaderError as error:
+    print(error)
+"""
 
 
-def test_prefetch_factor_depends_on_the_variance_of_sample_times() -> None:
-    class Uneven(Sleeping):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            time.sleep(0.03 if int(index) % 4 == 0 else 0.001)
-            return torch.zeros(4)
+def test_error_reports_that_shared_memory_is_too_small(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(IN_SMALL_SHARED_MEMORY)
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    small = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec"
+    if subprocess.run([*mount, f"{small} true"], capture_output=True).returncode:
+        pytest.skip("requires permission to mount file systems in a user namespace")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    command = [*mount, f"{small} {sys.executable} {script}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert "no shared memory left for their batches" in done.stdout
 
-    cfg = dict(
-        dataset=Uneven(0), batch_size=1, num_workers=1, prefetch_factor="auto", collate_fn="default_collate"
-    )
-    assert build_dataloader(cfg, 1, "train_dataloader", training=True).prefetch_factor >= 4
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(timeout=5), r"timeout: requires worker processes.*num_workers"),
+        (dict(num_workers=-1), "num_workers: must be .* from 0 to 1024"),
+        (dict(num_workers="max"), "num_workers: must be .* from 0 to 1024"),
+        (dict(num_workers=1, prefetch_factor="auto"), "prefetch_factor: must be .* from 0 to 1024"),
+    ],
+)
+def test_invalid_options_are_rejected(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Samples(), **options)
+
+
+def test_auto_starts_one_worker_for_each_core_of_the_process(monkeypatch):
+    monkeypatch.setattr(loader_module, "cores", lambda: 6)
+    monkeypatch.setattr(loader_module, "get_local_size", lambda: 2)
+    assert build(Samples(), num_workers="auto").num_workers == 3
+
+
+def test_seed_of_the_workers_depends_on_the_epoch_the_rank_and_the_seed_of_the_generator(monkeypatch):
+    def base_seed(epoch, rank, seed):
+        monkeypatch.setattr(workers, "get_rank", lambda: rank)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = torch.utils.data.DataLoader(Samples(), generator=generator)
+        loading = Loading(loader, "train_dataloader", (7, epoch))
+        assert loader.generator is generator
+        return loading._iterator._base_seed
+
+    cases = [(epoch, rank, seed) for epoch in (0, 1) for rank in (0, 1) for seed in (None, 3)]
+    seeds = [base_seed(*case) for case in cases]
+    assert len(set(seeds)) == len(cases)
+    assert [base_seed(*case) for case in cases] == seeds

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import GeneratorType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler
-from slipstream.dataset.loading.worker_init import prepared_workers
+from slipstream.dataset.loading.workers import prepared_workers
 from slipstream.devices import default_device
 from slipstream.errors import ConfigError
 
@@ -22,7 +20,6 @@ __all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"
 
 Batch = TypeVar("Batch")
 _DEVICES_WITHOUT_STREAMS = ("cpu", "mps", "meta")
-_END = object()
 
 
 def read_prefetch(value: Any) -> int:
@@ -111,8 +108,6 @@ class DeviceFeed(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         with prepared_workers(self.loader):
             batches = iter(self.loader)
-        if isinstance(self.loader, DataLoader) and isinstance(batches, GeneratorType):
-            batches = _draw_prepared(self.loader, batches)
         return self.move_batches(batches)
 
     def move_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -126,19 +121,6 @@ class DeviceFeed(Generic[Batch]):
         if not getattr(self.loader, "pin_memory", False) and self.device.type not in _DEVICES_WITHOUT_STREAMS:
             batches = _pin_batches(batches, self.device)
         return _run_ahead(batches, self._copy_stream, self.prefetch)
-
-
-def _draw_prepared(loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a subclass of DataLoader whose `__iter__` is a generator.
-
-    Such a generator starts workers when a batch is drawn.
-    """
-    while True:
-        with prepared_workers(loader, block_signals=False):
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
 
 
 def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -> Iterator[Any]:

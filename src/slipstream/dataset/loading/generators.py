@@ -1,4 +1,4 @@
-"""Temporarily change the state of the global random generators of Python, NumPy and torch (CPU)."""
+"""Sample indices with a seed and an epoch, and seeded states of the global random generators."""
 
 from __future__ import annotations
 
@@ -9,11 +9,41 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["IsolatedGenerators", "hash_numbers", "isolate_random_state", "seed_generators"]
+__all__ = [
+    "IsolatedGenerators",
+    "SampleIndex",
+    "hash_numbers",
+    "isolate_random_state",
+    "sample_rng",
+    "seed_generators",
+]
 
 T = TypeVar("T")
 
 _64_BITS = 2**64 - 1
+
+
+class SampleIndex(int):
+    """Sample index that includes the run's seed and the epoch. It is an `int`, so every dataset accepts it."""
+
+    seed: int
+    epoch: int
+
+    def __new__(cls, index: int, seed: int, epoch: int) -> SampleIndex:
+        """Create the index."""
+        self = super().__new__(cls, index)
+        self.seed = seed
+        self.epoch = epoch
+        return self
+
+    def __reduce__(self) -> tuple[type[SampleIndex], tuple[int, int, int]]:
+        return SampleIndex, (int(self), self.seed, self.epoch)
+
+
+def sample_rng(index: int) -> np.random.Generator:
+    """Return the random generator of one sample. For a plain int, the seed and the epoch are 0."""
+    seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
+    return np.random.default_rng((seed, epoch, int(index)))
 
 
 def seed_generators(numbers: Sequence[int]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
+from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,6 +24,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from slipstream.config.options import REMOVED
+from slipstream.cores import cores
 from slipstream.dataset.loading.collate import default_collate, torch_default_collate
 from slipstream.dataset.loading.samplers import (
     DefaultSampler,
@@ -29,24 +33,24 @@ from slipstream.dataset.loading.samplers import (
     InfiniteSampler,
     check_not_empty,
 )
-from slipstream.dataset.loading.samples import SeededDataset
-from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
-from slipstream.dataset.loading.waiting import STALL_WARNING, stop_workers
-from slipstream.dataset.loading.worker_init import worker_init
-from slipstream.dataset.loading.workers import check_workers, with_workers
-from slipstream.dist import get_world_size
+from slipstream.dataset.loading.samples import SeededDataset, TensorBatches
+from slipstream.dataset.loading.workers import worker_init
+from slipstream.dataset.sources.streaming import StreamingSamples, as_map_style
+from slipstream.dist import get_local_size, get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
 __all__ = [
+    "BatchSizes",
     "batch_size",
     "build_dataloader",
     "can_start_inside_batch",
     "copied_loader",
+    "count_samples",
     "is_infinite",
     "length",
-    "limited_stream",
+    "limit_batches",
     "samples_per_epoch",
     "set_epoch",
 ]
@@ -61,12 +65,11 @@ def build_dataloader(
 
     Args:
         cfg: a dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
-            and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
-            (see `with_workers`). `skip_errors` is the maximum number of samples that may raise an error and be
-            replaced (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
-            logs a warning (see `Loading`; default: 60; 0 disables the warning). `cfg` may also be a `DataLoader`,
-            `dict(dataloader=..., num_batch_per_epoch=...)` to limit the number of batches per epoch, or a list of
-            batches, which are used in the given order.
+            and the arguments of `torch.utils.data.DataLoader`. `num_workers="auto"` starts one worker for each core
+            that this process may use. `skip_errors` is the maximum number of samples that may raise an error and be
+            replaced (see `SeededDataset`). `cfg` may also be a `DataLoader`, `dict(dataloader=...,
+            num_batch_per_epoch=...)` to limit the number of batches per epoch, or a list of batches, which are used in
+            the given order.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
         training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
@@ -88,20 +91,16 @@ def build_dataloader(
             f"must be a DataLoader, a dict or a list of batches, got {type(cfg).__name__}", name
         )
     options = dict(cfg)
-    _check_keys(options, name)
-    _check_fault_options(options, name, training)
-    stall_warning = options.pop("stall_warning", STALL_WARNING)
+    _check_options(options, name, training)
     dataset = _dataset(options.pop("dataset"), name)
-    check_workers(options, name, streamed=isinstance(dataset, IterableDataset))
+    if options.get("num_workers") == "auto":
+        options["num_workers"] = max(cores() // get_local_size(), 1)
     if isinstance(dataset, IterableDataset):
         if options.pop("skip_errors", 0):
             raise ConfigError("does not support iterable datasets; remove this option", f"{name}.skip_errors")
-        loader = RunLoader(dataset, **_defaults(_collate(options, name), seed))
-    else:
-        batches = _batch_sampler(options, dataset, seed, training, name)
-        loader = _loader(dataset, batches, seed, _collate(options, name), name)
-    loader.stall_warning = stall_warning
-    return _check_has_batches(loader, name, training)
+        return RunLoader(dataset, **_defaults(_functions(options, name), seed))
+    batches = _batch_sampler(options, dataset, seed, training, name)
+    return _check_has_batches(_loader(dataset, batches, seed, _functions(options, name)), name, training)
 
 
 def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
@@ -143,11 +142,11 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 def last_batch_size(loader: DataLoader[Any]) -> int | None:
     """Return the number of this rank's samples in the last batch of an epoch, or None if it is unknown."""
     batches = loader.batch_sampler
-    if not isinstance(batches, EpochBatchSampler) or type(batches.batch_sampler) is not BatchSampler:
+    if not isinstance(batches, EpochBatchSampler) or not can_start_inside_batch(loader):
         return None
     inner = batches.batch_sampler
     if inner.drop_last or isinstance(batches.sampler, InfiniteSampler):
-        return inner.batch_size
+        return int(inner.batch_size)
     full, rest = divmod(batches.samples, inner.batch_size)
     is_truncated = batches.limit is not None and batches.limit <= full
     return inner.batch_size if rest == 0 or is_truncated else rest
@@ -167,7 +166,7 @@ def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
     assert isinstance(batches, EpochBatchSampler)
     size: int = batches.batch_sampler.batch_size
     full = batches.samples
-    if batches.limit is not None and isinstance(batches.batch_sampler.sampler, InfiniteSampler):
+    if batches.limit is not None and isinstance(batches.sampler, InfiniteSampler):
         return batches.limit * size * get_world_size()  # more than one pass, if the limit is large
     if batches.batch_sampler.drop_last:
         full -= full % size
@@ -187,45 +186,66 @@ def is_infinite(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.batch_sampler, EpochBatchSampler) and loader.batch_sampler.endless
 
 
-class RunLoader(DataLoader[Any]):
-    """A `DataLoader` that `build_dataloader` or `limited_stream` creates."""
+class BatchSizes:
+    """The number of this rank's samples in each batch of a pass over a loader.
 
-    stall_warning: float = STALL_WARNING
-    """Number of seconds without a batch after which a run logs a warning; 0 disables the warning."""
+    If the loader has an `EpochBatchSampler`, the sizes are those of the batches that the sampler has drawn. For
+    iterable datasets and for datasets whose items are batches, the samples in each batch are counted.
+
+    Args:
+        loader: a loader returned by `build_dataloader`.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._size = batch_size(loader)
+        self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
+
+    def get(self, batch_index: int, batch: Any) -> int:
+        """Return the number of samples in the batch with index `batch_index` (from 0) of the pass in progress.
+
+        If this number cannot be determined, return the loader's batch size, or 1 if that is not known either.
+        """
+        if self._batches is not None:
+            drawn = self._batches.indices(self._batches.epoch, batch_index)
+            if drawn is not None:
+                return len(drawn)
+        count = count_samples(batch)
+        return self._size or 1 if count is None else min(count, self._size or count)
+
+
+def count_samples(batch: Any) -> int | None:
+    """Return the number of samples in a collated batch, or None if it cannot be determined from the batch structure.
+
+    If the batch or one of its fields is a tensor, the number of samples is the size of the tensor's first dimension.
+    Otherwise, it is the length of the first field that is a list or a tuple. In a dict, the `inputs` field takes
+    precedence.
+    """
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else None
+    fields = batch
+    if isinstance(batch, Mapping):
+        inputs = batch.get("inputs")
+        fields = [inputs] if isinstance(inputs, Tensor | list | tuple) else list(batch.values())
+    if not isinstance(fields, list | tuple):
+        return None
+    tensors = (len(field) for field in fields if isinstance(field, Tensor) and field.ndim)
+    lists = (len(field) for field in fields if isinstance(field, list | tuple))
+    return next(tensors, next(lists, None))
+
+
+class RunLoader(DataLoader[Any]):
+    """A `DataLoader` with an optional limit on the number of batches per pass over an iterable dataset."""
+
     limit: int | None = None
-    """Maximum number of batches per pass over an iterable dataset. An `EpochBatchSampler` has its own limit."""
+    """Maximum number of batches. An `EpochBatchSampler` has its own limit."""
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        return batches if self.limit is None else _FirstBatches(batches, self.limit)
+        return batches if self.limit is None else islice(batches, self.limit)
 
     def __len__(self) -> int:
         count = super().__len__()
         return count if self.limit is None else min(count, self.limit)
-
-
-class _FirstBatches:
-    """Iterator over the first `count` batches. At the end, it stops the workers unless they are persistent.
-
-    All other attributes are read from the loader's iterator, because `Loading` uses them (for example, `_workers`).
-    """
-
-    def __init__(self, batches: Iterator[Any], count: int) -> None:
-        self._batches, self._left = batches, count
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._left == 0:
-            if not getattr(self._batches, "_persistent_workers", False):
-                stop_workers(self._batches)
-            raise StopIteration
-        self._left -= 1
-        return next(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
 
 
 def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
@@ -234,52 +254,45 @@ def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
     A loader that is passed to a run may also be used elsewhere, for example by another run, and must not be changed.
     """
     copied = copy(loader)
-    vars(copied).update(
-        attributes, _iterator=None
-    )  # `DataLoader` forbids setting attributes such as `batch_sampler`
+    # `DataLoader` forbids setting attributes such as `batch_sampler`.
+    vars(copied).update(attributes, _iterator=None)
     return copied
 
 
-def limited_stream(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
-    """Return a loader that yields at most `count` batches per pass, or None for a user's subclass of `DataLoader`.
+def limit_batches(
+    loader: DataLoader[Any], count: int, option: str, name: str, repeat: bool = False
+) -> DataLoader[Any]:
+    """Return a copy of `loader` with at most `count` batches per epoch.
 
     Args:
-        loader: a loader for an iterable dataset.
-        count: maximum number of batches per pass.
+        loader: a loader returned by `build_dataloader`; it is not changed.
+        count: maximum number of batches per epoch.
+        option: name of the option in error messages.
+        name: name of the loader in error messages.
+        repeat: whether every epoch uses the batches of the first epoch, with the same augmentation.
+
+    Raises:
+        ConfigError: `repeat` is set for an iterable dataset, or the loader is a subclass of `DataLoader`.
     """
-    if isinstance(loader, RunLoader):
-        limited = copied_loader(loader)
-    elif type(loader) is DataLoader:
-        options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        limited = RunLoader(loader.dataset, generator=loader.generator, **options)
-    else:
-        return None
-    limited.limit = count if limited.limit is None else min(count, limited.limit)
-    return limited
-
-
-class TensorBatches(Dataset[Any]):
-    """`TensorDataset` wrapper that indexes a whole batch at once, which is many times faster than collating samples."""
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        device = self.dataset.tensors[0].device
-        positions = torch.tensor(indices, pin_memory=device.type not in ("cpu", "mps"))
-        positions = positions.to(device, non_blocking=True)
-        return [tensor[positions] for tensor in self.dataset.tensors]
+    batches: Any = loader.batch_sampler
+    dataset: Any = loader.dataset
+    if isinstance(batches, EpochBatchSampler):
+        limited = copy(batches)
+        limited.limit = count if batches.limit is None else min(count, batches.limit)
+        limited.repeats = repeat
+        return copied_loader(loader, batch_sampler=limited)
+    if batches is None and isinstance(dataset, list):
+        return build_dataloader(dataset[:count], 0, name, training=False)
+    if repeat or not isinstance(dataset, IterableDataset) or type(loader) not in (DataLoader, RunLoader):
+        raise ConfigError(
+            f"does not support the loader in {name}, of class {type(loader).__name__}; limit the size of the dataset, "
+            f"or pass a list of batches as {name}",
+            option,
+        )
+    options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    stream = RunLoader(dataset, generator=loader.generator, **options)
+    stream.limit = min(count, getattr(loader, "limit", None) or count)
+    return stream
 
 
 def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
@@ -299,9 +312,13 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
     return limit
 
 
+_Count = Annotated[int, Rule(lambda value: 0 <= value <= 1024, "from 0 to 1024")]
 _TYPES: Mapping[str, Any] = {
     "batch_size": Annotated[int, Rule(lambda size: 1 <= size <= 10**8, "from 1 to 10**8")],
+    "num_workers": _Count | Literal["auto"],
+    "prefetch_factor": _Count | None,
     "num_batch_per_epoch": PositiveInt | None,
+    "skip_errors": NonNegativeInt,
     "shuffle": bool | None,
     "drop_last": bool,
     "pin_memory": bool,
@@ -315,28 +332,26 @@ _TYPES: Mapping[str, Any] = {
 """The types of the options that `torch.utils.data.DataLoader` does not check."""
 
 
-def _check_keys(options: Mapping[str, Any], name: str) -> None:
-    known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch", "skip_errors", "stall_warning"]
+def _check_options(options: Mapping[str, Any], name: str, training: bool) -> None:
+    known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch", "skip_errors"]
     for key in options:
         if key not in known:
-            raise ConfigError(f"a data loader has no option '{key}'{did_you_mean(key, known)}", name)
+            removed = REMOVED.get(f"dataloader.{key}")
+            raise ConfigError(
+                removed or f"a data loader has no option '{key}'{did_you_mean(key, known)}", name
+            )
     if "dataset" not in options:
         raise ConfigError("the key 'dataset' is missing; set it to a dataset or its configuration", name)
     for key, annotation in _TYPES.items():
         if key in options:
             check(options[key], annotation, f"{name}.{key}")
-
-
-def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) -> None:
-    check(options.get("stall_warning", 0), NonNegative, f"{name}.stall_warning")
     if options.get("timeout") and not options.get("num_workers"):
         raise ConfigError(
             "requires worker processes, because a sample that hangs in the training process cannot be interrupted; "
             "set num_workers to at least 1, or remove this option",
             f"{name}.timeout",
         )
-    check(skip := options.get("skip_errors", 0), NonNegativeInt, f"{name}.skip_errors")
-    if skip and not training:
+    if options.get("skip_errors") and not training:
         raise ConfigError(
             "is supported only for training, because metrics would count replacement samples twice; remove the "
             "failing samples from the dataset",
@@ -369,19 +384,15 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
         sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted_defaults(sampler, defaults))
     batch_sampler = options.pop("batch_sampler", None)
-    _check_sampler(sampler, f"{name}.sampler", Mapping | list)
-    _check_sampler(batch_sampler, f"{name}.batch_sampler", Mapping)
+    for value, key in ((sampler, "sampler"), (batch_sampler, "batch_sampler")):
+        if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__iter__")):
+            raise ConfigError(
+                f"must be a sampler or a dict with a 'type', not {short_repr(value)}", f"{name}.{key}"
+            )
     batch_size, drop_last = options.pop("batch_size", 1), options.pop("drop_last", False)
     if isinstance(batch_sampler, Mapping):
         return DATA_SAMPLERS.build(batch_sampler, default_args={"sampler": sampler, "batch_size": batch_size})
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
-
-
-def _check_sampler(sampler: Any, path: str, forbidden: Any) -> None:
-    """Check that `sampler` is None or an iterable, and is not a list that contains an instance of `forbidden`."""
-    iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
-    if not iterable or (isinstance(sampler, list) and any(isinstance(item, forbidden) for item in sampler)):
-        raise ConfigError(f"must be a sampler or a dict with a 'type', not {short_repr(sampler)}", path)
 
 
 def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -394,14 +405,13 @@ def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> 
     return {key: value for key, value in defaults.items() if key in known}
 
 
-def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
-    collate = options.get("collate_fn")
-    collate = _function("default_collate" if collate is None else collate, f"{name}.collate_fn")
-    if collate is torch_default_collate:
-        collate = default_collate
+def _functions(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the options with `collate_fn` and `worker_init_fn` as functions."""
+    collate = _function(options.get("collate_fn") or "default_collate", f"{name}.collate_fn")
+    options = {**options, "collate_fn": default_collate if collate is torch_default_collate else collate}
     if options.get("worker_init_fn") is not None:
         options["worker_init_fn"] = _function(options["worker_init_fn"], f"{name}.worker_init_fn")
-    return {**options, "collate_fn": collate}
+    return options
 
 
 def _function(cfg: Any, path: str) -> Any:
@@ -412,8 +422,8 @@ def _function(cfg: Any, path: str) -> Any:
     if isinstance(cfg, str):
         cfg = {"type": cfg}
     if isinstance(cfg, Mapping):
-        rest = {key: value for key, value in cfg.items() if key != "type"}
-        kind = cfg.get("type")
+        rest = dict(cfg)
+        kind = rest.pop("type", None)
         if kind is None:
             raise BuildError("the key 'type' is missing; set it to the name of a function in FUNCTIONS", path)
         function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
@@ -437,13 +447,13 @@ def _check_function_options(function: Any, options: Mapping[Any, Any], path: str
         return
 
 
-def _loader(
-    dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any], name: str = ""
-) -> RunLoader:
+def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]) -> RunLoader:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
     skip_errors = options.pop("skip_errors", 0)
     indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
-    samples = _samples_per_pass(dataset, batch_sampler)
+    sampler = getattr(batch_sampler, "sampler", None)
+    # This rank's number of samples in one pass over the dataset.
+    samples = len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
     batches = EpochBatchSampler(
         batch_sampler, seed, samples, use_sample_index=not indexes_tensors, limit=limit
     )
@@ -456,9 +466,8 @@ def _loader(
         or collate is not default_collate
         or not getattr(dataset, "independent_of_global_rng", False)
     ):
-        dataset = SeededDataset(dataset, collate, skip_errors, options.get("num_workers", 0))
+        dataset = SeededDataset(dataset, collate, skip_errors)
         options["collate_fn"] = _identity
-    options = with_workers(options, dataset, batches, name)
     return RunLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
 
 
@@ -477,15 +486,8 @@ def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> Da
     return loader
 
 
-def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
-    """Return this rank's number of samples in one pass over the dataset."""
-    sampler = getattr(batch_sampler, "sampler", None)
-    return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
-
-
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the arguments for `DataLoader`. If there are no workers, arguments that require workers are omitted."""
-    # `timeout` is still set if `num_workers="auto"` selected no workers.
     unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {
         "pin_memory": torch.accelerator.is_available(),
@@ -524,39 +526,24 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
     Some loaders are returned unchanged: loaders for iterable datasets (except supported MosaicML datasets), loaders
     without a batch sampler and, if `limit` is None, loaders that `build_dataloader` has already wrapped.
     """
-    batches = loader.batch_sampler
-    options = _copied_options(loader)
-    if (
-        isinstance(samples := as_map_style(loader.dataset), StreamingSamples)
-        and loader.batch_size is not None
-    ):
-        sampler = DefaultSampler(samples, samples.stream.shuffle, seed, round_up=training)
-        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-        return _loader(samples, batches, seed, {**options, "num_batch_per_epoch": limit})
-    if isinstance(loader.dataset, IterableDataset) or batches is None:
-        return loader
+    batches: Any = loader.batch_sampler
+    dataset = as_map_style(loader.dataset)
     if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
-        if limit is None:
-            return loader
-        batches = EpochBatchSampler(
-            batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, limit
-        )
-        return RunLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
-    if get_world_size() > 1:
-        batches = _shard(batches, loader.dataset, seed, training)
-    return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})
+        return loader if limit is None else limit_batches(loader, limit, "num_batch_per_epoch", "dataloader")
+    if isinstance(dataset, StreamingSamples) and loader.batch_size is not None:
+        sampler = DefaultSampler(dataset, dataset.stream.shuffle, seed, round_up=training)
+        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    elif isinstance(dataset, IterableDataset) or batches is None:
+        return loader
+    elif get_world_size() > 1:
+        batches = _shard(batches, dataset, seed, training)
+    return _loader(dataset, batches, seed, {**_copied_options(loader), "num_batch_per_epoch": limit})
 
 
 def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return a loader's arguments for `DataLoader`, except the dataset, the generator and those that select samples."""
-    return {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "persistent_workers": loader.persistent_workers,
-        "prefetch_factor": loader.prefetch_factor,
-        "in_order": loader.in_order,
-    }
+    names = (
+        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+        "persistent_workers", "prefetch_factor", "in_order",
+    )  # fmt: skip
+    return {name: getattr(loader, name) for name in names}

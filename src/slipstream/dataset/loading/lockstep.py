@@ -50,22 +50,14 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
     streamed = isinstance(loader.dataset, IterableDataset)
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     tolerance = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
-    if is_infinite(loader):
-        raise DataError(
-            f"{name} ended after {_describe_count(batches)}, but its sampler never ends; fix the "
-            "dataset, transform or collate_fn that raises StopIteration"
-        )
-    if expected is None or batches >= expected - tolerance:
+    if not is_infinite(loader) and (expected is None or batches >= expected - tolerance):
         return
-    if streamed and batches == 0 and expected == 1:
-        raise DataError(f"{name} yields no batches; check the dataset")
-    remedy = (
-        "correct the dataset's __len__, or remove it and train by iteration (train_cfg.by_epoch=False)"
-        if streamed
-        else "correct the length of the sampler or batch sampler, or fix the dataset, transform or collate_fn that "
-        "raises StopIteration"
+    total = "an endless number of" if is_infinite(loader) else expected
+    raise DataError(
+        f"{name} ended after {batches} of {total} batches; correct the length of the dataset or of its sampler, or fix "
+        "the dataset, transform or collate_fn that raises StopIteration. An iterable dataset without a length may end "
+        "at any time"
     )
-    raise DataError(f"{name} ended after {batches} of {expected} batches; {remedy}")
 
 
 def until_one_ends(
@@ -90,14 +82,9 @@ def until_one_ends(
         yield batch
     if next_batch is not _END:
         warn(
-            f"The epoch ended after {_describe_count(count)} because another rank ran out of data; rank {get_rank()} "
-            "has unused batches. To use them all, give every rank the same number of batches (for example, with "
-            "DefaultSampler)"
+            f"The epoch ended after batch {count} because another rank ran out of data; rank {get_rank()} has unused "
+            "batches. To use them all, give every rank the same number of batches (for example, with DefaultSampler)"
         )
-
-
-def _describe_count(batches: int) -> str:
-    return f"{batches} batch{'es' * (batches != 1)}"
 
 
 def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
+import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -20,14 +20,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from slipstream.dataset.loading.generators import isolate_random_state
-from slipstream.dataset.loading.sample_index import SampleIndex
-from slipstream.dataset.loading.sampler_state import SamplerState
+from slipstream.dataset.loading.generators import SampleIndex, isolate_random_state
 from slipstream.dist import get_dist_info
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
 
-__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler", "uses_own_generator"]
+__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler", "RepeatAugSampler"]
 
 
 def _order(size: int, shuffle: bool, seed: int) -> list[int]:
@@ -105,21 +103,85 @@ class InfiniteSampler(Sampler[int]):
     def __len__(self) -> int:
         return math.ceil(self.size / self.world_size)
 
-    def indices(self, first: int, end: int) -> list[int]:
-        """Return this rank's indices at positions `first` to `end - 1`, without drawing the preceding indices."""
-        orders: dict[int, list[int]] = {}
-        indices = []
-        for position in range(
-            self.rank + first * self.world_size, self.rank + end * self.world_size, self.world_size
-        ):
-            pass_index, offset = divmod(position, self.size)
-            if pass_index not in orders:
-                orders[pass_index] = _order(self.size, self.shuffle, self.seed + self.epoch + pass_index)
-            indices.append(orders[pass_index][offset])
-        return indices
-
     def set_epoch(self, epoch: int) -> None:
         """Set the pass over the dataset at which the next iteration starts."""
+        self.epoch = epoch
+
+
+class RepeatedIndex(int):
+    """Index of a sample, with its repetition number in the epoch."""
+
+    seed_offset: int
+    """Offset added to the run's seed for the augmentation of this repetition."""
+
+    def __new__(cls, index: int, repeat: int) -> RepeatedIndex:
+        """Create the index."""
+        self = super().__new__(cls, index)
+        self.seed_offset = repeat << 32  # larger than typical seeds
+        return self
+
+
+@DATA_SAMPLERS.register_module()
+class RepeatAugSampler(Sampler[int]):
+    """SuperGradients' sampler for repeated augmentation (arXiv 1902.05509).
+
+    In the shuffled dataset, each sample is repeated `num_repeats` times in a row. Rank r of R reads items r, r + R and
+    so on, so the repetitions of a sample are distributed across the ranks. An epoch has about as many samples as the
+    dataset. The augmentation of a sample depends on (seed, epoch, index, repetition).
+
+    Args:
+        dataset: any object with a length.
+        shuffle: whether to reshuffle the samples in each epoch.
+        num_repeats: number of repetitions, at least 1; it may be fractional.
+        selected_round: the total number of samples is rounded down to a multiple of this number; 0 disables rounding.
+        selected_ratio: the total is divided by this number to obtain the number of samples per rank; 0 means the number
+            of ranks.
+        seed: seed for shuffling; it must be the same on every rank.
+
+    Raises:
+        DataError: an epoch has no samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shuffle: bool = True,
+        num_repeats: float = 3,
+        selected_round: int = 256,
+        selected_ratio: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        self.rank, self.world_size = get_dist_info()
+        self.size, self.shuffle, self.seed = len(dataset), shuffle, seed or 0
+        self.num_repeats = max(num_repeats, 1)
+        divisor = selected_ratio or self.world_size
+        if selected_round:
+            self.num_samples = self.size // selected_round * selected_round // divisor
+        else:
+            self.num_samples = math.ceil(self.size / divisor)
+        if self.num_samples == 0:
+            remedy = "set selected_round=0" if selected_round else "the dataset must contain samples"
+            raise DataError(
+                f"RepeatAugSampler: each rank would receive no sample of the {self.size} samples in the dataset (with "
+                f"selected_round={selected_round} and {divisor} shards); {remedy}"
+            )
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.size, generator=generator) if self.shuffle else torch.arange(self.size)
+        total = math.ceil(self.size * self.num_repeats)
+        for index in range(self.num_samples):
+            position = (self.rank + index * self.world_size) % total
+            sample = int(position // self.num_repeats)
+            first = math.ceil(sample * self.num_repeats)
+            yield RepeatedIndex(int(order[sample]), position - first)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that determines the order of the next iteration."""
         self.epoch = epoch
 
 
@@ -133,18 +195,20 @@ _SAMPLERS_WITH_OWN_GENERATOR = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-
-_NUM_COMPARED_INDICES = 10_000
-"""Number of indices that `differing_state` compares in two draws of the same epoch."""
+_MAX_RECORDED_BATCHES = 1024
 
 
 class EpochBatchSampler(Sampler[list[int]]):
     """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` objects with the epoch.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
-    A sampler's `generator` is seeded from the seed and the epoch. If a sampler draws from the global generators,
-    they are seeded in the same way and restored afterwards. The states of other generators in a sampler and in its
-    nested objects are set for each epoch (see `SamplerState`).
+    A sampler's `generator` is seeded from the seed and the epoch. The global generators are seeded in the same way
+    while another sampler draws from them, and restored afterwards.
+
+    Any other state must belong to the sampler: the order either depends on the epoch that `set_epoch` receives, or
+    on the state that `state_dict` returns and `load_state_dict` restores, which checkpoints contain. A sampler without
+    these methods continues from one epoch to the next. When a run resumes, the completed epochs are drawn from it once
+    more, which gives the same order if the sampler seeds its generators.
 
     Args:
         batch_sampler: iterable of lists of indices.
@@ -170,74 +234,33 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.use_sample_index = use_sample_index
         self.limit = limit
         self.repeats = False
-        """Whether every epoch is the same as epoch 0."""
-        self._state = SamplerState([self.sampler, batch_sampler])
-        self.epoch = 0
-        self.start = 0
-        self.skip = 0
-        self._sizes: list[tuple[int, int]] = []
+        """Whether every epoch consists of the batches of epoch 0."""
+        self.epoch = self.start = self.skip = 0
+        self._repeated: list[list[int]] | None = None
+        self._next_epoch = 0
+        self._states: dict[int, list[Any]] = {}
+        self._recent: dict[tuple[int, int], list[int]] = {}
 
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
         """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""
         epoch = 0 if self.repeats else epoch
         self.epoch, self.start, self.skip = epoch, start, skip
-        for sampler in (self.sampler, self.batch_sampler):
+        for sampler in self._parts():
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
-    def generator_states(self) -> dict[str, Any]:
-        """Return the initial states of the sampler's generators, to store in checkpoints.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states that samplers with `state_dict` had at the beginning of the latest epochs."""
+        return {"states": dict(self._states)}
 
-        A new process may create a generator with a different state, for example if the generator is not seeded.
-        """
-        return {} if uses_own_generator(self) else self._state.initial_states()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self._states = dict(state["states"])
+        self._next_epoch = -1  # the states must be loaded before the next iteration
 
-    def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Restore the states that `generator_states` returned in another process.
-
-        Raises:
-            ValueError: a state is not valid for its generator.
-        """
-        self._state.restore_initial_states(states)
-
-    def changed_state(self) -> list[str]:
-        """Return the names of the sampler's attributes that an iteration has changed and that cannot be restored."""
-        return [] if uses_own_generator(self) else self._state.changed_attributes()
-
-    def differing_state(self, epoch: int) -> list[str]:
-        """Return the names of attributes that determine an epoch's order but cannot be set for the epoch.
-
-        The list is empty if two draws of the epoch have the same order. If they differ and the cause is not found, the
-        list contains the name of the sampler's class. The attributes of the sampler are restored after the draws. Only
-        the first `_NUM_COMPARED_INDICES` samples are drawn. If a sampler stores an iterator, nothing is drawn.
-        """
-        if uses_own_generator(self):
-            return []
-        if names := self._state.iterators():
-            return names
-        samplers = [sampler for sampler in (self.batch_sampler, self.sampler) if sampler is not None]
-        if any(isinstance(sampler, Iterator) for sampler in samplers):
-            return [type(samplers[-1]).__name__]
-        before = self.epoch, self._state.save_attributes()
-        try:
-            if self._first_indices(epoch) == self._first_indices(epoch):
-                return []
-            unknown = self._state.changed_attributes() or self._state.new_generators()
-            return unknown or [type(samplers[-1]).__name__]
-        finally:
-            self.epoch = before[0]
-            self._state.restore_attributes(before[1])
-
-    def _first_indices(self, epoch: int) -> list[str]:
-        """Return the batches with the first `_NUM_COMPARED_INDICES` indices of an epoch, as strings."""
-        self.set_epoch(epoch)
-        batches, count = [], 0
-        for batch in islice(self._batches(), self.limit):
-            batches.append(repr(batch))
-            count += len(batch)
-            if count >= _NUM_COMPARED_INDICES:
-                break
-        return batches
+    def indices(self, epoch: int, batch_index: int) -> list[int] | None:
+        """Return the sample indices of a recent batch, or None if it has not been drawn or is too old."""
+        return self._recent.get((0 if self.repeats else epoch, batch_index))
 
     @property
     def endless(self) -> bool:
@@ -248,42 +271,16 @@ class EpochBatchSampler(Sampler[list[int]]):
         start, self.start = self.start, 0
         skip, self.skip = self.skip, 0
         first, drawn = self.epoch, 0
-        self._sizes = []
         for index, batch in enumerate(islice(self._batches(), self.limit)):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
-            if index == start:
-                batch = batch[skip:] if skip else batch
-            if index >= start:
-                if not self._sizes or self._sizes[-1][1] != len(batch):
-                    self._sizes.append((index, len(batch)))
-                yield (
-                    [self._sample_index(sample, epoch) for sample in batch]
-                    if self.use_sample_index
-                    else batch
-                )
-
-    def batch_size_at(self, batch_index: int) -> int | None:
-        """Return the number of samples in a batch of the latest iteration, or None if no batch has been drawn."""
-        position = bisect.bisect_right(self._sizes, batch_index, key=itemgetter(0))
-        return self._sizes[position - 1][1] if position else None
-
-    def _batches(self) -> Iterator[list[int]]:
-        for sampler in (self.sampler, self.batch_sampler):
-            if getattr(sampler, "generator", 0) is None:
-                sampler.generator = torch.Generator()
-            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-                generator.manual_seed(self.seed + self.epoch)
-        if uses_own_generator(self):
-            return iter(self.batch_sampler)
-        self._state.set_epoch(self.epoch)
-        return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
-
-    def _sample_index(self, index: Any, epoch: int) -> Any:
-        if not hasattr(index, "__index__"):
-            return index
-        return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
+            if index < start:
+                continue
+            if index == start and skip:
+                batch = batch[skip:]
+            self._record(first, index, batch)
+            yield [self._sample_index(sample, epoch) for sample in batch] if self.use_sample_index else batch
 
     def __len__(self) -> int:
         if self.limit is None:
@@ -291,12 +288,56 @@ class EpochBatchSampler(Sampler[list[int]]):
         endless = isinstance(self.sampler, InfiniteSampler)
         return self.limit if endless else min(self.limit, len(self.batch_sampler))
 
+    def _parts(self) -> list[Any]:
+        return [part for part in (self.sampler, self.batch_sampler) if part is not None]
 
-def uses_own_generator(batches: EpochBatchSampler) -> bool:
-    """Return whether the order depends only on the seed and the epoch, and not on the global generators."""
-    return (
-        type(batches.batch_sampler) is BatchSampler and type(batches.sampler) in _SAMPLERS_WITH_OWN_GENERATOR
-    )
+    def _record(self, epoch: int, index: int, batch: list[int]) -> None:
+        self._recent[epoch, index] = batch
+        if len(self._recent) > _MAX_RECORDED_BATCHES:
+            del self._recent[next(iter(self._recent))]
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Return an iterator over the batches of the current epoch."""
+        if not self.repeats:
+            self._restore_epoch()
+            return self._draw(self.epoch)
+        if self._repeated is None:
+            self._repeated = list(islice(self._draw(0), self.limit))
+        return iter(self._repeated)
+
+    def _draw(self, epoch: int) -> Iterator[list[int]]:
+        """Seed the generators and iterate over the user's batch sampler."""
+        for sampler in self._parts():
+            if getattr(sampler, "generator", 0) is None:
+                sampler.generator = torch.Generator()
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(self.seed + epoch)
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _SAMPLERS_WITH_OWN_GENERATOR:
+            return iter(self.batch_sampler)
+        return isolate_random_state(self.batch_sampler, (self.seed, epoch))
+
+    def _restore_epoch(self) -> None:
+        """Bring samplers whose order depends on earlier epochs to the beginning of the current epoch."""
+        known = (BatchSampler, *_SAMPLERS_WITH_OWN_GENERATOR)
+        parts = [part for part in self._parts() if type(part) not in known and hasattr(part, "__dict__")]
+        parts = [part for part in parts if not hasattr(part, "set_epoch")]
+        stateful = [
+            part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        ]
+        if parts and self.epoch != self._next_epoch:
+            begin = max((epoch for epoch in self._states if epoch <= self.epoch), default=None)
+            for part, state in zip(stateful, self._states.get(begin, ()), strict=False):  # type: ignore[call-overload]
+                part.load_state_dict(copy.deepcopy(state))
+            for epoch in range(max(self._next_epoch, 0) if begin is None else begin, self.epoch):
+                deque(islice(self._draw(epoch), self.limit), maxlen=0)
+        self._next_epoch = self.epoch + 1
+        if stateful:
+            self._states = {self.epoch: [copy.deepcopy(part.state_dict()) for part in stateful]}
+
+    def _sample_index(self, index: Any, epoch: int) -> Any:
+        if not hasattr(index, "__index__"):
+            return index
+        return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
 
 
 def check_not_empty(dataset: Any, name: str) -> None:

@@ -1,61 +1,202 @@
-"""Choose `num_workers` and `prefetch_factor` for a data loader based on measurements."""
+"""Worker processes of data loaders: their seeds, signals and errors."""
 
 from __future__ import annotations
 
-import math
-import shutil
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, cycle, islice
-from pathlib import Path
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import parent_process, resource_tracker
+from multiprocessing.queues import Queue
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from slipstream.cores import cores
-from slipstream.dataset.loading.waiting import stop_workers
-from slipstream.dist import get_local_size
-from slipstream.errors import ConfigError
-from slipstream.logging import print_log
-from slipstream.typecheck import matches, short_repr
+from slipstream.dataset.loading.generators import hash_numbers
+from slipstream.dist import get_rank
+from slipstream.errors import DataLoaderError
 
-__all__ = ["check_workers", "end_workers", "loading_rates", "with_workers"]
+__all__ = ["Loading", "end_workers", "explain_worker_errors", "prepared_workers", "worker_init"]
 
-_AUTO = "auto"
-_TIME_LIMIT = 5.0
-"""Number of seconds after which no new trial starts."""
-_TRIAL_TIME = 0.5
-"""Measurement time for each number of workers, in seconds."""
-_TARGET_BATCH_TIME = 0.03
-"""Approximate time to load a batch in a trial, in seconds. A trial may use smaller batches than the run."""
-_TRIAL_BATCHES = 64
-"""Number of the run's batches whose samples are used in the trials."""
-_MAX_PREFETCH_FACTOR = 8
-_MAX_VALUE = 1024
-"""Largest valid `num_workers` and `prefetch_factor`; larger values are mistakes that would exhaust resources."""
+_IGNORED_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
+_POLL_INTERVAL = 1.0
+"""Interval in seconds at which a worker checks whether the training process is alive."""
+_SHARED_MEMORY = (
+    "the worker processes have no shared memory left for their batches; increase the size of /dev/shm (docker run "
+    "--shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set num_workers=0"
+)
+_REMEDIES = {
+    r"DataLoader timed out after \S+ seconds": (
+        "a worker process is slow or has hung; set num_workers=0 to find the slow sample, or increase the timeout"
+    ),
+    r"dataloader's workers are out of shared memory|unable to [^\n]*</torch_": _SHARED_MEMORY,
+    r"Communication with the workers is no longer possible|received \d+ items of ancdata": (
+        "the worker processes have too many open files; raise the limit (ulimit -n 65536), or call "
+        "torch.multiprocessing.set_sharing_strategy('file_system')"
+    ),
+    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: \w+|exited unexpectedly)": (
+        "a worker process died: it may have printed an error, or the system or /dev/shm may have run out of memory. "
+        "Lower num_workers, or set num_workers=0 to see the error in the training process"
+    ),
+}
+"""Maps the pattern of a torch message about worker processes to the cause and a remedy."""
 
 
-def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
-    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`.
+@dataclass(frozen=True)
+class WorkerInit:
+    """A `worker_init_fn` that prepares the worker and calls the user's function.
 
-    With an iterable dataset (`streamed`), `auto` also raises the error.
+    - SIGINT, SIGHUP, SIGUSR1, SIGUSR2 and SIGTERM are ignored, except SIGTERM from the training process. Terminals,
+      Slurm and torchrun also send signals to the workers, but the training process still needs its workers until it
+      has saved a checkpoint after the current step.
+    - The worker exits when the training process dies. torch's workers check only between batches whether the training
+      process is alive, so they do not exit if loading a sample hangs.
+    - The worker exits if it cannot send a batch, for example because shared memory is full or the batch cannot be
+      pickled. torch's workers would lose the batch, and the run would wait for the batch forever.
+
+    Args:
+        user_init: the user's `worker_init_fn`, or None.
+        owner: id of the process that creates the workers.
     """
-    for key, minimum in (("num_workers", 0), ("prefetch_factor", 1)):
-        value = options.get(key)
-        if isinstance(value, str) and value == _AUTO:
-            if streamed:
-                raise ConfigError(
-                    f"'{_AUTO}' is not supported for iterable datasets; set a number", f"{name}.{key}"
-                )
-        elif value is not None and not (matches(value, int) and minimum <= value <= _MAX_VALUE):
-            raise ConfigError(
-                f"must be an integer from {minimum} to {_MAX_VALUE}, or '{_AUTO}', not {short_repr(value)}",
-                f"{name}.{key}",
-            )
+
+    user_init: Callable[[int], None] | None = None
+    owner: int = field(default_factory=os.getpid)
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare this worker process."""
+        if os.getpid() != self.owner:  # a worker may also be a thread of the owner
+            self._prepare()
+        if self.user_init is not None:
+            self.user_init(worker_id)
+
+    def _prepare(self) -> None:
+        for number in _IGNORED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if hasattr(signal, "sigtimedwait"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)  # blocked by `_signals_blocked`
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
+    """Return a `WorkerInit` that calls `user_init`."""
+    return user_init if isinstance(user_init, WorkerInit) else WorkerInit(user_init)
+
+
+@contextmanager
+def prepared_workers(loader: Any) -> Iterator[None]:
+    """Let a `WorkerInit` prepare the workers that the user's loader starts in this context."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        yield
+        return
+    user_init = loader.worker_init_fn
+    loader.worker_init_fn = worker_init(user_init)
+    try:
+        with _signals_blocked(loader):
+            yield
+    finally:
+        loader.worker_init_fn = user_init
+
+
+@contextmanager
+def _signals_blocked(loader: DataLoader[Any]) -> Iterator[None]:
+    """Block signals in this thread while the workers of `loader` start.
+
+    New processes inherit the blocked signals. Without this context, a signal that arrives before `WorkerInit` has run,
+    such as SIGTERM from Slurm, would terminate the worker and therefore the run.
+    """
+    context: Any = loader.multiprocessing_context or multiprocessing
+    method = context.get_start_method() if loader.num_workers else None
+    unblocks = isinstance(loader.worker_init_fn, WorkerInit) and hasattr(signal, "sigtimedwait")
+    # A forkserver would keep the signals blocked.
+    if not unblocks or method in (None, "forkserver"):
+        yield
+        return
+    if method == "spawn":
+        resource_tracker.ensure_running()  # if it started later, it would unblock SIGINT and SIGTERM
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [*_IGNORED_SIGNALS, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent process dies or sends SIGTERM, which is how torch stops a worker."""
+    parent = parent_process()
+    if parent is None:
+        return
+    forked = os.getppid() == parent.pid  # otherwise, this process is a child of the forkserver
+    while os.getppid() == parent.pid if forked else parent.is_alive():
+        if not hasattr(signal, "sigtimedwait"):
+            time.sleep(_POLL_INTERVAL)
+        elif (info := signal.sigtimedwait((signal.SIGTERM,), _POLL_INTERVAL)) and info.si_pid == parent.pid:
+            os._exit(0)
+    os._exit(1)
+
+
+def _end_worker(error: Exception, batch: Any) -> None:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Loading:
+    """One pass over a loader.
+
+    Args:
+        loader: the loader. Its worker processes start immediately.
+        name: name of the loader's option in the configuration (such as `train_dataloader`).
+        numbers: non-negative integers, such as (seed, epoch). The workers' seed is computed from these, the initial
+            seed of the loader's generator, and the rank, because a resumed run cannot restore the generator's state.
+    """
+
+    def __init__(self, loader: DataLoader[Any], name: str, numbers: Sequence[int] = (0, 0)) -> None:
+        self.loader, self.name = loader, name
+        generator = loader.generator
+        own_seed = 0 if generator is None else generator.initial_seed()
+        loader.generator = torch.Generator().manual_seed(hash_numbers((*numbers, own_seed, get_rank())))
+        try:
+            with _signals_blocked(loader):
+                self._iterator: Any = iter(loader)
+        except OSError as error:  # the workers' queues and locks are also in shared memory
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataLoaderError(f"{name}: {_SHARED_MEMORY}") from error
+        finally:
+            loader.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError) as error:
+                if not self.loader.num_workers or str(error).startswith("Caught "):  # raised in a worker
+                    raise
+                raise DataLoaderError(
+                    f"{self.name}: a worker process died while sending a batch; set num_workers=0 to see the error in "
+                    "the training process"
+                ) from error
+            yield batch
+
+    def close(self) -> None:
+        """Stop all worker processes that are not persistent. The pass cannot continue afterwards."""
+        if not self.loader.persistent_workers:
+            _stop_workers(self._iterator)
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -65,215 +206,29 @@ def end_workers(loader: DataLoader[Any]) -> None:
     take five seconds per worker, because it closes their queues first.
     """
     if getattr(loader, "_iterator", None) is not None:
-        stop_workers(loader._iterator)
+        _stop_workers(loader._iterator)
         loader._iterator = None
 
 
-def with_workers(
-    options: Mapping[str, Any], dataset: Any, batches: Iterable[Sequence[Any]], name: str
-) -> dict[str, Any]:
-    """Return a loader's options with each `auto` replaced by a number, and log the measurements.
+def _stop_workers(iterator: Any) -> None:
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
-    The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided by
-    the number of processes on the machine. The result is the smallest number of workers whose throughput is within 5%
-    of the best. The result is 0 if the throughput without workers is more than 1.5 times the best throughput with
-    workers, because most of the time is then spent transferring batches between processes. No new trial starts after
-    five seconds; if the throughput is still increasing then, the result is twice the last number measured, up to the
-    limit. Samples are read only in worker processes, so the generators and caches of this process do not change.
 
-    Args:
-        options: options of the `DataLoader`, with its `collate_fn`.
-        dataset: the dataset of the loader.
-        batches: lists of indices from the batch sampler.
-        name: name of the loader in the log (such as `train_dataloader`).
+@contextmanager
+def explain_worker_errors(name: str) -> Iterator[None]:
+    """Replace torch's errors about worker processes with errors that name the loader's option and suggest a remedy.
+
+    When a worker dies, torch raises an error in the training process, at whatever line that process is executing.
+
+    Raises:
+        DataLoaderError: a worker died or timed out, or shared memory or file descriptors were exhausted.
     """
-    chosen = dict(options)
-    auto_workers = options.get("num_workers") == _AUTO
-    auto_prefetch = options.get("prefetch_factor") == _AUTO and options.get("num_workers")
-    if not auto_workers and not auto_prefetch:
-        return chosen
-    drawn = [list(batch) for batch in islice(batches, _TRIAL_BATCHES)]
-    if not drawn:  # the sampler yields no batches; the run raises an error
-        return {**chosen, "num_workers": 0}
-    trials = _Trials(dataset, options, drawn)
-    messages = [f"{name}: a batch takes {1e3 * trials.batch_seconds:.3g} ms in one process"]
-    if auto_workers:
-        limit = max(cores() // get_local_size(), 1)
-        rates = trials.rates(limit)
-        chosen["num_workers"] = _choose_num_workers(rates, limit)
-        rates_text = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
-        messages.append(
-            f"num_workers={chosen['num_workers']} (limit {limit}; samples/s by number of workers: {rates_text})"
-        )
-    if auto_prefetch and chosen["num_workers"]:
-        max_batches = (
-            _free_bytes() / 4 / get_local_size() / chosen["num_workers"] / max(trials.batch_bytes, 1)
-        )
-        ratio = trials.slowest_batch()
-        chosen["prefetch_factor"] = _prefetch_factor(ratio, max_batches)
-        messages.append(
-            f"prefetch_factor={chosen['prefetch_factor']} (slow batches take {ratio:.2g} times the mean time)"
-        )
-    print_log("; ".join(messages), "current")
-    return chosen
-
-
-def loading_rates(loader: DataLoader[Any]) -> dict[int, float]:
-    """Return a loader's throughput in samples/s for each number of workers, or an empty dict if it cannot be measured.
-
-    The worker counts are those that `with_workers` measures, and the loader's `num_workers`. Randomly drawn samples
-    are read in worker processes, so the generators, the sampler and the caches of this process do not change.
-    """
-    dataset: Any = loader.dataset
-    size = getattr(getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler), "batch_size", None)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or size is None:
-        return {}
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(dataset), (_TRIAL_BATCHES, size), generator=generator).tolist()
-    options = {name: getattr(loader, name) for name in ("multiprocessing_context", "worker_init_fn")}
-    trials = _Trials(dataset, {**options, "collate_fn": loader.collate_fn}, drawn)
-    return trials.rates(max(cores() // get_local_size(), 1), loader.num_workers)
-
-
-class _Trials:
-    """Short throughput measurements of data loaders.
-
-    Args:
-        dataset: the dataset to read.
-        options: options of the run's loader.
-        batches: batches of indices from the run.
-    """
-
-    def __init__(self, dataset: Any, options: Mapping[str, Any], batches: Sequence[list[Any]]) -> None:
-        self.dataset = dataset
-        self.collate = options["collate_fn"]
-        self.options = {
-            k: v for k, v in options.items() if k in ("multiprocessing_context", "worker_init_fn")
-        }
-        self.size = len(batches[0])
-        # All trials share one iterator, so that no trial reads files that an earlier trial has cached.
-        self._indices = cycle(chain.from_iterable(batches))
-        probes = self._probe(1)
-        self.sample_seconds = [seconds for seconds, _ in probes]
-        self.batch_seconds = self.size * float(np.mean(self.sample_seconds))
-        self.batch_bytes = self.size * max(size for _, size in probes)
-        if (
-            self.batch_seconds < _TRIAL_TIME / 2
-        ):  # loading a batch may be faster than loading its samples one by one
-            self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
-
-    def rates(self, limit: int, required: int = 0) -> dict[int, float]:
-        """Return the throughput in samples/s for each number of workers.
-
-        The measurement stops when adding workers no longer helps or time runs out.
-
-        Args:
-            limit: the largest number of workers to try.
-            required: a worker count that is always measured.
-        """
-        chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
-        rates = {0: self.size / self.batch_seconds}
-        end, best = time.monotonic() + _TIME_LIMIT, 0.0
-        for workers in _candidates(limit):
-            rates[workers] = rate = self._throughput(workers, chunk)
-            if rate < 1.05 * best or time.monotonic() > end:
-                break
-            best = rate
-        if required not in rates:
-            rates[required] = self._throughput(required, chunk)
-        return rates
-
-    def slowest_batch(self) -> float:
-        """Return the time of a batch that contains the slowest sample measured, relative to the mean batch time."""
-        mean = float(np.mean(self.sample_seconds))
-        return (mean * (self.size - 1) + max(self.sample_seconds)) / (mean * self.size)
-
-    def _throughput(self, workers: int, chunk: int) -> float:
-        batches = self._loader(self.dataset, self.collate, workers, chunk)
-        for _ in range(workers):  # wait until all workers have started
-            next(batches)
-        start, count, seconds = time.perf_counter(), 0, 0.0
-        while seconds < _TRIAL_TIME or (count < 2 * workers and seconds < 4 * _TRIAL_TIME):
-            next(batches)
-            count, seconds = count + 1, time.perf_counter() - start
-        return count * chunk / seconds
-
-    def _probe(self, size: int) -> list[tuple[float, int]]:
-        """Read several batches of `size` samples in one worker, and return (seconds, bytes) for each batch."""
-        batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
-        next(batches)  # not measured, because its time includes imports and opening files
-        measurements, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
-        while time.monotonic() < end:
-            measurements.append(next(batches))
-        return measurements
-
-    def _loader(self, dataset: Any, collate: Any, workers: int, size: int) -> Iterator[Any]:
-        sampler = (list(islice(self._indices, size)) for _ in iter(int, 1))
-        generator = torch.Generator()  # otherwise the workers' seeds would be drawn from the global generator
-        settings = {"num_workers": workers, "collate_fn": collate, "generator": generator}
-        batches: Any = iter(DataLoader(dataset, batch_sampler=sampler, **settings, **self.options))
-        try:
-            yield from batches
-        finally:  # otherwise an error's traceback would keep the workers alive, and stopping them would take 5 s
-            batches._shutdown_workers()
-
-
-class _Probe(Dataset[Any]):
-    """Dataset wrapper that returns (seconds, bytes) for each batch, measured in the worker that reads the batch."""
-
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self.dataset = dataset
-        self.collate = collate
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling accesses `dataset` before it is set
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitems__(self, indices: list[Any]) -> tuple[float, int]:
-        start = time.perf_counter()
-        get_batch = getattr(self.dataset, "__getitems__", None)
-        batch = self.collate(get_batch(indices) if get_batch else [self.dataset[index] for index in indices])
-        seconds = time.perf_counter() - start
-        return seconds, sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-def _candidates(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... up to the limit, and the limit itself."""
-    return sorted({*(2**power for power in range(limit.bit_length())), limit})
-
-
-def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
-    """Return the number of workers to use, given the samples/s measured for each number."""
-    measured = {workers: rate for workers, rate in rates.items() if workers}
-    best, last = max(measured.values()), max(measured)
-    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
-    if rates[0] > 1.5 * best:
-        return 0
-    # Each doubling still increased the throughput when the time limit was reached.
-    if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
-        return min(2 * last, limit)
-    return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)
-
-
-def _prefetch_factor(ratio: float, max_batches: float) -> int:
-    """Return a prefetch factor that keeps enough batches ready while a worker loads a slow batch.
-
-    The result is at most `max_batches`, but at least 1.
-    """
-    return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
-
-
-def _free_bytes() -> int:
-    """Return the number of bytes available for batches: the smaller of available memory and free shared memory."""
-    free = [2**62]
-    if (memory := Path("/proc/meminfo")).is_file():
-        lines = memory.read_text().splitlines()
-        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if (shared := Path("/dev/shm")).is_dir():
-        free.append(shutil.disk_usage(shared).free)
-    return min(free)
-
-
-def _identity(batch: Any) -> Any:
-    return batch
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        remedies: Mapping[str, str] = {} if isinstance(error, DataLoaderError) else _REMEDIES
+        for pattern, remedy in remedies.items():
+            if found := re.search(pattern, str(error)):
+                raise DataLoaderError(f"{name}: {found[0]}; {remedy}") from error
+        raise

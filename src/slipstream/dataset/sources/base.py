@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.cache import DecodeCache
 from slipstream.dataset.transforms.crop import Sample
 from slipstream.dataset.transforms.pipeline import Transform, apply_transforms, check_transforms

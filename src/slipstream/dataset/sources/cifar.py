@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.base import default_palette
 from slipstream.dataset.sources.download import download_data
 from slipstream.dataset.transforms.image_resize import Resize

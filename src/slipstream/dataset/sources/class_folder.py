@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.base import default_palette
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
 from slipstream.dataset.sources.image_pairs import files_by_name, with_remedy

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.base import default_palette
 from slipstream.dataset.sources.download import download_data
 from slipstream.errors import ConfigError, DataError

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from slipstream.extras import extra
+from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
-__all__ = ["streaming_dataset"]
+__all__ = ["StreamingSamples", "as_map_style", "streaming_dataset"]
 
 
 @DATASETS.register_module("StreamingDataset")
@@ -23,3 +28,50 @@ def streaming_dataset(**options: Any) -> Any:
     with extra("mosaicml"):
         from streaming import StreamingDataset
     return StreamingDataset(**options)
+
+
+class StreamingSamples(Dataset[Any]):
+    """The samples of a MosaicML `StreamingDataset` as a map-style dataset.
+
+    A `StreamingDataset` is iterable: it divides its samples among the processes and workers, and counts its epochs. Its
+    samples can also be read by index. This class uses the order of the loader's sampler, so a run can resume after any
+    batch, and augmentation depends only on (seed, epoch, index). All other attributes are read from `stream`.
+
+    Args:
+        stream: a `StreamingDataset`. A subclass can override `__getitem__`, for example to apply transforms.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return int(self.stream.size)  # `len(stream)` is the number of samples per process
+
+    def __getitem__(self, index: int) -> Any:
+        return self.stream[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # unpickling accesses `stream` before it is set
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+def as_map_style(dataset: Any) -> Any:
+    """Return `StreamingSamples` for a MosaicML `StreamingDataset`, and other datasets unchanged.
+
+    A `StreamingDataset` that repeats or selects samples is also returned unchanged, with a warning.
+    """
+    kind = getattr(sys.modules.get("streaming"), "StreamingDataset", None)
+    if not isinstance(kind, type) or not isinstance(dataset, kind):
+        return dataset
+    selects = [part.choose for part in dataset.streams] != dataset.samples_per_stream.tolist()
+    if dataset.replication in (None, 1) and not selects:
+        return StreamingSamples(dataset)
+    print_log(
+        f"{type(dataset).__name__} sets `replication`, `epoch_size`, or a stream's `proportion`, `repeat` or `choose`, "
+        "so the samples are read in the dataset's own order, and a resumed run may repeat or omit samples; remove "
+        "these options to make the order depend only on the run's seed and the epoch",
+        "current",
+        logging.WARNING,
+    )
+    return dataset

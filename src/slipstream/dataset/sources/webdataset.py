@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.base import (
     SegmentationDataset,
     Transform,

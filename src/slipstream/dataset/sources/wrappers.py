@@ -12,8 +12,8 @@ import numpy as np
 from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.sample_index import SampleIndex
-from slipstream.dataset.loading.streaming import as_map_style
+from slipstream.dataset.loading.generators import SampleIndex
+from slipstream.dataset.sources.streaming import as_map_style
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
