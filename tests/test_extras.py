@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from slipstream.errors import MissingPackageError
-from slipstream.extras import extra, is_installed
+from slipstream.extras import extra
 
 OPTIONAL = ("PIL", "hydra", "matplotlib", "omegaconf", "tensorboard", "torchmetrics")
 
@@ -44,11 +44,6 @@ def test_missing_package_error_names_the_install_command():
         import no_such_package
     with pytest.raises(ModuleNotFoundError), extra("plots"):
         import no_such_package  # noqa: F401
-
-
-def test_installed_packages_are_found_without_importing_them():
-    assert is_installed("torch")
-    assert not is_installed("no_such_package")
 
 
 def test_runner_trains_without_optional_packages(tmp_path):

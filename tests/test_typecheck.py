@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +20,6 @@ from slipstream.typecheck import (
     Probability,
     check,
     describe,
-    is_number,
-    is_real,
     matches,
 )
 
@@ -152,10 +149,3 @@ def test_check_error_contains_the_path_and_part_of_the_value():
     text = str(caught.value)
     assert text.startswith("train_cfg.max_epochs: must be an int of at least 1, not 'xxx")
     assert len(text) < 300
-
-
-def test_numbers_are_ints_and_floats_but_not_bools():
-    values = [0, -1, 2.5, 2**2000, math.inf, -math.inf, math.nan, True, False, "1", None, torch.tensor(1.0)]
-    assert list(filter(is_real, values[:7])) == values[:7]
-    assert not any(map(is_real, values[7:]))
-    assert list(filter(is_number, values)) == values[:4]

@@ -174,11 +174,6 @@ def test_failed_merge_does_not_change_the_configuration(cfg, options, message):
     assert cfg.to_dict() == before
 
 
-def test_list_keys_can_be_disabled(cfg):
-    with pytest.raises(ConfigError, match="pipeline: a dict cannot be merged into"):
-        cfg.merge_from_dict({"pipeline.0.type": "X"}, allow_list_keys=False)
-
-
 def test_merge_from_args_parses_and_merges(cfg):
     cfg.merge_from_args(["train_cfg.max_epochs=1e1", "unknown.key=[a, 1]"])
     assert cfg.train_cfg.max_epochs == 10.0
@@ -235,46 +230,12 @@ def test_override_error_names_the_nearest_key(cfg, text, message):
     assert cfg.to_dict() == before
 
 
-def test_override_of_a_key_below_a_value_raises_an_error(cfg):
-    with pytest.raises(ConfigError, match=r"^train_cfg\.max_epochs\.x: 'train_cfg\.max_epochs' in .* is 10"):
-        cfg.override(["train_cfg.max_epochs.x=1"])
-
-
-def test_error_suggests_nothing_if_no_key_is_similar():
-    with pytest.raises(UnknownNameError) as caught:
-        Config({"a": 1}).override(["zzzzzz=1"])
-    assert "did you mean" not in str(caught.value)
-    with pytest.raises(UnknownNameError):
-        Config().override(["a=1"])
-
-
-def test_later_overrides_build_on_earlier_ones(cfg):
-    cfg.override(["plain.a={z: 1}", "plain.a.z=2"])
-    assert cfg.plain.a == {"b": 1, "z": 2}
-
-
 def test_dict_action_collects_typed_values():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cfg-options", nargs="+", action=DictAction)
     args = parser.parse_args(["--cfg-options", "a.b=1", "c=(1,2)", "--cfg-options", "d=x,y", "a.b=2"])
     assert args.cfg_options == {"a.b": 2, "c": (1, 2), "d": ["x", "y"]}
     assert parser.parse_args([]).cfg_options is None
-
-
-def test_dict_action_reports_a_bad_override_as_a_usage_error(capsys):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cfg-options", nargs="+", action=DictAction)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--cfg-options", "a"])
-    assert "an override must be key=value" in capsys.readouterr().err
-
-
-def test_dict_action_does_not_change_its_default():
-    parser = argparse.ArgumentParser()
-    default = {"a": 1}
-    parser.add_argument("--cfg-options", nargs="+", action=DictAction, default=default)
-    assert parser.parse_args(["--cfg-options", "b=2"]).cfg_options == {"a": 1, "b": 2}
-    assert default == {"a": 1}
 
 
 VARIABLES = """classes = ["a", "b"]
