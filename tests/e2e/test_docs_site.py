@@ -4,25 +4,20 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
-from doc_pages import PAGES, ROOT
+from doc_pages import ROOT
 
 pytestmark = pytest.mark.slow
-COUNTED = ("h1", "h2", "h3", "h4", "li", "table", "tr", "pre", "strong", "img")
-"""Elements that are counted in both renderings of a page."""
 
 
 class Elements(HTMLParser):
-    """Counts the elements of a page, and collects its anchors, links and loaded files."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
@@ -30,7 +25,6 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
-        self.counts[tag] += 1
         self.anchors |= {values[name] for name in ("id", "name") if values.get(name)}
         if tag == "a" and values.get("href"):
             self.links.append(values["href"])
@@ -59,11 +53,6 @@ def built(site) -> dict[Path, Elements]:
     return {path: Elements(path.read_text(encoding="utf-8")) for path in pages}
 
 
-def page_on_site(site: Path, page: Path) -> Path:
-    name = page.relative_to(ROOT / "docs").as_posix()
-    return site / re.sub(r"(README)?\.md$", lambda found: "index.html" if found[1] else ".html", name)
-
-
 def test_every_link_on_the_site_has_a_target(built):
     for path, page in built.items():
         for link in page.links + page.loaded:
@@ -80,24 +69,6 @@ def test_site_loads_nothing_from_the_internet(built):
     loaded = [file for page in built.values() for file in page.loaded]
     assert loaded
     assert [file for file in loaded if re.match(r"https?:|//", file)] == []
-
-
-def test_every_page_of_the_docs_is_rendered_as_on_github(site, built):
-    """GitHub and mkdocs differ in nested lists, lists without a blank line before them, and pipes in tables."""
-    markdown_it = pytest.importorskip("markdown_it")
-    github = markdown_it.MarkdownIt("commonmark").enable("table")
-    differences = {}
-    for page in PAGES:
-        if not page.is_relative_to(ROOT / "docs") or page.name == "api.md":
-            continue
-        expected = Elements(github.render(page.read_text(encoding="utf-8"))).counts
-        html = page_on_site(site, page).read_text(encoding="utf-8")
-        start, end = html.index('<div class="section" itemprop="articleBody">'), html.index("<footer")
-        found = Elements(html[start:end]).counts
-        wrong = {tag: (expected[tag], found[tag]) for tag in COUNTED if expected[tag] != found[tag]}
-        if wrong:
-            differences[page.name] = wrong
-    assert differences == {}
 
 
 def test_reference_documents_the_names_in_its_tables(site):
