@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -129,16 +129,17 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: b
 
 def _check_no_scheduler_objects(cfg: Any) -> None:
     """Check that no scheduler object was created before `auto_scale_lr` scaled the learning rates."""
-    parts = cfg if isinstance(cfg, list | tuple) else [cfg]
-    for part in parts:
-        if part is not None and (not isinstance(part, Mapping) or "scheduler" in part):
-            raise ConfigError(
-                "a scheduler object was created before auto_scale_lr scaled the learning rates, so it would restore "
-                "the unscaled rates; pass a configuration (a dict with a 'type'), or scale the learning rates yourself",
-                "param_scheduler",
-            )
-        if isinstance(part, Mapping) and "type" not in part:
-            _check_no_scheduler_objects(list(part.values()))
+    if isinstance(cfg, Mapping) and "type" not in cfg and "scheduler" not in cfg:
+        cfg = list(cfg.values())
+    if isinstance(cfg, list | tuple):
+        for part in cfg:
+            _check_no_scheduler_objects(part)
+    elif cfg is not None and (not isinstance(cfg, Mapping) or "scheduler" in cfg):
+        raise ConfigError(
+            "a scheduler object was created before auto_scale_lr scaled the learning rates, so it would restore "
+            "the unscaled rates; pass a configuration (a dict with a 'type')",
+            "param_scheduler",
+        )
 
 
 def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any]:
@@ -156,7 +157,7 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
             max_epochs=loop.max_epochs,
             max_iters=loop.max_iters,
         )
-        for message in _check_length(scheduler, loop):
+        if message := _check_length(scheduler, loop):
             loop.runner.logger.warning(f"{path}: {message}")
         return scheduler
     except ConfigError as error:
@@ -165,8 +166,8 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
         raise
 
 
-def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
-    """Yield a warning if `scheduler` never steps, or if its schedule is longer than the run.
+def _check_length(scheduler: Any, loop: Any) -> str:
+    """Return a warning if `scheduler` never steps, or if its schedule is longer than the run; otherwise ''.
 
     Raises:
         ConfigError: a torch scheduler never steps, or torch would raise an error before the end of the run.
@@ -175,33 +176,23 @@ def _check_length(scheduler: Any, loop: Any) -> Iterator[str]:
     name = type(inner).__name__
     by_epoch = getattr(scheduler, "by_epoch", False)
     if by_epoch and not getattr(loop, "counts_epochs", True):
-        if getattr(scheduler, "need_val_args", False):
-            return
         message = (
             f"{name} steps after each epoch, but training is iteration-based (train_cfg.by_epoch=False), so the "
             "value would not change before the end of training; set by_epoch=False in the scheduler"
         )
         if isinstance(scheduler, TorchSchedulerAdapter):
             raise ConfigError(message)
-        yield message
-        return
+        return "" if getattr(scheduler, "need_val_args", False) else message
     change, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
     if change is None or steps is None or steps >= INF:
-        return
+        return ""
     argument, count = change
-    unit = "epoch" if by_epoch else "iteration"
-    length = f"{steps} {unit}{'' if steps == 1 else 's'}"
+    text = f"{name} has {argument}={count}, but the run has {steps} {'epochs' if by_epoch else 'iterations'}"
     if isinstance(inner, OneCycleLR) and count < steps and getattr(scheduler, "end", steps) >= steps:
-        raise ConfigError(
-            f"{name} has {argument}={count}, but the run has {length}, and torch raises an error after the last step "
-            f"of the schedule; set {argument}={steps}"
-        )
-    if count > steps and loop.runner.limits.train is None:  # a short run tests a schedule for the full run
-        remedy = "by_epoch=False if the argument counts iterations, or else " if by_epoch else ""
-        yield (
-            f"{name} has {argument}={count}, but it steps once per {unit}, and the run has only {length}; set "
-            f"{remedy}{argument}={steps}"
-        )
+        raise ConfigError(f"{text}, and torch raises an error after the schedule; set {argument}={steps}")
+    # A short run tests the schedule of the full run.
+    too_long = count > steps and loop.runner.limits.train is None
+    return f"{text}; set {argument}={steps}, or by_epoch to match its unit" if too_long else ""
 
 
 def check_batch_size(loader: Any) -> None:

@@ -143,7 +143,6 @@ class Checkpoints:
     ) -> None:
         """Restore a checkpoint read from `source`; training continues at the next step."""
         runner, warn = self._runner, self._runner.logger.warning
-        resume_check.check_content(checkpoint, source)
         self.resumed_from = Path(source).absolute()
         self.resuming = True
         try:
@@ -233,11 +232,10 @@ class Checkpoints:
         resume.check_weights(unwrap_model(runner.model), runner.iter + (by_epoch is False))
         if runner.is_training:
             average_batchnorm(runner.model)
-        hub = runner.message_hub.state_dict(runner.logger.warning)
         state: dict[str, Any] = {
             "meta": self._meta(by_epoch),
             "state_dict": unwrap_model(runner.model).state_dict(),
-            "message_hub": hub,
+            "message_hub": runner.message_hub.state_dict(runner.logger.warning),
         }
         if save_optimizer and runner.optim_wrapper is not None:
             state |= resume.optimizer_state(runner.model, runner.optim_wrapper)

@@ -17,9 +17,8 @@ from slipstream.files import remove_temporary_files
 
 __all__ = ["FolderLock"]
 
-_TIMEOUT = 20.0
-"""Seconds to wait for the lock if the process that acquired it has exited. Its data loader workers share the lock, and
-may still be running."""
+_TIMEOUT = 5.0
+"""Seconds to wait for the lock, because the data loader workers of a killed run hold it until they end."""
 
 
 class FolderLock:
@@ -59,18 +58,18 @@ class FolderLock:
             raise ConfigError(problem[0], key)
 
     def release(self) -> None:
-        """Release all locks."""
+        """Release all locks, even if child processes share them."""
         while self._files:
+            import fcntl
+
             with self._files.popitem()[1] as file:
-                _unlock(file)
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def _lock(self, folder: Path) -> str | None:
         """Lock `folder` and return None, or return the reason why this run must not use the folder."""
         if os.name != "posix":
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / LOCK_FILE).is_dir():
-            return f"{folder / LOCK_FILE} must be a file, but it is a folder; remove it"
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="surrogateescape")
         deadline = time.monotonic() + _TIMEOUT
         while (failure := _try_lock(file)) is not None:
@@ -80,9 +79,9 @@ class FolderLock:
                     f"{folder} cannot be locked ({failure}), so a second run in this folder will not be detected"
                 )
                 return None
-            file.seek(0)
-            holder = file.readline().strip() or "another process"
-            if time.monotonic() > deadline or _is_running(holder):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.readline().strip() or "another process"
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
@@ -94,19 +93,15 @@ class FolderLock:
                 "another folder"
             )
         file.truncate(0)
-        file.write(f"{_describe_holder()}\n{describe_owner(folder, self._work_dir)}")
+        holder = (
+            f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
+        )
+        file.write(f"{holder}\n{describe_owner(folder, self._work_dir)}")
         file.flush()
         remove_temporary_files(folder)
         remove_partial_checkpoints(folder)
         self._files[folder] = file
         return None
-
-
-def _unlock(file: IO[str]) -> None:
-    """Release the lock, even if child processes share it."""
-    import fcntl
-
-    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _try_lock(file: IO[str]) -> OSError | None:
@@ -117,25 +112,3 @@ def _try_lock(file: IO[str]) -> OSError | None:
     except OSError as error:
         return error
     return None
-
-
-def _describe_holder() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
-
-
-def _is_running(holder: str) -> bool:
-    """Return whether the process described by `holder` (from `_describe_holder`) may still be running."""
-    words = holder.split(" ")
-    if len(words) < 4:  # the lock holder has not written its description yet
-        return False
-    if words[3] != socket.gethostname():
-        return True
-    try:
-        os.kill(int(words[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    status = Path("/proc") / words[1] / "stat"
-    # A zombie (Z) has exited, but its parent has not yet read the exit status.
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")

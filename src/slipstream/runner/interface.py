@@ -48,7 +48,17 @@ class ModelInterface:
 
     @property
     def reduce(self) -> Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]:
-        """The function that returns the loss to minimize and the values to log."""
+        """The function that returns the loss to minimize and the values to log.
+
+        Raises:
+            ConfigError: the model defines only a training step.
+        """
+        if not hasattr(self.core, "parse_losses"):
+            raise ConfigError(
+                f"'loss' requires a BaseModel or loss_fn, but {type(self.core).__name__} defines only train_step; use "
+                "metrics instead",
+                "val_evaluator",
+            )
         function: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] = self.core.parse_losses
         return function
 
@@ -63,8 +73,7 @@ class ModelInterface:
 
     def total_loss(self, module: Any, inputs: Any) -> Tensor:
         """Return the loss to minimize for a prepared batch; `module` is a copy of the model."""
-        loss: Tensor = module.parse_losses(self.losses(module, inputs))[0]
-        return loss
+        return self.reduce(self.losses(module, inputs))[0]
 
     def prepare(self, batch: Any, training: bool) -> Any:
         """Move a batch from the loader to the device, and preprocess it."""
@@ -76,20 +85,7 @@ class ModelInterface:
         return method(batch)
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch from the loader, with the model in its current mode.
-
-        Raises:
-            ConfigError: the model defines only a training step.
-        """
-        if not hasattr(self.core, "parse_losses"):
-            raise ConfigError(
-                f"'loss' requires a BaseModel or loss_fn, but {type(self.core).__name__} defines only train_step; use "
-                "metrics instead",
-                "val_evaluator",
-            )
-        return self._evaluate_losses(batch)
-
-    def _evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader, with the model in its current mode."""
         return self.reduce(self.losses(self.core, self.prepare(batch, False)))[1]
 
 
@@ -134,17 +130,9 @@ class PlainModel(ModelInterface):
         """Return the losses of a prepared batch; `module` is the model, wrapped or not."""
         return self._losses(module, inputs)
 
-    def total_loss(self, module: Any, inputs: Any) -> Tensor:
-        """Return the loss to minimize for a prepared batch; `module` is a copy of the model."""
-        return self._reduce(self._losses(module, inputs))[0]
-
     def prepare(self, batch: Any, training: bool) -> Any:
         """Move a batch from the loader to the device, and preprocess it."""
         return self._preprocessor(batch, training)
-
-    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch from the loader, with the model in its current mode."""
-        return self._evaluate_losses(batch)
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""

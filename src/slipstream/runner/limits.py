@@ -77,17 +77,11 @@ def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
     """
     changed = dict(arguments)
     if isinstance(cfg := arguments["train_cfg"], Mapping):
-        remaining = {
-            key: value for key, value in cfg.items() if key not in ("val_begin", "dynamic_intervals")
-        }
-        lengths = {"max_epochs": 1, "max_iters": count}
+        lengths = {"max_epochs": 1, "max_iters": count, "val_begin": 1, "dynamic_intervals": None}
         changed["train_cfg"] = {
-            **remaining,
-            **{key: lengths[key] for key in lengths if key in cfg},
-            "val_interval": 1,
+            **{key: lengths.get(key, value) for key, value in cfg.items()},
+            "val_interval": count if "max_iters" in cfg else 1,
         }
-        if "max_iters" in cfg:
-            changed["train_cfg"]["val_interval"] = count
     schedulers = arguments["param_scheduler"]
     if isinstance(schedulers, list | tuple):
         changed["param_scheduler"] = [cfg for cfg in schedulers if _begins_within(cfg, count)]

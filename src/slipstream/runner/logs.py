@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,6 @@ from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.environment import collect_env
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import add_config_path
-from slipstream.typecheck import short_repr
 from slipstream.visualization import Visualizer, default_backends
 
 __all__ = [
@@ -63,10 +63,11 @@ def name_run(work_dir: Path, name: str | None) -> RunName:
 
 def _create_folder(work_dir: Path, stamp: str) -> str:
     """Create the folder `stamp`, with a numeric suffix if another run started in the same second; return its name."""
-    for number in range(1000):
+    for number in itertools.count():
         name = f"{stamp}_{number}" if number else stamp
         try:
             (work_dir / name).mkdir(parents=True)
+            return name
         except FileExistsError:
             continue
         except OSError as error:
@@ -74,10 +75,7 @@ def _create_folder(work_dir: Path, stamp: str) -> str:
                 f"cannot create a folder in {work_dir}: {error.strerror}; choose a different folder",
                 "work_dir",
             ) from error
-        return name
-    raise FileExistsError(
-        f"{work_dir / stamp} and 999 folders with a numeric suffix already exist; choose a different work_dir"
-    )
+    raise AssertionError
 
 
 def build_visualizer(cfg: Mapping[str, Any], name: str, save_dir: str | Path) -> Any:
@@ -110,14 +108,6 @@ def open_logs(name: RunName, arguments: Mapping[str, Any], by_epoch: bool) -> Lo
     if isinstance(visualizer, Mapping):
         overrides = {} if is_main else {"vis_backends": None}
         visualizer = build_visualizer({**visualizer, **overrides}, name.experiment, name.log_dir)
-    for key, component, method in (
-        ("visualizer", visualizer, "add_scalars"),
-        ("log_processor", processor, "get_log_after_iter"),
-    ):
-        if not hasattr(component, method):
-            raise ConfigError(
-                f"must be an object with the method '{method}', or a dict, not {short_repr(component)}", key
-            )
     logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank())
     if without_tensorboard:
         logger.info(

@@ -51,12 +51,6 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
     speed = cfg.get("speed") if arguments.get("speed") is None else arguments["speed"]
     sources = {name: arguments.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
     params = cfg.get("training_params")
-    _check_params(params)
-    return SpeedPlan.read(speed, cfg=cfg, **sources, training_params=params, device=device_type())
-
-
-def _check_params(params: Any) -> None:
-    """Check that `training_params` contains only speed options, because a Runner supports no other keys."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -64,6 +58,7 @@ def _check_params(params: Any) -> None:
                 f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
                 f"training_params.{key}",
             )
+    return SpeedPlan.read(speed, cfg=cfg, **sources, training_params=params, device=device_type())
 
 
 class PreparedModel(NamedTuple):
@@ -176,51 +171,7 @@ def make_step(
             )
         return logs
 
-    return own_step if core._compiled_call_impl is None else _CompiledOwnStep(own_step, core, warn)
-
-
-class _CompiledOwnStep:
-    """Calls the `train_step` method of a compiled model that overrides it.
-
-    The first call warns if the step does not call the model's forward.
-    """
-
-    def __init__(self, step: Step, model: Any, warn: Callable[[str], None]) -> None:
-        self._step, self._model, self._warn = step, model, warn
-        self._checked = False
-
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch."""
-        return self._step(batch) if self._checked else self._first_call(batch)
-
-    def _first_call(self, batch: Any) -> dict[str, Tensor]:
-        self._checked = True
-        model, compiled, calls = self._model, self._model._compiled_call_impl, []
-
-        def counted_call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(True)
-            return compiled(*args, **kwargs)
-
-        model._compiled_call_impl = counted_call
-        try:
-            logs = self._step(batch)
-        finally:
-            model._compiled_call_impl = compiled
-        if not calls:
-            self._warn_of_no_call()
-        return logs
-
-    def _warn_of_no_call(self) -> None:
-        kind = type(self._model).__name__
-        message = f"train_step of {kind} does not call the model's forward, so nothing is compiled"
-        children = [
-            name for name, child in self._model.named_children() if any(True for _ in child.parameters())
-        ]
-        if children:
-            message += (
-                f". To compile the modules that it calls, set compile=dict(scope='block', blocks={children})"
-            )
-        self._warn(message)
+    return own_step
 
 
 def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:

@@ -334,15 +334,18 @@ def check_weights(model: nn.Module, iteration: int) -> None:
     """
     tensors = [
         *((f"weight '{name}'", p.detach()) for name, p in model.named_parameters() if p.requires_grad),
-        *((f"running statistic '{name}'", buffer) for name, buffer in _running_statistics(model)),
+        *(
+            (f"running statistic '{name}.{key}'", statistic)
+            for name, module in model.named_modules()
+            for key in ("running_mean", "running_var")
+            if isinstance(module, _NormBase) and (statistic := getattr(module, key)) is not None
+        ),
     ]
     if not tensors:
         return
     flags = torch.stack([local_shard(tensor).isfinite().all() for _, tensor in tensors])
     if any(is_sharded(tensor) for _, tensor in tensors):  # all ranks must obtain the same result
-        global_flags = flags.float()
-        all_reduce(global_flags, "min")
-        flags = global_flags > 0
+        all_reduce(flags := flags.float(), "min")
     finite = flags.tolist()
     if not all(finite):
         name = tensors[finite.index(False)][0]
@@ -352,12 +355,3 @@ def check_weights(model: nn.Module, iteration: int) -> None:
             "(clip_grad=dict(max_norm=1.0))",
             iteration,
         )
-
-
-def _running_statistics(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the running statistics of BatchNorm and InstanceNorm layers, with their names."""
-    for prefix, module in model.named_modules():
-        for name in ("running_mean", "running_var"):
-            statistic = getattr(module, name, None) if isinstance(module, _NormBase) else None
-            if statistic is not None:
-                yield f"{prefix}.{name}".lstrip("."), statistic

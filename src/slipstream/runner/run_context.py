@@ -11,7 +11,6 @@ from slipstream.errors import ConfigError
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.preemption import PreemptionHook
 from slipstream.logging import RUN_FAILED
-from slipstream.preemption import Preempted
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
 from slipstream.speed.apply import compiling, process_settings
@@ -81,8 +80,8 @@ class RunContext:
             stack.enter_context(self.running())
             if self._stop_reason:
                 raise ConfigError(
-                    f"training {self._stop_reason}, so this Runner's state is inconsistent; create a new Runner "
-                    "with resume=True",
+                    f"training stopped in the middle of an epoch ({self._stop_reason}), so this Runner's state is "
+                    "inconsistent; create a new Runner with resume=True",
                     "Runner",
                 )
             try:
@@ -91,9 +90,7 @@ class RunContext:
                 loop = self._runner.loops.get_if_built("train")
                 # In the middle of an epoch, the loader, the gradients and the counters are not in a consistent state.
                 if getattr(loop, "in_epoch", False):
-                    stopped = f"stopped in the middle of an epoch ({type(error).__name__})"
-                    interrupted = "was interrupted by a signal in the middle of an epoch"
-                    self._stop_reason = interrupted if isinstance(error, Preempted) else stopped
+                    self._stop_reason = type(error).__name__
                 raise
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.logging import MMLogger
-from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
-from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 from slipstream.speed import SpeedPlan
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check, short_repr
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -34,15 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_HOOKS",
-    "LOOP_ARGUMENTS",
     "AutoScaleLr",
     "add_config_path",
-    "add_loop_path",
     "check_arguments",
     "constructor_arguments",
     "display_hooks",
     "hook_name",
-    "loop_options",
     "unknown_key_warnings",
     "with_defaults",
 ]
@@ -58,15 +52,6 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "report": {"type": "ReportHook"},
     "preemption": {"type": "PreemptionHook"},
 }
-
-LIMIT_ARGUMENTS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
-"""The Runner's arguments that limit the number of batches."""
-LOOP_ARGUMENTS = {
-    "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
-    "val": ("val_dataloader", "val_cfg", "val_evaluator"),
-    "test": ("test_dataloader", "test_cfg", "test_evaluator"),
-}
-
 
 _TYPES: Mapping[str, Any] = {
     "work_dir": str | Path,
@@ -108,29 +93,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
     """
     for name, annotation in _TYPES.items():
         check(arguments[name], annotation, name)
-    if "\0" in str(arguments["work_dir"]) or not str(arguments["work_dir"]):
-        raise ConfigError(
-            f"must be the path of a folder, not {short_repr(arguments['work_dir'])}", "work_dir"
-        )
-    try:
-        str(path := Path(arguments["work_dir"]).absolute()).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"must be encodable as UTF-8, because the path is written to text files, but {short_repr(str(path))} is "
-            "not; rename the folder",
-            "work_dir",
-        ) from None
-    for name, hook in (arguments["default_hooks"] or {}).items():
-        if hook is not None and not isinstance(hook, Mapping | Hook):
-            raise ConfigError(
-                f"must be a hook, a dict with a 'type', or None, not {short_repr(hook)}",
-                f"default_hooks.{name}",
-            )
-        if isinstance(hook, Mapping) and "type" not in hook and name not in DEFAULT_HOOKS:
-            raise ConfigError(
-                f"a hook needs a 'type'; got the keys {list(hook)}{did_you_mean(name, DEFAULT_HOOKS)}",
-                f"default_hooks.{name}",
-            )
     return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
 
 
@@ -195,73 +157,6 @@ def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
             yield f"The Runner does not read the configuration key '{key}'; to set it, use speed=dict({key}=...)"
         elif key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
             yield f"The configuration key '{key}' is not used; did you mean '{similar[0]}'?"
-
-
-def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration of the loop for `mode`, or None if `arguments` do not define this loop.
-
-    Raises:
-        ConfigError: only some of the mode's three arguments are set, or the configuration of the loop is invalid.
-    """
-    loader, cfg_name, third = LOOP_ARGUMENTS[mode]
-    missing = [name for name in LOOP_ARGUMENTS[mode] if arguments[name] is None]
-    if len(missing) == 3:
-        return None
-    if missing:
-        configured = [name for name in LOOP_ARGUMENTS[mode] if name not in missing]
-        raise ConfigError(
-            f"{', '.join(LOOP_ARGUMENTS[mode])} must be set together: {' and '.join(configured)} "
-            f"{'is' if len(configured) == 1 else 'are'} set, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing"
-            + (
-                f"; set {third}='loss' to evaluate only the loss"
-                if mode != "train" and third in missing
-                else ""
-            )
-            + (
-                f"; set {cfg_name}=dict() for the defaults"
-                if mode != "train" and missing == [cfg_name]
-                else ""
-            )
-        )
-    if not isinstance(arguments[cfg_name], Mapping):
-        raise ConfigError(f"must be a dict, not {short_repr(arguments[cfg_name])}", cfg_name)
-    options = {**arguments[cfg_name], "dataloader": arguments[loader]}
-    if mode == "train":
-        return _train_options(options)
-    return {"type": ValLoop if mode == "val" else TestLoop, "evaluator": arguments[third], **options}
-
-
-def _train_options(options: dict[str, Any]) -> dict[str, Any]:
-    if "type" in options:
-        if "by_epoch" in options:
-            raise ConfigError("'type' and 'by_epoch' are mutually exclusive; remove one of them", "train_cfg")
-        if isinstance(options["type"], str):
-            with add_config_path({}, "train_cfg"):
-                options["type"] = LOOPS.resolve(options["type"])
-        return options
-    if "by_epoch" not in options:
-        known = ("by_epoch", "type", "max_epochs", "max_iters")
-        hint = next((h for key in options if key not in known and (h := did_you_mean(key, known))), "")
-        raise ConfigError(
-            f"requires by_epoch=True (with max_epochs) or by_epoch=False (with max_iters){hint}", "train_cfg"
-        )
-    by_epoch = options.pop("by_epoch")
-    check(by_epoch, bool, "train_cfg.by_epoch")
-    return {"type": EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop, **options}
-
-
-def add_loop_path(error: ConfigError, mode: str) -> None:
-    """Prefix `error.path` with the name of the Runner argument that the loop option belongs to."""
-    loader, cfg_name, third = LOOP_ARGUMENTS[mode]
-    head = re.split(r"[.\[]", error.path)[0]
-    if head == "metrics":  # the Evaluator's name for the argument `evaluator`
-        error.path = error.path.replace(head, "evaluator", 1)
-        head = "evaluator"
-    if head in LIMIT_ARGUMENTS:
-        return
-    paths = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
-    error.path = paths[head] + error.path[len(head) :] if head in paths else f"{cfg_name}.{error.path}"
 
 
 @contextmanager
