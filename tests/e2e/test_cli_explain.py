@@ -62,7 +62,7 @@ def test_wrapper_shows_its_kind_and_changed_fields(capsys, word, value):
 
 
 def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
+    monkeypatch.setattr("slipstream.runner.builders.device_type", lambda: "cpu")
     printed = explained(capsys, "parallel=fsdp2")
     assert "fsdp2" in row(printed, "parallel")
     assert "no effect here: only one process is running" in printed
@@ -84,7 +84,7 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
     ],
 )
 def test_invalid_plan_raises_a_one_line_error_with_status_2(capsys, arguments, expected, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
+    monkeypatch.setattr("slipstream.runner.builders.device_type", lambda: "cpu")
     assert main(["explain", RECIPE, *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line

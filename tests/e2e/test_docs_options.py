@@ -98,7 +98,7 @@ def test_explain_prints_the_output_on_the_page(capsys, monkeypatch):
     ((command, expected),) = re.findall(
         r"```console\n\$ slipstream ([^\n]*)\n(.*?)```", PAGES["auto"], re.DOTALL
     )
-    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
+    monkeypatch.setattr("slipstream.runner.builders.device_type", lambda: "cpu")
     monkeypatch.setenv("COLUMNS", "110")
     assert main(shlex.split(command)) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.strip("\n").splitlines()]

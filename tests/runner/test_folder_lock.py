@@ -43,18 +43,6 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path, holder):
     run(tmp_path)
 
 
-def test_lock_waits_for_the_remaining_processes_of_a_killed_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.folder_lock._TIMEOUT", 0.3)
-    first, second = FolderLock(tmp_path, pytest.fail), FolderLock(tmp_path, pytest.fail)
-    first.lock(tmp_path, "work_dir")
-    (tmp_path / ".lock").write_text(f"process {2**30} on {os.uname().nodename} (since 2026-01-01 00:00:00)")
-    with pytest.raises(ConfigError, match=f"in use by process {2**30}"):
-        second.lock(tmp_path, "work_dir")
-    first.release()
-    second.lock(tmp_path, "work_dir")
-    second.release()
-
-
 def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr(
@@ -62,14 +50,6 @@ def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
     )
     FolderLock(tmp_path, warnings.append).lock(tmp_path, "work_dir")
     assert "cannot be locked" in warnings[0]
-
-
-def test_a_folder_in_place_of_the_lock_file_is_reported(tmp_path):
-    (tmp_path / ".lock").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"work_dir: .*\.lock must be a file, but it is a folder; remove it"
-    ):
-        FolderLock(tmp_path, pytest.fail).lock(tmp_path, "work_dir")
 
 
 def test_run_removes_temporary_files_of_killed_runs(tmp_path):

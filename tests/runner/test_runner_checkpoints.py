@@ -2,23 +2,20 @@
 
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
 
 import slipstream
 from slipstream.errors import ModelError
-from slipstream.hooks import EMAHook, Hook
+from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
     Accuracy,
     Losses,
     Net,
-    Noisy,
     assert_same,
     loader,
     run,
@@ -187,27 +184,6 @@ def test_resume_of_a_runner_without_training_raises_an_error(tmp_path, checkpoin
         runner.resume(checkpoint)
 
 
-class Jitter(Dataset):
-    def __init__(self):
-        self.transforms = [SimpleNamespace(rng=np.random.default_rng(0))]
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return torch.full((4,), self.transforms[0].rng.normal()), index % 3
-
-
-def test_random_generators_that_checkpoints_do_not_contain_are_listed(tmp_path, capfd):
-    net = Net()
-    net.dropout.noise = torch.Generator()
-    data = Subset(Jitter(), range(8))
-    run(tmp_path / "a", model=net, train_dataloader=loader(data), log_level="WARNING")
-    assert "generators Dropout.noise, Subset.dataset.transforms[0].rng. If" in capfd.readouterr().out
-    run(tmp_path / "b", train_dataloader=loader(Noisy()), log_level="WARNING")
-    assert capfd.readouterr().out == ""
-
-
 class Keeps(nn.Module):
     """A module with extra state."""
 
@@ -236,14 +212,6 @@ def test_extra_state_that_cannot_be_restored_is_refused(tmp_path, value):
         step.save(tmp_path / "step.pth")
 
 
-def test_expanded_buffer_is_refused(tmp_path):
-    net = Net()
-    net.register_buffer("ids", torch.arange(3).expand(1, -1))  # no elements share memory
-    net.register_buffer("ones", torch.ones(1).expand(5))
-    with pytest.raises(ModelError, match=r"buffer 'ones' is an expanded tensor.*tensor\.clone\(\)"):
-        run(tmp_path, model=net)
-
-
 class Grows(Net):
     """A model whose `forward` changes the shapes of its buffers."""
 
@@ -258,20 +226,6 @@ class Grows(Net):
         return super().forward(inputs, targets, mode)
 
 
-class Unfreeze(Hook):
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == 3:
-            runner.optim_wrapper.optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(1))]))
-
-
-def test_changed_buffers_and_parameter_groups_are_reported_when_a_checkpoint_is_saved(tmp_path, capfd):
-    run(tmp_path, model=dict(type=Grows), custom_hooks=[Unfreeze()], log_level="WARNING")
-    said = capfd.readouterr().out
-    groups = "optimizer (parameters per group): [4, 1] instead of [4]"
-    assert f"queue: (40, 4) instead of (0, 4); {groups}; seen: (1,) instead of absent" in said
-    assert said.count("cannot be resumed") == 1
-
-
 @pytest.mark.parametrize("buffers", [False, True])
 def test_weight_average_of_a_model_with_a_growing_buffer_is_refused(tmp_path, buffers):
     hooks = dict(custom_hooks=[dict(type="EMAHook", update_buffers=buffers)])
@@ -279,11 +233,6 @@ def test_weight_average_of_a_model_with_a_growing_buffer_is_refused(tmp_path, bu
         ModelError, match=r"buffer '\w+' has changed from .* create the buffer with its final shape"
     ):
         run(tmp_path, model=dict(type=Grows), **hooks)
-
-
-def test_nan_guard_of_a_model_with_a_growing_buffer_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"buffer 'queue' .* from \(0, 4\) to \(8, 4\)"):
-        run(tmp_path, model=dict(type=Grows), speed=dict(nan_guard="skip"))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Tests of the errors for invalid input, and of the configuration paths in these errors."""
 
 import math
-import os
-import shutil
 import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from slipstream.config import Config
 from slipstream.errors import (
@@ -23,7 +21,6 @@ from slipstream.errors import (
 )
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
-from slipstream.report import find_runs
 from slipstream.runner import Runner
 from tiny_runs import Accuracy, Net, assert_same, loader, run, samples, training, validation
 
@@ -34,99 +31,37 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
 @pytest.mark.parametrize(
     ("changes", "start", "hint"),
     [
-        # train_cfg
         (dict(train_cfg=dict(max_epochs=2)), "train_cfg: ", "by_epoch=False (with max_iters)"),
-        (dict(train_cfg=dict(by_epochs=True, max_epochs=2)), "train_cfg: ", "did you mean 'by_epoch'"),
         (dict(train_cfg=dict(by_epoch=True, max_epoch=2)), "train_cfg: ", "did you mean 'max_epochs'"),
-        (dict(train_cfg=dict(by_epoch=True)), "train_cfg: ", "max_epochs"),
         (dict(train_cfg=dict(by_epoch=True, max_epochs="abc")), "train_cfg.max_epochs: ", "'abc'"),
-        (dict(train_cfg=dict(by_epoch=True, max_epochs=0)), "train_cfg", "max_epochs"),
-        (dict(train_cfg=dict(by_epoch=False, max_iters=-3)), "train_cfg", "max_iters"),
-        (dict(train_cfg=dict(**EPOCHS, val_interval=0)), "train_cfg.val_interval: ", "at least 1"),
-        (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(3, 0)])), "train_cfg.dynamic_intervals: ", "(3, 0)"),
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(9, 1), (3, 2)])), "train_cfg.dynamic_int", "ascending"),
         (dict(train_cfg=dict(type="EpochBasedTrainLop", max_epochs=1)), "train_cfg", "EpochBasedTrainLoop"),
-        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "mutually exclusive"),
-        (dict(train_cfg=3), "train_cfg: ", "dict"),
-        # data
-        (dict(train_dataloader=loader(TensorDataset(torch.zeros(0, 4)))), "train_dataloader", "no samples"),
-        (dict(train_dataloader=loader(dict(type="NoSuchData"))), "train_dataloader.dataset: ", "NoSuchData"),
         (dict(train_dataloader=loader(batch_siz=3)), "train_dataloader: ", "did you mean 'batch_size'"),
-        (dict(train_dataloader=loader(batch_size=0)), "train_dataloader.batch_size: ", "0"),
-        (dict(train_dataloader=loader(sampler="DefaultSample")), "train_", "DefaultSampler"),
         (dict(train_dataloader=loader(batch_size=50, drop_last=True)), "", "drop_last"),
         (dict(train_dataloader=3), "train_dataloader: ", "DataLoader, a dict or a list of batches"),
-        # optimizer
         (dict(optim_wrapper=dict(optimizer=dict(type="SDG", lr=1))), "optim_wrapper.optimizer: ", "'SGD'"),
-        (dict(optim_wrapper=dict(optimizer=dict(type="SGD", l=1))), "optim_wrapper.optimizer: ", "'l'"),
-        (dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=-1.0))), "optim_wrapper.optimizer.lr: ", "-1"),
-        (dict(optim_wrapper=dict(type="AmpWrapper", optimizer=SGD)), "optim_wrapper: ", "AmpOptimWrapper"),
-        (dict(optim_wrapper=dict(optimizer=SGD, clip_gard={})), "optim_wrapper: ", "clip_grad"),
         (dict(optim_wrapper=dict(optimizer=SGD, clip_grad=dict(max_nrm=1))), "optim_wrapper.clip_grad.max_nrm", "did"),
-        (dict(optim_wrapper=dict(optimizer=SGD, accumulative_counts=0)), "optim_wrapper.accumulative", "0"),
-        (dict(optim_wrapper=dict(optimizer=SGD, paramwise_cfg=dict(x=1))), "optim_wrapper.paramwise_cfg.x: ", "no "),
-        (dict(optim_wrapper=dict(optimizer="SGD")), "optim_wrapper.optimizer: ", "dict"),
-        (dict(optim_wrapper=dict(type="OptimWrapper")), "optim_wrapper: ", "optimizer"),
         (dict(optim_wrapper=5), "optim_wrapper: ", "int"),
         (dict(auto_scale_lr=dict(enable=True)), "auto_scale_lr.base_batch_size: ", "required if enable"),
         (dict(param_scheduler=[dict(type="ConstantLR"), dict(type="StepRL")]), "param_scheduler[1]: ", "StepLR"),
-        (dict(param_scheduler=dict(type="StepLR", step_siz=1)), "param_scheduler: ", "step_size"),
-        (dict(param_scheduler=[dict(type="LinearLR", convert_to_iter_based=True, end=0)]), "param_scheduler[0]", "end"),
-        (dict(param_scheduler="StepLR"), "param_scheduler: ", "'StepLR'"),
-        # hooks
-        (dict(custom_hooks=[dict(type="EMAHok")]), "custom_hooks[0]: ", "EMAHook"),
         (dict(custom_hooks=[Hook(), dict(type="EMAHook", ema_type="EMA")]), "custom_hooks[1]", "'EMA'"),
-        (dict(custom_hooks=[dict(type="EMAHook", momentun=0.1)]), "custom_hooks[0]: ", "'momentun'"),
         (dict(custom_hooks=[dict(type="EMAHook", momentum=2.0)]), "custom_hooks[0]", "between 0 and 1"),
-        (dict(custom_hooks=[dict(type="EMAHook", begin_iter=-1)]), "custom_hooks[0].begin_iter: ", "at least 0"),
-        (dict(custom_hooks=[dict(type="EMAHook", begin_iter=1, begin_epoch=1)]), "custom_hooks[0]", "not both"),
         (dict(custom_hooks=[dict(type="EMAHook", priority="HIHG")]), "custom_hooks[0]: ", "did you mean 'HIGH'"),
-        (dict(custom_hooks=[dict(type="EMAHook", priority=101)]), "custom_hooks[0]: ", "100"),
         (dict(custom_hooks=[Net]), "custom_hooks[0]: ", "Hook"),
         (dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="q")]), "custom_hooks[0].rule: ", "'q'"),
-        (dict(custom_hooks=[dict(type="EarlyStoppingHook")]), "custom_hooks[0]: ", "monitor"),
-        (dict(custom_hooks=[dict(type="SegVisualizationHook", interval=0)]), "custom_hooks[0].interval: ", "0"),
-        (dict(custom_hooks=[dict(type="ProfilerHook", wait=-1)]), "custom_hooks[0].wait: ", "-1"),
-        (dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=0))), "default_hooks.logger.interval: ", "0"),
         (dict(default_hooks=dict(logger=dict(intervl=1))), "default_hooks.logger: ", "did you mean 'interval'"),
         (dict(default_hooks=dict(loger=dict(interval=1))), "default_hooks.loger: ", "did you mean 'logger'"),
-        (
-            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=0))),
-            "default_hooks.checkpoint.interval: ",
-            "-1 (save only the last)",
-        ),
-        (
-            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=-2))),
-            "default_hooks.checkpoint.interval: ",
-            "-2",
-        ),
-        (
-            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", max_keep_ckpts=0))),
-            "default_hooks.checkpoint.max_keep_ckpts: ",
-            "0",
-        ),
-        # validation
-        (validation(dict(type="Accurcy")), "val_evaluator: ", "Accurcy"),
+        (dict(default_hooks=dict(checkpoint=dict(interval=0))), "default_hooks.checkpoint.interval: ", "save only"),
         (validation([dict(type=Accuracy), dict(type="Nope")]), "val_evaluator[1]: ", "Nope"),
-        (validation(dict(type=Accuracy, prefx="a")), "val_evaluator: ", "did you mean 'prefix'"),
-        (validation(3), "val_evaluator", "3"),
         (validation(fp61=True), "val_cfg: ", "did you mean 'fp16'"),
-        # other arguments
         (dict(env_cfg=dict(cudnn_benchmrk=True)), "env_cfg.cudnn_benchmrk: ", "did you mean 'cudnn_benchmark'"),
-        (dict(randomness=dict(sed=1)), "randomness.sed: ", "did you mean 'seed'"),
         (dict(randomness=dict(seed="one")), "randomness.seed: ", "'one'"),
         (dict(cfg=dict(activation_checkpointing=["layer1"])), "activation_checkpointing.modules: ", "'layer1'"),
-        (dict(cfg=dict(efficient_conv_bn_eval=["net"])), "efficient_conv_bn_eval: ", "not supported"),
         (dict(speed=dict(precison="bf16")), "speed.precison: ", "did you mean 'precision'"),
-        (dict(speed="max"), "speed: ", "'max'"),
         (dict(cfg=dict(compile=dict(bakend="eager"))), "compile.bakend: ", "did you mean 'backend'"),
-        (dict(cfg=dict(sync_bn="apex")), "sync_bn: ", "'apex'"),
-        (dict(model=dict(type="ResNot")), "model: ", "ResNot"),
         (dict(model=dict(type=Net, droput=0.1)), "model: ", "did you mean 'dropout'"),
-        (dict(model=3), "model: ", "int"),
         (dict(log_level="LOUD"), "log_level: ", "LOUD"),
         (dict(log_processor=dict(window_siz=2)), "log_processor: ", "window_size"),
-        (dict(visualizer=dict(vis_backends=[dict(type="Nowhere")])), "visualizer", "Nowhere"),
         (dict(launcher="torchrun"), "", "torchrun"),
     ],
 )  # fmt: skip
@@ -148,27 +83,8 @@ def test_loop_arguments_must_be_set_together(tmp_path, name, third):
     whole = {f"{name}_dataloader": loader(), f"{name}_cfg": dict(EPOCHS), third: dict(optimizer=SGD)}
     for missing in whole:
         given = {key: value for key, value in whole.items() if key != missing}
-        with pytest.raises(ValueError, match=f"but {missing} is missing"):
+        with pytest.raises(ValueError, match=f"must be set together, but {missing} is missing"):
             Runner(Net(), tmp_path, **given)
-        (only,) = {missing} & whole.keys()
-        others = " and ".join(key for key in whole if key != only)
-        with pytest.raises(ConfigError, match=f"{only} is set, but {others} are missing"):
-            Runner(Net(), tmp_path, **{only: whole[only]})
-
-
-@pytest.mark.parametrize(
-    ("missing", "remedy"),
-    [
-        ("val_cfg", "val_cfg is missing; set val_cfg=dict() for the defaults"),
-        ("val_evaluator", "val_evaluator is missing; set val_evaluator='loss' to evaluate only the loss"),
-        ("val_dataloader", "val_dataloader is missing"),
-    ],
-)
-def test_remedy_for_an_incomplete_validation_sets_what_is_missing(tmp_path, missing, remedy):
-    arguments = {**validation(), missing: None}
-    with pytest.raises(ConfigError) as raised:
-        Runner(Net(), tmp_path, **arguments)
-    assert str(raised.value).endswith(remedy)
 
 
 @pytest.mark.parametrize("mode", ["train", "val", "test"])
@@ -230,8 +146,7 @@ class Poison(Hook):
                 runner.model.last.bias[0] = math.nan
 
 
-@pytest.mark.parametrize("iteration", [7, 10])
-@pytest.mark.parametrize("keep", [-1, 1])
+@pytest.mark.parametrize(("iteration", "keep"), [(7, -1), (10, 1)])
 def test_non_finite_weights_do_not_replace_good_checkpoints(tmp_path, iteration, keep):
     checkpoint = dict(type="CheckpointHook", interval=1, max_keep_ckpts=keep, save_best="acc")
     with pytest.raises(NonFiniteLossError, match="iteration") as raised:
@@ -253,24 +168,6 @@ def test_non_finite_weights_do_not_replace_good_checkpoints(tmp_path, iteration,
 def test_model_without_trainable_parameters_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="no trainable parameter"):
         run(tmp_path, model=Net().requires_grad_(False))
-
-
-def test_error_for_a_model_without_train_step_names_the_base_class(tmp_path):
-    with pytest.raises(ModelError, match="BaseModel"):
-        run(tmp_path, model=nn.Linear(4, 3))
-
-
-class Keyed(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"image": torch.zeros(4), "label": torch.tensor(0)}
-
-
-def test_batch_keys_must_match_the_parameters_of_forward(tmp_path):
-    with pytest.raises(DataError, match=r"\['image', 'label'\].*forward accepts \['inputs', 'targets'\]"):
-        run(tmp_path, train_dataloader=loader(Keyed()))
 
 
 class Other(BaseModel):
@@ -297,13 +194,6 @@ def test_checkpoint_of_a_different_model_is_rejected(tmp_path, other, hint, resu
     run(tmp_path)
     with pytest.raises(CheckpointError, match=hint):
         run(tmp_path, model=dict(type=other), load_from=tmp_path / "epoch_2.pth", resume=resume)
-
-
-@pytest.mark.parametrize("argument", ["load_from", "resume"])
-def test_missing_checkpoint_error_suggests_the_closest_name(tmp_path, argument):
-    run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"epoch_3\.pth does not exist; did you mean 'epoch_2\.pth'"):
-        run(tmp_path, **{argument: str(tmp_path / "epoch_3.pth")})
 
 
 def test_checkpoint_with_only_weights_cannot_be_resumed(tmp_path):
@@ -340,27 +230,6 @@ def test_unknown_metric_raises_an_error(tmp_path, hooks, start):
     assert str(raised.value).startswith(start)
 
 
-def test_two_metrics_with_the_same_name_are_rejected(tmp_path):
-    with pytest.raises(ConfigError, match="two metrics report 'acc'"):
-        run(tmp_path, **validation([dict(type=Accuracy), dict(type=Accuracy)]))
-
-
-def test_errors_in_user_code_are_raised_unchanged(tmp_path):
-    def broken(loss):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine") as raised:
-        run(tmp_path, model=Returning(broken))
-    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of training)"]
-
-
-def test_error_details_are_logged(tmp_path):
-    with pytest.raises(ModelError):
-        run(tmp_path, model=Net().requires_grad_(False))
-    (log,) = tmp_path.rglob("*.log")
-    assert "no trainable parameter" in log.read_text()
-
-
 def test_run_that_cannot_start_does_not_write_its_configuration(tmp_path):
     def train(evaluator):
         arguments = training(tmp_path, **validation(evaluator))
@@ -371,25 +240,6 @@ def test_run_that_cannot_start_does_not_write_its_configuration(tmp_path):
     assert not (tmp_path / "recipe.py").exists()  # it would replace the file of an earlier run
     train(dict(type=Accuracy))
     assert (tmp_path / "recipe.py").exists()
-
-
-def test_run_that_cannot_be_built_is_listed_as_failed(tmp_path):
-    with pytest.raises(ConfigError):
-        Runner(**training(tmp_path, model=dict(type=Net, droput=0.1)))
-    (found,) = find_runs(tmp_path)
-    assert found.status == "failed"
-    assert found.record.error.startswith("BuildError: model: ")
-    assert "did you mean 'dropout'" in found.record.error
-
-
-def test_resume_does_not_use_the_only_checkpoint_if_another_run_wrote_it(tmp_path):
-    run(tmp_path / "other")
-    run(tmp_path / "run")
-    for path in (tmp_path / "run").glob("*.pth"):
-        path.unlink()
-    shutil.copy(tmp_path / "other" / "epoch_2.pth", tmp_path / "run" / "pretrained.pth")
-    with pytest.raises(CheckpointError, match=r"refers to .*epoch_2\.pth, which does not exist"):
-        run(tmp_path / "run", resume=True)
 
 
 def test_invalid_last_checkpoint_raises_an_error(tmp_path):
@@ -442,10 +292,3 @@ def test_lazy_module_must_be_initialized(tmp_path):
             run(tmp_path, model=dict(type=Lazy), custom_hooks=hooks)
     with pytest.raises(ModelError, match=r"'0\.weight' of the model has no shape"):
         run(tmp_path, model=nn.Sequential(nn.LazyLinear(3)), loss_fn=nn.CrossEntropyLoss())
-
-
-def test_work_dir_with_bytes_that_are_not_utf8_is_rejected(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"^work_dir: must be encodable as UTF-8, .*caf\\udce9.*; rename the folder"
-    ):
-        Runner(**training(os.fsdecode(bytes(tmp_path) + b"/caf\xe9")))

@@ -20,7 +20,7 @@ def test_visualizer_object_writes_only_on_rank_0(tmp_path, monkeypatch):
         recorder = Recorder()
         visualizer = Visualizer(vis_backends=[recorder])
         arguments = dict(log_level="ERROR", log_processor=None, visualizer=visualizer)
-        opened = logs.open_logs(logs.RunName("t", "t", tmp_path), arguments, True)
+        opened = logs.open_logs(tmp_path, "t", arguments, True)
         opened.visualizer.add_scalar("x", 1.0)
         assert recorder.seen == expected
 

@@ -7,7 +7,7 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook
 from slipstream.model import ScheduledEMA, StochasticWeightAverage
-from slipstream.runner.planning import plan_hooks
+from slipstream.runner.builders import plan_hooks
 from slipstream.speed import SpeedPlan
 from slipstream.speed.ema import EmaOptions, read_ema
 

@@ -1,27 +1,53 @@
-"""Build a run's model, optimizer and schedulers from the Runner's arguments."""
+"""Build a run's speed plan, model, optimizer, schedulers, hooks and training step from the Runner's arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
 
 from slipstream.config.merge import join
 from slipstream.dataset.loading.loader import batch_size
-from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.devices import device_type
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError, LossError, ModelError, UnknownNameError, did_you_mean
+from slipstream.hooks import EMAHook, Hook
+from slipstream.logging import MMLogger, PhaseTimes
 from slipstream.model import unwrap_model
+from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
+from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.sharding import is_sharded, mesh_of
+from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
+from slipstream.speed.apply import overrides_train_step, prepare_model, process_settings
+from slipstream.speed.ema import EmaOptions
+from slipstream.speed.front_ends import is_plain_wrapper
+from slipstream.speed.plan import idle
+from slipstream.speed.steps import Training, build_step
+from slipstream.step import Step
+from slipstream.step.backward_passes import check_compiled_backward
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
 
-__all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
+__all__ = [
+    "build_model",
+    "build_optim",
+    "build_schedulers",
+    "capabilities_of",
+    "make_step",
+    "prepare",
+    "read_plan",
+]
 
 
 def build_model(
@@ -82,7 +108,7 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be an OptimWrapper, an optimizer or a dict, not {type(cfg).__name__}")
     if isinstance(cfg.get("optimizer"), Optimizer):
-        return _build_wrapper(cfg)
+        return OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})  # type: ignore[no-any-return]
     if "optimizer" in cfg or "constructor" in cfg:
         return build_optim_wrapper(unwrap_model(model), cfg)
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
@@ -91,11 +117,6 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
         f"must contain the key 'optimizer' or 'constructor', or only OptimWrapper objects, such as "
         f"OptimWrapper(torch.optim.Adam(model.generator.parameters())); got the keys {sorted(map(str, cfg))}"
     )
-
-
-def _build_wrapper(cfg: Mapping[str, Any]) -> OptimWrapper:
-    wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})
-    return wrapper
 
 
 def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: bool = False) -> Any:
@@ -195,34 +216,174 @@ def _check_length(scheduler: Any, loop: Any) -> str:
     return f"{text}; set {argument}={steps}, or by_epoch to match its unit" if too_long else ""
 
 
-def check_batch_size(loader: Any) -> None:
-    """Check that the loader has a batch size, from which `auto_scale_lr` computes the learning rates.
+def scale_lr(optim: OptimWrapper, base: int, loader: DataLoader[Any]) -> str:
+    """Multiply every learning rate by `samples per step / base`, and return a log message.
+
+    Args:
+        optim: the optimizer wrapper.
+        base: the batch size for which the learning rates were chosen.
+        loader: the training loader.
 
     Raises:
         ConfigError: the loader is a list of batches, or uses a custom batch sampler without a batch size.
     """
-    if batch_size(loader) is None:
+    size = batch_size(loader)
+    if size is None:
         raise ConfigError(
             "requires a loader with a batch size, because the learning rates are multiplied by the samples per step; "
             "set the learning rates yourself, or pass a DataLoader or a dict with batch_size",
             "auto_scale_lr",
         )
-
-
-def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
-    """Multiply every learning rate by `samples / base`, and return a log message.
-
-    Args:
-        optim: the optimizer wrapper.
-        base: the batch size for which the learning rates were chosen.
-        samples: number of samples per step.
-    """
+    samples = size * get_world_size()
     factor = samples / base
     for group in optim.param_groups:
-        for name in ("lr", "initial_lr"):
-            if name in group:
-                group[name] = group[name] * factor
+        for name in {"lr", "initial_lr"} & group.keys():
+            group[name] = group[name] * factor
     return (
         f"Scaled the learning rates by {samples}/{base} = {factor:g} "
         "(samples per step / base_batch_size; accumulation steps are not counted)"
     )
+
+
+def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
+    """Return the speed options from a Runner's arguments and from `cfg`, the complete configuration.
+
+    If the `speed` argument is None, `cfg["speed"]` is used.
+
+    Raises:
+        ConfigError: see `SpeedPlan.read`.
+    """
+    speed = cfg.get("speed") if arguments.get("speed") is None else arguments["speed"]
+    sources = {name: arguments.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
+    params = cfg.get("training_params")
+    for key in params if isinstance(params, Mapping) else ():
+        if key not in PARAMS_OPTIONS:
+            raise UnknownNameError(
+                "a Runner supports only the speed options of training_params; use slipstream.Trainer for the other keys"
+                f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
+                f"training_params.{key}",
+            )
+    return SpeedPlan.read(speed, cfg=cfg, **sources, training_params=params, device=device_type())
+
+
+class PreparedModel(NamedTuple):
+    """A Runner's speed plan, and the model to which the plan has been applied."""
+
+    capabilities: Capabilities
+    plan: SpeedPlan
+    model: nn.Module
+    """The model on the device, wrapped if there are several processes."""
+    interface: ModelInterface
+    """The interface through which the Runner calls the model."""
+
+
+def prepare(
+    arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
+) -> PreparedModel:
+    """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
+
+    Raises:
+        ConfigError: an argument, an option, or a combination of options is not supported.
+    """
+    preprocessor, loss_fn = arguments["data_preprocessor"], arguments["loss_fn"]
+    model = build_model(arguments["model"], preprocessor, loss_fn)
+    capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
+    plan = complete_plan(plan, capabilities, logger.info)
+    with process_settings(plan, device, logger.warning):
+        model = prepare_model(model, plan, device)
+    return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
+
+
+def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
+    """Return the capabilities of this machine, and the properties of the model and the run, for `complete_plan`."""
+    return Capabilities.here(
+        device_type(),
+        model,
+        world_size=get_world_size(),
+        plain_wrapper=is_plain_wrapper(optim_wrapper),
+        deterministic=deterministic,
+    )
+
+
+def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
+    """Set the options that depend on the capabilities. Log all options, and the reasons why some have no effect.
+
+    Raises:
+        ConfigError: an option, or a combination of options, is not supported for this run.
+    """
+    plan = plan.complete(capabilities)
+    if plan.sources:
+        log("Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items()))
+    for option, reason in idle(plan, capabilities):
+        log(f"{plan.sources[option]} has no effect here: {reason}")
+    return plan
+
+
+def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
+    """Return the hooks that implement the plan's EMA, NaN guard and garbage collection."""
+    hooks: list[Hook | Mapping[str, Any]] = []
+    if isinstance(plan.ema, EmaOptions):
+        ema = plan.ema
+        hooks.append(EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch))
+    if plan.nan_guard is not None:
+        hooks.append(plan.nan_guard.hook_cfg())
+    if plan.gc is not None:
+        hooks.append({"type": "GcHook", "interval": plan.gc})
+    return hooks
+
+
+def make_step(
+    interface: ModelInterface,
+    model: Any,
+    optim: OptimWrapper,
+    plan: SpeedPlan,
+    warn: Callable[[str], None],
+    log: Callable[[str], None],
+) -> Step:
+    """Return the training step: the model's `train_step` if the model overrides it, otherwise the plan's step."""
+    core: Any = unwrap_model(model)
+    owner = next((m for m in (model, core) if overrides_train_step(m)), None)
+    if owner is None:
+        prepare = partial(_prepare, interface, optim.phases)
+        training = Training(model, optim, interface.losses, prepare, interface.reduce)
+        return build_step(training, plan, warn, log)
+    if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+        raise ModelError(
+            f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize the "
+            "gradients; set model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
+        )
+    if plan.compile is not None:
+        if plan.compile.scope == "step":
+            raise ConfigError(
+                f"'step' does not support {type(owner).__name__}, which overrides train_step; use scope='model' if "
+                "train_step calls the model (`self(...)`); otherwise, use scope='block', and set compile.blocks to the "
+                "modules that train_step calls",
+                "compile.scope",
+            )
+        compile_model(core, plan.compile, warn)
+
+    def own_step(batch: Any) -> dict[str, Tensor]:
+        try:
+            logs: dict[str, Tensor] = owner.train_step(batch, optim)
+        except RuntimeError as error:
+            check_compiled_backward(
+                error, "leave the module whose gradients it differentiates out of compile.blocks"
+            )
+            raise
+        if not isinstance(logs, Mapping):
+            raise LossError(
+                f"{type(owner).__name__}.train_step must return a dict of tensors to log, not {type(logs).__name__}"
+            )
+        return logs
+
+    return own_step
+
+
+def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:
+    if phases is None:
+        return interface.prepare(batch, True)
+    previous_phase = phases.current
+    phases.switch("preprocess")
+    inputs = interface.prepare(batch, True)
+    phases.switch(previous_phase)
+    return inputs

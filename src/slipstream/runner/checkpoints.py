@@ -29,7 +29,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
-from slipstream.runner import resume, resume_check
+from slipstream.runner import resume
 from slipstream.sharding import mesh_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Checkpoints:
         """
         runner = self._runner
         checkpoint = self._read(source, map_location, resume.STRIP_WRAPPER)
-        resume_check.check_content(checkpoint, source)
+        resume.check_content(checkpoint, source)
         seed: int | None = checkpoint["meta"].get("seed")
         if seed in (None, runner.seed) or runner.loops.get_if_built("train") is not None:
             return checkpoint, None
@@ -149,8 +149,8 @@ class Checkpoints:
             runner.call_hook("after_load_checkpoint", checkpoint=checkpoint)
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
-            resume_check.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
-            resume_check.check_stream(checkpoint["meta"], runner.train_loop, source)
+            resume.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            resume.check_stream(checkpoint["meta"], runner.train_loop, source)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
@@ -192,17 +192,17 @@ class Checkpoints:
             with restoring("message_hub", source):
                 runner.message_hub.load_state_dict(checkpoint["message_hub"])
         if optim is not None:
-            rates = resume_check.learning_rates(optim)
+            rates = resume.learning_rates(optim)
             with restoring("optimizer", source):
                 resume.restore_optimizer(runner.model, optim, checkpoint)
             if not any(hook.sets_learning_rate for hook in runner.hooks):
-                resume_check.warn_of_learning_rates(rates, resume_check.learning_rates(optim), warn)
+                resume.warn_of_learning_rates(rates, resume.learning_rates(optim), warn)
             counts = {key: checkpoint.get(key, {}) for key in ("batches", "unfinished", "windows")}
             self._counts = counts, checkpoint["meta"]["iter"]
         if schedulers:
             with restoring("param_schedulers", source):
                 resume.restore_schedulers(schedulers, checkpoint)
-            resume_check.warn_of_length(checkpoint, schedulers, runner.train_loop, warn)
+            resume.warn_of_length(checkpoint, schedulers, runner.train_loop, warn)
         with restoring("meta", source):
             runner.train_loop.resume_at(checkpoint["meta"])
         states = checkpoint["meta"].get("random_state")

@@ -22,43 +22,25 @@ from slipstream.visualization import Visualizer, default_backends
 
 __all__ = [
     "Logs",
-    "RunName",
     "build_visualizer",
     "log_start",
-    "name_run",
     "open_logs",
     "show_config",
     "write_config",
 ]
 
 
-class RunName(NamedTuple):
-    """Start time, experiment name and log folder of a run."""
+class Logs(NamedTuple):
+    """The start time and the experiment name of a run, its log folder, and its logging objects."""
 
     timestamp: str
     experiment: str
     log_dir: Path
-
-
-class Logs(NamedTuple):
-    """The logging objects of a run."""
-
     logger: MMLogger
     hub: MessageHub
     meter: Meter
     processor: LogProcessor
     visualizer: Visualizer
-
-
-def name_run(work_dir: Path, name: str | None) -> RunName:
-    """Name the run after `name` and the current time (the same on every rank), and create its log folder."""
-    stamp = time.strftime("%Y%m%d_%H%M%S")
-    if is_main_process():
-        stamp = _create_folder(work_dir, stamp)
-    stamps = [stamp]
-    broadcast_object_list(stamps)
-    experiment = f"{name}_{stamps[0]}" if name else stamps[0]
-    return RunName(stamps[0], experiment, work_dir / stamps[0])
 
 
 def _create_folder(work_dir: Path, stamp: str) -> str:
@@ -85,18 +67,27 @@ def build_visualizer(cfg: Mapping[str, Any], name: str, save_dir: str | Path) ->
         return VISUALIZERS.build(dict(cfg), default_args=defaults)
 
 
-def open_logs(name: RunName, arguments: Mapping[str, Any], by_epoch: bool) -> Logs:
-    """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files.
+def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], by_epoch: bool) -> Logs:
+    """Name the run after `title` and the current time, and create its log folder and logging objects.
+
+    All ranks use the same name; only rank 0 writes files.
 
     Args:
-        name: the name of the run.
+        work_dir: the folder in which the log folder is created.
+        title: the name of the experiment without the time; None for only the time.
         arguments: the Runner's arguments; only `log_level`, `log_processor` and `visualizer` are read.
         by_epoch: whether training is epoch-based.
     """
     processor, visualizer = arguments["log_processor"], arguments["visualizer"]
     is_main = is_main_process()
-    log_file = name.log_dir / f"{name.timestamp}.log" if is_main else None
-    hub = MessageHub(name.experiment)
+    stamps = [time.strftime("%Y%m%d_%H%M%S")]
+    if is_main:
+        stamps = [_create_folder(work_dir, stamps[0])]
+    broadcast_object_list(stamps)
+    (stamp,) = stamps
+    experiment, log_dir = f"{title}_{stamp}" if title else stamp, work_dir / stamp
+    log_file = log_dir / f"{stamp}.log" if is_main else None
+    hub = MessageHub(experiment)
     if processor is None or isinstance(processor, Mapping):
         defaults = {"type": "LogProcessor", "by_epoch": by_epoch}
         processor = LOG_PROCESSORS.build(processor or {}, default_args=defaults)
@@ -107,13 +98,13 @@ def open_logs(name: RunName, arguments: Mapping[str, Any], by_epoch: bool) -> Lo
         visualizer = {}  # a visualizer object would write files on every rank
     if isinstance(visualizer, Mapping):
         overrides = {} if is_main else {"vis_backends": None}
-        visualizer = build_visualizer({**visualizer, **overrides}, name.experiment, name.log_dir)
-    logger = build_logger(name.experiment, log_file, arguments["log_level"], get_rank())
+        visualizer = build_visualizer({**visualizer, **overrides}, experiment, log_dir)
+    logger = build_logger(experiment, log_file, arguments["log_level"], get_rank())
     if without_tensorboard:
         logger.info(
             "TensorBoard is not installed. To log to TensorBoard, run: pip install 'slipstream[tensorboard]'"
         )
-    return Logs(logger, hub, Meter(hub), processor, visualizer)
+    return Logs(stamp, experiment, log_dir, logger, hub, Meter(hub), processor, visualizer)
 
 
 def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: str) -> None:

@@ -21,14 +21,13 @@ from slipstream.optim import OptimWrapper
 from slipstream.optim.scheduler import INF
 from slipstream.redaction import redact
 from slipstream.registry import RUNNERS
-from slipstream.runner import builders, planning, resume
+from slipstream.runner import builders, resume
 from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.interface import LossArgument, ModelInterface
-from slipstream.runner.lazy_loops import LazyLoops
-from slipstream.runner.limits import read_limits
-from slipstream.runner.logs import log_start, name_run, open_logs, show_config, write_config
+from slipstream.runner.logs import log_start, open_logs, show_config, write_config
+from slipstream.runner.loops import LazyLoops
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
@@ -37,6 +36,7 @@ from slipstream.runner.user_config import (
     check_arguments,
     constructor_arguments,
     display_hooks,
+    read_limits,
     unknown_key_warnings,
     with_defaults,
 )
@@ -148,7 +148,7 @@ class Runner:
         self.loops = LazyLoops(self, arguments)
         self._training = {k: arguments[k] for k in ("optim_wrapper", "param_scheduler")}
         self._training["auto_scale_lr"] = scale_lr
-        plan = planning.read_plan(arguments, self.cfg)
+        plan = builders.read_plan(arguments, self.cfg)
         self._randomness = options(Randomness, arguments["randomness"], "randomness")
         setup_env(arguments["launcher"], options(EnvOptions, arguments["env_cfg"], "env_cfg"))
         self.work_dir = str(Path(arguments["work_dir"]).expanduser().absolute())
@@ -163,7 +163,7 @@ class Runner:
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source)
         self.device = default_device()
-        prepared = planning.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
+        prepared = builders.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
         self.capabilities, self.speed, self.model = prepared.capabilities, prepared.plan, prepared.model
         self._interface = prepared.interface
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
@@ -172,7 +172,7 @@ class Runner:
         for name, default in defaults.items():
             with add_config_path(self._user_cfg, f"default_hooks.{name}"):
                 self._hooks.register(default)
-        for hook in [*planning.plan_hooks(self.speed), *display_hooks(self.logger)]:
+        for hook in [*builders.plan_hooks(self.speed), *display_hooks(self.logger)]:
             self._hooks.register(hook)
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         show_config(self.cfg, self.seed, self.visualizer, self.logger)
@@ -317,7 +317,7 @@ class Runner:
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
-            self.step = planning.make_step(
+            self.step = builders.make_step(
                 self.interface,
                 self.model,
                 self.optim_wrapper,
@@ -414,8 +414,8 @@ class Runner:
         """Scale every learning rate by `samples_per_step / base_batch_size`, if enabled."""
         scale = options(AutoScaleLr, auto_scale_lr, "auto_scale_lr")
         if scale.enable and scale.base_batch_size is not None:
-            builders.check_batch_size(self.train_dataloader)
-            self.logger.info(builders.scale_lr(optim_wrapper, scale.base_batch_size, self.samples_per_step))
+            base = scale.base_batch_size
+            self.logger.info(builders.scale_lr(optim_wrapper, base, self.train_dataloader))
 
     def _compile(self) -> None:
         if self.speed.compile is not None and not self._compiled:
@@ -569,11 +569,9 @@ class Runner:
     def _open_logs(self, arguments: dict[str, Any]) -> None:
         file = self.cfg.filename
         title = arguments["experiment_name"] or (Path(file).stem if file else None)
-        name = name_run(Path(self.work_dir), title)
-        logs = open_logs(name, arguments, self.by_epoch)
-        self.timestamp, self.experiment_name = name.timestamp, name.experiment
-        self.log_dir = str(name.log_dir)
-        self.json_log = f"{name.timestamp}.json"
+        logs = open_logs(Path(self.work_dir), title, arguments, self.by_epoch)
+        self.timestamp, self.experiment_name = logs.timestamp, logs.experiment
+        self.log_dir, self.json_log = str(logs.log_dir), f"{logs.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer
         log_start(self.logger, self.seed, self._replaced_seed, self.work_dir)

@@ -9,18 +9,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from slipstream.config import options
+from slipstream.dataset.loading.loader import limit_batches
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.hooks import Hook, NotebookHook, ProgressBarHook, in_notebook
+from slipstream.hooks import Hook, MonitorCheckHook, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.logging import MMLogger
 from slipstream.registry.registry import locate
 from slipstream.speed import SpeedPlan
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check, is_number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
     from slipstream.optim import OptimWrapper
 
@@ -32,11 +34,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_HOOKS",
     "AutoScaleLr",
+    "Limits",
     "add_config_path",
     "check_arguments",
     "constructor_arguments",
     "display_hooks",
-    "hook_name",
+    "read_limits",
     "unknown_key_warnings",
     "with_defaults",
 ]
@@ -120,15 +123,18 @@ def with_defaults(
     """
     defaults: dict[str, Any] = {name: dict(options) for name, options in DEFAULT_HOOKS.items()}
     defaults["checkpoint"]["interval"] = 1 if by_epoch else 1000
-    if any(hook_name(hook) == "CheckpointHook" for hook in custom_hooks or ()):
+    if any(_hook_name(hook) == "CheckpointHook" for hook in custom_hooks or ()):
         del defaults["checkpoint"]["save_best"]
     for name, hook in (hooks or {}).items():
-        changes_default = isinstance(hook, Mapping) and "type" not in hook and name in defaults
+        changes_default = isinstance(hook, Mapping) and "type" not in hook
+        if changes_default and name not in defaults:
+            hint = did_you_mean(name, defaults)
+            raise ConfigError(f"a hook needs a 'type'{hint}", f"default_hooks.{name}")
         defaults[name] = {**defaults[name], **hook} if changes_default else hook
     return {name: hook for name, hook in defaults.items() if hook is not None}
 
 
-def hook_name(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     """Return the class name of a hook, or of the hook that a dict describes, without packages and scopes."""
     kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
     name = kind.__name__ if isinstance(kind, type) else str(kind)
@@ -172,3 +178,104 @@ def add_config_path(user_cfg: Mapping[str, Any], default: str = "") -> Iterator[
             error.path = path + dot + error.path
             error.source = None  # type: ignore[attr-defined]  # an outer block must not prefix it again
         raise
+
+
+_LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The maximum number of batches per epoch for each loader; None for no limit."""
+
+    train: int | None = None
+    evaluation: int | None = None
+    overfit: bool = False
+    """Whether every epoch uses the batches of the first epoch."""
+    options: tuple[str, str] = ("limit_train_batches", "limit_val_batches")
+    """The Runner's arguments that set the two limits."""
+
+    def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
+        """Return `loader`, limited to the maximum number of batches for this mode.
+
+        Raises:
+            ConfigError: the loader does not support a limit.
+        """
+        training = mode == "train"
+        count = self.train if training else self.evaluation
+        if count is None:
+            return loader
+        option = self.options[0 if training else 1]
+        return limit_batches(loader, count, option, name, repeat=training and self.overfit)
+
+
+def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
+    """Return the limits that a Runner's arguments set, and the arguments as modified by `fast_dev_run`.
+
+    Raises:
+        ConfigError: an option is invalid, or two mutually exclusive options are set.
+    """
+    for name in _LIMIT_OPTIONS:
+        check(arguments[name], PositiveInt | None, name)
+    fast = arguments["fast_dev_run"]
+    if not isinstance(fast, bool):
+        check(fast, PositiveInt, "fast_dev_run")
+    train, val, overfit = (arguments[name] for name in _LIMIT_OPTIONS)
+    if fast:
+        if conflicting := [name for name in (*_LIMIT_OPTIONS, "resume") if arguments[name]]:
+            raise ConfigError(f"cannot be combined with {conflicting[0]}; remove one of them", "fast_dev_run")
+        count = int(fast)
+        return Limits(count, count, options=("fast_dev_run", "fast_dev_run")), _shorten(arguments, count)
+    if train and overfit:
+        raise ConfigError(
+            "cannot be combined with limit_train_batches; remove one of them", "overfit_batches"
+        )
+    if overfit:
+        return Limits(overfit, val, True, ("overfit_batches", "limit_val_batches")), dict(arguments)
+    return Limits(train, val), dict(arguments)
+
+
+def _shorten(arguments: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Return the arguments for a run of `count` steps, with one validation run and without checkpoints.
+
+    `PreemptionHook` is removed as well, because a later `resume=True` would resume from the checkpoint that it saves.
+    """
+    changed = dict(arguments)
+    if isinstance(cfg := arguments["train_cfg"], Mapping):
+        lengths = {"max_epochs": 1, "max_iters": count, "val_begin": 1, "dynamic_intervals": None}
+        changed["train_cfg"] = {
+            **{key: lengths.get(key, value) for key, value in cfg.items()},
+            "val_interval": count if "max_iters" in cfg else 1,
+        }
+    schedulers = arguments["param_scheduler"]
+    if isinstance(schedulers, list | tuple):
+        changed["param_scheduler"] = [cfg for cfg in schedulers if _begins_within(cfg, count)]
+    elif not _begins_within(schedulers, count):
+        changed["param_scheduler"] = None
+    hooks = arguments["default_hooks"] or {}
+    changed["default_hooks"] = {
+        "checkpoint": None,
+        **{key: _without_saving(hook, key == "checkpoint") for key, hook in hooks.items()},
+        "preemption": None,
+    }
+    if arguments["custom_hooks"]:
+        kept = [_without_saving(hook) for hook in arguments["custom_hooks"]]
+        changed["custom_hooks"] = [hook for hook in kept if hook is not None]
+    return changed
+
+
+def _without_saving(hook: Any, saves_checkpoints: bool = False) -> Any:
+    """Return the hook that replaces a hook or its configuration in a run that saves no checkpoints, or None.
+
+    Args:
+        hook: the hook or its configuration.
+        saves_checkpoints: whether the hook saves checkpoints, even if its type does not show it.
+    """
+    if saves_checkpoints or _hook_name(hook) == "CheckpointHook":
+        return MonitorCheckHook.config_for(hook)
+    return None if _hook_name(hook) == "PreemptionHook" else hook
+
+
+def _begins_within(scheduler: Any, count: int) -> bool:
+    """Return whether a scheduler begins within a run of one epoch and `count` steps."""
+    begin: Any = scheduler.get("begin") if isinstance(scheduler, Mapping) else None
+    return not is_number(begin) or begin < (1 if scheduler.get("by_epoch", True) else count)
