@@ -38,10 +38,10 @@ openmmlab: .venv-openmmlab/.installed
 .venv-openmmlab/.installed: $(VENV)/.installed-dev pyproject.toml
 	$(PYTHON) -m venv .venv-openmmlab
 	.venv-openmmlab/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,openmmlab]' ninja setuptools wheel psutil
-	.venv-openmmlab/bin/python -m pip install --quiet einops ftfy mat4py model-index opencv-python-headless prettytable regex \
+	.venv-openmmlab/bin/python -m pip install --quiet einops ftfy mat4py model-index prettytable regex \
 		pycocotools scipy shapely six terminaltables termcolor tqdm
 	MMCV_WITH_OPS=1 .venv-openmmlab/bin/python -m pip install --quiet --no-deps --no-build-isolation onedl-mmcv==2.3.6
-	.venv-openmmlab/bin/python -m pip install --quiet --no-deps mmengine==0.10.7 onedl-mmpretrain==1.3.6 \
+	.venv-openmmlab/bin/python -m pip install --quiet --no-deps onedl-mmpretrain==1.3.6 \
 		onedl-mmsegmentation==1.4.2 onedl-mmdetection==3.5.1
 	touch $@
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config, ConfigDict
+from mmengine.config.config_dict import LazyConfigDict
+from mmengine.config.lazy import ConfigParsingError, LazyImportError, LazyObject
+from mmengine.registry import MODELS, OPTIMIZERS
 
 from slipstream.config import Config as OwnConfig
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.openmmlab.mmengine.config import Config, ConfigDict
-from slipstream.openmmlab.mmengine.config.config_dict import LazyConfigDict
-from slipstream.openmmlab.mmengine.config.lazy import ConfigParsingError, LazyImportError, LazyObject
-from slipstream.openmmlab.mmengine.config.saved_text import saved_config
-from slipstream.openmmlab.mmengine.registry import MODELS, OPTIMIZERS
+from slipstream.openmmlab.config import saved_config
 
 SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = Path(__file__).parent / "scripts/read_config.py"

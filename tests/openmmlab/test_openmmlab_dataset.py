@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-
-from slipstream.errors import DataError
-from slipstream.openmmlab.mmengine.dataset import (
+from mmengine.dataset import (
     BaseDataset,
     ClassBalancedDataset,
     Compose,
@@ -20,7 +18,9 @@ from slipstream.openmmlab.mmengine.dataset import (
     force_full_init,
     pseudo_collate,
 )
-from slipstream.openmmlab.mmengine.structures import BaseDataElement
+from mmengine.structures import BaseDataElement
+
+from slipstream.errors import DataError
 
 Pair = namedtuple("Pair", "a b")
 

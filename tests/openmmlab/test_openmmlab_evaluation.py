@@ -7,20 +7,20 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from mmengine import fileio
+from mmengine.config import Config
+from mmengine.evaluator import DumpResults, Evaluator
+from mmengine.hooks import Hook
+from mmengine.hooks.test_time_aug_hook import build_runner_with_tta
+from mmengine.logging import MessageHub
+from mmengine.model import BaseModel, BaseTTAModel, is_model_wrapper
+from mmengine.registry import DATASETS, METRICS, MODEL_WRAPPERS, MODELS
+from mmengine.runner import Runner
+from mmengine.structures import InstanceData, LabelData
 from torch import nn
 
 from slipstream.errors import ConfigError, DataError
 from slipstream.model import unwrap_model
-from slipstream.openmmlab.mmengine import fileio
-from slipstream.openmmlab.mmengine.config import Config
-from slipstream.openmmlab.mmengine.evaluator import DumpResults, Evaluator
-from slipstream.openmmlab.mmengine.hooks import Hook
-from slipstream.openmmlab.mmengine.hooks.test_time_aug_hook import build_runner_with_tta
-from slipstream.openmmlab.mmengine.logging import MessageHub
-from slipstream.openmmlab.mmengine.model import BaseModel, BaseTTAModel, is_model_wrapper
-from slipstream.openmmlab.mmengine.registry import DATASETS, METRICS, MODEL_WRAPPERS, MODELS
-from slipstream.openmmlab.mmengine.runner import Runner
-from slipstream.openmmlab.mmengine.structures import InstanceData, LabelData
 from slipstream.registry import Registry
 
 

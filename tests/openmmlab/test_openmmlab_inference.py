@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-from slipstream.errors import CheckpointError, ConfigError
-from slipstream.openmmlab.mmengine.analysis import (
+from mmengine.analysis import (
     ActivationAnalyzer,
     FlopAnalyzer,
     activation_count,
@@ -25,12 +22,15 @@ from slipstream.openmmlab.mmengine.analysis import (
     parameter_count,
     parameter_count_table,
 )
-from slipstream.openmmlab.mmengine.analysis.print_helper import _format_size
-from slipstream.openmmlab.mmengine.config import Config
-from slipstream.openmmlab.mmengine.hub import get_config, get_model
-from slipstream.openmmlab.mmengine.infer import BaseInferencer
-from slipstream.openmmlab.mmengine.model import BaseModel
-from slipstream.openmmlab.mmengine.registry import MODELS
+from mmengine.analysis.print_helper import _format_size
+from mmengine.config import Config
+from mmengine.hub import get_config, get_model
+from mmengine.infer import BaseInferencer
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+from slipstream.errors import CheckpointError, ConfigError
 
 
 @MODELS.register_module()

@@ -4,10 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
-
-from slipstream.errors import DataError
-from slipstream.openmmlab.mmengine.model import (
+from mmengine.model import (
     BaseDataPreprocessor,
     BaseModel,
     BaseModule,
@@ -16,8 +13,11 @@ from slipstream.openmmlab.mmengine.model import (
     Sequential,
     stack_batch,
 )
-from slipstream.openmmlab.mmengine.model import weight_init as init
-from slipstream.openmmlab.mmengine.structures import BaseDataElement, LabelData
+from mmengine.model import weight_init as init
+from mmengine.structures import BaseDataElement, LabelData
+from torch import nn
+
+from slipstream.errors import DataError
 
 
 def test_init_functions_use_the_formulas_of_their_papers():

@@ -4,10 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
-
-from slipstream.errors import CheckpointError
-from slipstream.openmmlab.mmengine.optim import (
+from mmengine.optim import (
     DefaultOptimWrapperConstructor,
     LinearLR,
     MultiStepLR,
@@ -15,7 +12,10 @@ from slipstream.openmmlab.mmengine.optim import (
     _ParamScheduler,
     build_optim_wrapper,
 )
-from slipstream.openmmlab.mmengine.registry import PARAM_SCHEDULERS
+from mmengine.registry import PARAM_SCHEDULERS
+from torch import nn
+
+from slipstream.errors import CheckpointError
 from slipstream.registry import PARAM_SCHEDULERS as OWN_SCHEDULERS
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS
+from mmengine.runner import Runner
 from torch import nn
 
 from slipstream.config.load import set_scope
-from slipstream.openmmlab.mmengine.config import Config
-from slipstream.openmmlab.mmengine.model import BaseModel
-from slipstream.openmmlab.mmengine.registry import DATASETS, MODELS
-from slipstream.openmmlab.mmengine.runner import Runner
 from slipstream.registry import Registry
 
 LIBRARY = Registry("model", parent=MODELS, scope="tiny_library")

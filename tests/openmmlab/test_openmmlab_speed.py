@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from mmengine.structures import BaseDataElement, LabelData
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.openmmlab.mmengine.structures import BaseDataElement, LabelData
 from slipstream.openmmlab.speed import VARIABLE, merge_environment, split_speed
 from slipstream.optim import OptimWrapper
 from slipstream.speed.plan import SpeedPlan

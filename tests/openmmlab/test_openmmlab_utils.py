@@ -5,12 +5,12 @@ import pickle
 
 import numpy as np
 import pytest
+from mmengine import fileio, utils
+from mmengine.config import Config
+from mmengine.registry import TRANSFORMS, DefaultScope, Registry
+from mmengine.visualization import Visualizer
 
 from slipstream.errors import ConfigError, DataError, MissingPackageError
-from slipstream.openmmlab.mmengine import fileio, utils
-from slipstream.openmmlab.mmengine.config import Config
-from slipstream.openmmlab.mmengine.registry import TRANSFORMS, DefaultScope, Registry
-from slipstream.openmmlab.mmengine.visualization import Visualizer
 from slipstream.registry import TRANSFORMS as OWN_TRANSFORMS
 
 

@@ -108,7 +108,7 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     from slipstream.runner import Runner
     from slipstream.speed import CFG_OPTIONS
 
-    cfg = _config_class().fromfile(path, trust=trust)
+    cfg = _read(path, trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
     # Hydra marks a new key with a leading +. An override without a key stays as is, so that the error can quote it.
     words = [word if (stripped := word.lstrip("+")).startswith("=") else stripped for word in overrides]
@@ -118,13 +118,13 @@ def _load(name: str, overrides: Sequence[str], config_dir: str | None, trust: bo
     return LoadedConfig(cfg, gpus=1)
 
 
-def _config_class() -> type[Config]:
-    """Return the configuration class; with SLIPSTREAM_OPENMMLAB=1, it supports pure Python style configurations."""
+def _read(path: Path | str, trust: bool) -> Config:
+    """Load a configuration file; with SLIPSTREAM_OPENMMLAB=1, also in the pure Python style."""
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
-        from slipstream.openmmlab.mmengine.config import Config as WithLazyImports
+        from slipstream.openmmlab.config import load_config
 
-        return WithLazyImports
-    return Config
+        return load_config(path, trust=trust)
+    return Config.fromfile(path, trust=trust)
 
 
 def _compose(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> LoadedConfig:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 def _runner_class() -> type[Runner]:
     """Return the Runner class. With SLIPSTREAM_OPENMMLAB=1, the class has MMEngine's defaults."""
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
-        from slipstream.openmmlab.mmengine.runner import Runner as WithDefaults
+        from slipstream.openmmlab.runner import Runner as WithDefaults
 
         return WithDefaults
     from slipstream.runner import Runner

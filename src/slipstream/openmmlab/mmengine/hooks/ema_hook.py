@@ -1,5 +1,0 @@
-"""`EMAHook`, re-exported under MMEngine's module path."""
-
-from slipstream.hooks import EMAHook
-
-__all__ = ["EMAHook"]

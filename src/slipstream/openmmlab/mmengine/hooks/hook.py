@@ -1,5 +1,0 @@
-"""`Hook`, re-exported under MMEngine's module path."""
-
-from slipstream.hooks import Hook
-
-__all__ = ["Hook"]

@@ -1,5 +1,0 @@
-"""`IterTimerHook`, re-exported under MMEngine's module path."""
-
-from slipstream.openmmlab.mmengine.hooks import IterTimerHook
-
-__all__ = ["IterTimerHook"]

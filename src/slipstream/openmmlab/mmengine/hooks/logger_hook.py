@@ -1,5 +1,0 @@
-"""`LoggerHook`, re-exported under MMEngine's module path."""
-
-from slipstream.hooks import LoggerHook
-
-__all__ = ["LoggerHook"]

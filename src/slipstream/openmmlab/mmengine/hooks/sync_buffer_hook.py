@@ -1,5 +1,0 @@
-"""`SyncBuffersHook`, re-exported under MMEngine's module path."""
-
-from slipstream.openmmlab.mmengine.hooks import SyncBuffersHook
-
-__all__ = ["SyncBuffersHook"]
