@@ -119,7 +119,7 @@ def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     model, problems = Classifier(), []
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     training = Training(model, optim, lambda module, inputs: module(**inputs), lambda inputs: inputs)
-    how = {"scope": "step", "backend": "aot_eager", "wait": True, "cache": False}
+    how = {"scope": "step", "backend": "aot_eager", "cache": False}
     step = build_step(training, SpeedPlan.read({"compile": how}), problems.append)
     losses = [float(step(batch(number))["loss"]) for number in range(8)]
     assert problems == []
