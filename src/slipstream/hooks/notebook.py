@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
+from html import escape
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,9 @@ class NotebookHook(Hook):
         new, self._num_read = self._num_losses(runner) - self._num_read, self._num_losses(runner)
         if new > 0:
             losses = runner.message_hub.get_scalar("train/loss").newest(new)
-            curve = self._curve("train/loss")
-            curve.add(runner.meter.newest or runner.iter, reversed(losses))  # in step order
+            self._curve("train/loss").add(
+                runner.meter.newest or runner.iter, reversed(losses)
+            )  # in step order
         if perf_counter() >= self._next_draw:
             self._draw(runner)
 
@@ -73,12 +75,6 @@ class NotebookHook(Hook):
             if isinstance(value, int | float):
                 self._curve(f"val/{name}").add(runner.iter, [value])
         self._draw(runner)
-
-    def after_rollback(self, runner: Runner) -> None:
-        """Remove the points for steps that the run repeats."""
-        for curve in self._curves.values():
-            curve.truncate(runner.iter)
-        self._num_read = self._num_losses(runner)
 
     def after_train(self, runner: Runner) -> None:
         """Show the final values."""
@@ -98,39 +94,20 @@ class NotebookHook(Hook):
     def _draw(self, runner: Runner) -> None:
         from IPython.display import display
 
+        from slipstream.report.chart import line_chart
+
         self._next_draw = perf_counter() + _SECONDS_BETWEEN_DRAWS
         total = f" of {runner.max_iters:,}" if runner.knows_length else ""
         rows = [("iteration", f"{runner.iter:,}{total}"), *self._values.rows(runner)]
-        content = {
-            "text/html": _table(rows)
-            + "".join(_chart(name, curve) for name, curve in self._nonempty_curves()),
-            "text/plain": "  ".join(f"{name} {value}" for name, value in rows),
-        }
+        head, cells = (
+            "".join(f"<{tag}>{escape(row[i])}</{tag}>" for row in rows) for i, tag in ((0, "th"), (1, "td"))
+        )
+        html = f"<table><tr>{head}</tr><tr>{cells}</tr></table>"
+        for name, curve in list(self._curves.items())[:_MAX_CHARTS]:
+            svg = base64.b64encode(line_chart(name, curve).encode()).decode()
+            html += f'<img alt="{escape(name)}" width="420" src="data:image/svg+xml;base64,{svg}">'
+        content = {"text/html": html, "text/plain": "  ".join(f"{name} {value}" for name, value in rows)}
         if self._display is None:
             self._display = display(content, raw=True, display_id=True)
         else:
             self._display.update(content, raw=True)
-
-    def _nonempty_curves(self) -> list[tuple[str, Curve]]:
-        return [(name, curve) for name, curve in self._curves.items() if len(curve)][:_MAX_CHARTS]
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    from html import escape  # imported here, because only notebooks need it
-
-    head = "".join(f"<th>{escape(name)}</th>" for name, _ in rows)
-    cells = "".join(f"<td>{escape(value)}</td>" for _, value in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
-
-
-def _chart(name: str, curve: Curve) -> str:
-    """Return an `<img>` element with a chart. The style sheet of an inline SVG would apply to the whole notebook."""
-    from html import escape
-
-    from slipstream.report.style import svg_document
-    from slipstream.report.svg import Line, line_chart
-
-    svg = svg_document(line_chart(name, [Line(name, curve)], "iteration", name))
-    encoded = base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")
-    title = escape(name, quote=True)
-    return f'<img alt="{title} over iterations" width="420" src="data:image/svg+xml;base64,{encoded}">'

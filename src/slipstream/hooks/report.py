@@ -1,18 +1,45 @@
-"""Write a report at the end of each run."""
+"""Record a run, and write a report at its end."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from slipstream.hooks.hook import Hook
-from slipstream.registry import HOOKS
-from slipstream.typecheck import Positive, check
+import torch
 
-if TYPE_CHECKING:
-    from slipstream.hooks.run_report import RunReport
+from slipstream.dataset.loading.loader import length
+from slipstream.dist import is_main_process
+from slipstream.errors import DataError
+from slipstream.hooks.checkpoint import CheckpointHook
+from slipstream.hooks.hook import Hook
+from slipstream.logging import STEP_PHASES, PhaseTimes
+from slipstream.model import unwrap_model
+from slipstream.optim import OptimWrapper
+from slipstream.preemption import Preempted
+from slipstream.registry import HOOKS
+from slipstream.scalars import is_learning_rate
+from slipstream.step import CompiledStep, EagerStep
+from slipstream.typecheck import Positive, check, matches
+from slipstream.version import __version__
+
+if TYPE_CHECKING:  # imported when a run starts, because the import of the Runner must stay fast
+    from slipstream.hooks.report_compute import ComputeCount
+    from slipstream.hooks.report_examples import ExampleSelection
+    from slipstream.report.record import Compute, Confusion, Curve, Example, RunRecord, Status
     from slipstream.runner import Runner
 
 __all__ = ["ReportHook"]
+
+_TIMESTAMP = re.compile(
+    r"\d{8}_\d{6}(_\d+)?$"
+)  # ends an experiment name, and is the name of the run's log folder
+_MAX_CLASSES = 200
+_MEMORY_INTERVAL = 1.0  # seconds; a measurement can take longer than the rest of the hook's work
 
 
 @HOOKS.register_module()
@@ -25,58 +52,253 @@ class ReportHook(Hook):
     Args:
         peak_tflops: the peak throughput of the device in 10^12 operations per second at the run's precision, used to
             compute the model FLOPs utilization. Default: the value in `slipstream.speed.flops.PEAKS`.
-        probe_workers: at the end of a run that waited for data, spend a few seconds measuring how fast batches load
-            with different numbers of workers. Worker processes read samples from the training dataset.
     """
 
     priority = "VERY_LOW"
     reads_phases = True
 
-    def __init__(self, peak_tflops: Positive | None = None, probe_workers: bool = False) -> None:
+    def __init__(self, peak_tflops: Positive | None = None) -> None:
         check(peak_tflops, Positive | None, "peak_tflops")
-        check(probe_workers, bool, "probe_workers")
-        self._peak_tflops, self._probe_workers = peak_tflops, probe_workers
-        self._created: RunReport | None = None
-
-    @property
-    def _report(self) -> RunReport:
-        if self._created is None:
-            # Imported here, because it is needed only during a run.
-            from slipstream.hooks.run_report import RunReport
-
-            self._created = RunReport(self._peak_tflops, self._probe_workers)
-        return self._created
+        self._peak_tflops = peak_tflops
+        self._counter: ComputeCount | None = None
+        self._compute: Compute | None = None
+        self._selection: ExampleSelection | None = None
+        self._examples: list[Example] = []
+        self._curves: dict[str, Curve] = {}
+        self._inherited: set[str] = set()  # curves of the earlier run to which no value has been added
+        self._num_read: dict[str, int] = {}
+        self._speed_start = 0, 0.0  # samples and seconds at the last speed point, without step 1
+        self._last_memory_time = -math.inf
+        self._confusions: dict[tuple[str, str], Confusion] = {}
+        self._start: int | None = None
+        self._status: tuple[Status, str] | None = None
+        self._training = False
 
     def before_train(self, runner: Runner) -> None:
-        """Store the start iteration, and skip the values that were loaded when the run was resumed."""
-        self._report.before_train(runner)
+        """Skip the values that were loaded when the run was resumed.
 
-    def after_rollback(self, runner: Runner) -> None:
-        """Remove the values recorded after the checkpoint, because the run repeats these steps and evaluations."""
-        self._report.after_rollback(runner)
+        The curves of a resumed run begin with those of the run that wrote the checkpoint.
+        """
+        from slipstream.hooks.report_compute import ComputeCount
+
+        self._start, self._training = runner.iter, True
+        self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
+        self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
+        if is_main_process():
+            if runner.checkpoints.resumed_from is not None:
+                earlier = _earlier_curves(runner)
+                self._curves |= earlier
+                self._inherited = set(earlier)
+            self._counter = ComputeCount(runner, self._peak_tflops)
 
     def read_logs(self, runner: Runner) -> None:
-        """Add a point to each curve."""
-        self._report.read_logs(runner)
+        """Extend the curves with the values recorded since the last call. All values are on the host."""
+        if not self._training or not is_main_process():
+            return
+        iteration = runner.meter.newest or self._start or 0
+        for key, history in runner.message_hub.log_scalars.items():
+            new = history.total - self._num_read.get(key, 0)
+            if new and key.startswith("train/"):
+                # Learning rates are also recorded before checkpoints and at the end, so add only the latest value.
+                values = history.newest(1 if is_learning_rate(key) else new)
+                self._curve(key).add(iteration, reversed(values))  # in step order
+            self._num_read[key] = history.total
+        samples, seconds = runner.phases.samples, _seconds_of_steps(runner.phases)
+        if samples > self._speed_start[0] and seconds > self._speed_start[1]:
+            speed = (samples - self._speed_start[0]) / (seconds - self._speed_start[1])
+            self._curve("speed/images_per_second").add(iteration, [speed])
+            self._speed_start = samples, seconds
+        if runner.phases.steps and perf_counter() - self._last_memory_time >= _MEMORY_INTERVAL:
+            self._last_memory_time = perf_counter()
+            for name, mebibytes in _memory(runner.device).items():
+                self._curve(f"memory/{name}").add(iteration, [mebibytes])
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Start selecting example predictions."""
-        self._report.before_val_epoch(runner)
+        from slipstream.hooks.report_examples import ExampleSelection
+
+        batches = length(runner.val_dataloader) if hasattr(runner.val_loop, "dataloader") else None
+        self._selection = ExampleSelection(batches) if is_main_process() else None
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Select example predictions of a classifier."""
-        self._report.after_val_iter(batch_idx, data_batch, outputs)
+        if self._selection is not None:
+            self._selection.add(batch_idx, data_batch, outputs)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Add the metrics to their curves, and keep the confusion matrices and the example predictions."""
-        self._report.after_val_epoch(runner, metrics)
+        if self._selection is not None:
+            self._examples = self._selection.examples(_class_names(runner.val_loop))
+            self._selection = None
+        self._read_metrics(runner, "val", runner.val_loop, metrics)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Add the metrics to their curves, and keep the confusion matrices."""
-        self._report.after_test_epoch(runner, metrics)
+        self._read_metrics(runner, "test", runner.test_loop, metrics)
 
     def release(self, runner: Runner) -> None:
         """Write the report."""
-        self._report.write(runner)
+        if not is_main_process():
+            return
+        from slipstream.report import write_report
+
+        try:
+            self.read_logs(runner)  # after a non-finite loss, the latest values are only in the message hub
+            if self._status is None or self._training:  # the status of training outranks that of a later test
+                error = runner.error
+                kind: Status = (
+                    "failed" if isinstance(error, Exception) else "interrupted" if error else "finished"
+                )
+                self._status = kind, f"{type(error).__name__}: {error}".removesuffix(": ") if error else ""
+            if self._counter is not None and self._training:
+                self._compute = self._counter.result(runner)
+            write_report(self._record(runner, *self._status), Path(runner.log_dir))
+        except Exception as error:  # a failed report must neither stop the run nor hide an error in it
+            runner.logger.warning(
+                f"The report cannot be written: {type(error).__name__}: {error}", exc_info=True
+            )
+        self._training = False
+
+    def _read_metrics(self, runner: Runner, mode: str, loop: Any, metrics: dict[str, float] | None) -> None:
+        if not is_main_process():
+            return
+        from slipstream.report.record import Confusion
+
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                self._curve(self._curve_name(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
+        # A user-defined loop may have no evaluator, and a user-defined metric may use `confusion` for other values.
+        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
+            matrix: Any = getattr(metric, "confusion", None)
+            name = f"{metric.prefix or ''} {type(metric).__name__}".strip()
+            recent = [c for c in self._confusions.values() if (c.mode, c.iteration) == (mode, runner.iter)]
+            if not matches(matrix, list[list[int]]) or len(matrix) > _MAX_CLASSES:
+                continue
+            if any(matrix == other.matrix or name == other.metric for other in recent):
+                continue
+            get_names = getattr(metric, "class_names", None)
+            names = list(map(str, get_names() if callable(get_names) else ()))
+            names = names if len(names) == len(matrix) else list(map(str, range(len(matrix))))
+            self._confusions[mode, name] = Confusion(name, mode, runner.iter, names, matrix)
+
+    def _curve_name(self, key: str, iteration: int) -> str:
+        """Return the name of a metric's curve: a second evaluation at the same iteration gets its own curve."""
+        curve = self._curves.get(key)
+        if curve is not None and key in self._inherited:
+            self._inherited.remove(key)
+            curve.truncate(iteration - 1)  # a resumed run may repeat the evaluation at the checkpoint
+        return f"{key} (second evaluation)" if curve and curve.x and curve.x[-1] == iteration else key
+
+    def _curve(self, key: str) -> Curve:
+        from slipstream.report.record import Curve
+
+        return self._curves.setdefault(key, Curve())
+
+    def _record(self, runner: Runner, status: Status, error: str) -> RunRecord:
+        from slipstream.report.files import flat_config, read_log
+        from slipstream.report.record import Compute, OptionRow, PhaseSplit, RunRecord
+        from slipstream.speed.table import option_rows
+
+        log, phases, trained = read_log(Path(runner.log_dir)), runner.phases, self._start is not None
+        saved = runner.error.iteration if isinstance(runner.error, Preempted) else None
+        resumed = runner.checkpoints.resumed_from
+        return RunRecord(
+            name=runner.experiment_name,
+            status=status,
+            error=error,
+            started=log.started,
+            seconds=sum(phases.seconds.values()) + sum(phases.first.values()),
+            environment={"slipstream": __version__, "seed": str(runner.seed), **log.environment},
+            settings=_settings(runner) if trained else {"device": runner.device.type},
+            step=_describe_step(runner) if trained else "",
+            iteration=runner.iter
+            if saved is None
+            else saved,  # a signal ends the run before its last step counts
+            max_iterations=runner.max_iters if trained and runner.knows_length else 0,
+            epoch=runner.epoch,
+            max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
+            start_iteration=self._start or 0,
+            resumed_from=resumed.name if resumed else "",
+            phases=PhaseSplit(dict(phases.seconds), dict(phases.first), phases.steps, phases.samples),
+            curves=self._curves,
+            confusions=list(self._confusions.values()),
+            examples=self._examples,
+            compute=self._compute or Compute(),
+            options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
+            messages=log.messages,
+            config=flat_config(runner.user_config),
+        )
+
+
+def _earlier_curves(runner: Runner) -> dict[str, Curve]:
+    """Return the curves of the run that wrote the resumed checkpoint, up to the checkpoint and without times."""
+    from slipstream.report.files import JSON, read_run
+
+    path, meta = runner.checkpoints.resumed_from, runner.checkpoints.resumed_meta
+    name = _TIMESTAMP.search(str(meta.get("experiment_name", "")))
+    if path is None or name is None or meta["iter"] != runner.iter:
+        return {}
+    folders = [folder / name[0] for folder in (path.parent, Path(runner.work_dir))]
+    try:
+        record = read_run(next(folder for folder in folders if (folder / JSON).is_file()))
+    except (DataError, StopIteration):
+        return {}
+    curves = {}
+    for key, curve in record.curves.items():
+        curve.truncate(runner.iter)
+        if key.startswith(("train/", "val/")) and not key.endswith("time") and curve.x:
+            curves[key] = curve
+    return curves
+
+
+def _class_names(loop: Any) -> list[str]:
+    """Return the class names of a loop's dataset, or an empty list if they are unknown."""
+    dataset = getattr(getattr(loop, "dataloader", None), "dataset", None)
+    meta = getattr(dataset, "metainfo", None)
+    names = meta.get("classes") if isinstance(meta, Mapping) else None
+    names = names or getattr(dataset, "classes", None)  # torchvision datasets have this attribute
+    return list(map(str, names)) if isinstance(names, list | tuple) else []
+
+
+def _seconds_of_steps(phases: PhaseTimes) -> float:
+    """Return the training time so far, excluding the first step, validation and checkpoints."""
+    phases.switch(phases.current)
+    return sum(phases.seconds.get(phase, 0.0) for phase in STEP_PHASES)
+
+
+def _settings(runner: Runner) -> dict[str, Any]:
+    plan, optim = runner.speed, runner.optim_wrapper
+    groups = optim.param_groups if isinstance(optim, OptimWrapper) else []
+    fused = [group["fused"] for group in groups if "fused" in group]
+    return {
+        "device": runner.device.type,
+        "num_workers": getattr(runner.train_dataloader, "num_workers", 0),
+        "prefetch": plan.prefetch,
+        "fused": all(state is True for state in fused) if fused else None,
+        "async_save": all(hook.async_save for hook in runner.hooks if isinstance(hook, CheckpointHook)),
+        "compile": plan.compile is not None,
+    }
+
+
+def _describe_step(runner: Runner) -> str:
+    step = getattr(runner, "step", None)
+    if isinstance(step, CompiledStep):
+        if step.uses_graph and step.batches:
+            return "one compiled graph"
+        return "eager, because the step was not compiled as one graph; see the log"
+    if isinstance(step, EagerStep):
+        compiled = getattr(unwrap_model(runner.model), "_compiled_call_impl", None) is not None
+        return "eager, with a compiled model" if compiled else "eager"
+    return "the model's train_step" if step is not None else ""
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """Return the resident memory of this process and the allocated device memory, in MiB, where available."""
+    memory, status = {}, Path("/proc/self/statm")
+    if status.exists():
+        memory["host_mib"] = int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    if device.type != "cpu" and torch.accelerator.is_available():
+        memory["device_peak_mib"] = torch.accelerator.max_memory_allocated() / 2**20
+    return memory

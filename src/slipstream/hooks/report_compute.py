@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from slipstream.dist import get_world_size
-from slipstream.errors import SlipstreamError
 from slipstream.model import unwrap_model
 from slipstream.optim import AmpOptimWrapper
 from slipstream.report.record import Compute
@@ -31,101 +30,68 @@ class ComputeCount:
     work to later steps.
 
     Args:
-        peak_tflops: the peak throughput of the device in 10^12 operations per second. By default, it is
-            looked up by device name.
+        runner: the Runner, after TF32 is configured.
+        peak_tflops: the peak throughput of the device in 10^12 operations per second; by default, of its name.
     """
 
-    def __init__(self, peak_tflops: float | None) -> None:
-        self._peak_tflops = peak_tflops
+    def __init__(self, runner: Runner, peak_tflops: float | None) -> None:
+        self._precision = _precision(runner)
+        device = runner.device
+        self._name = (
+            torch.get_device_module(device).get_device_name() if device.type == "cuda" else device.type
+        )
+        known = peak_flops(self._name, self._precision)
+        self._peak = 1e12 * peak_tflops if peak_tflops else known[0] if known else None
         self._inputs: Any = None
         self._samples = 0
         self._handle: Any = None
-        self._problem = "the run has no training step"
-        self._precision: Precision = "fp32"
-
-    def begin(self, runner: Runner) -> None:
-        """Observe the first training batch."""
-        self._precision = _precision(runner)
         preprocessor = runner.interface.preprocessor
-        if self._inputs is not None or self._handle is not None or not isinstance(preprocessor, nn.Module):
+        if self._peak is None or not isinstance(preprocessor, nn.Module):
             return
 
         # Use a nested function, because copying the model would copy a bound method together with its object.
         def observe(module: nn.Module, arguments: Any, options: Any, outputs: Any) -> None:
             if module is preprocessor and (options.get("training") or arguments[1:2] == (True,)):
-                self._observe(outputs, getattr(runner.train_loop, "step_samples", 0) // get_world_size())
+                self._handle.remove()
+                self._inputs = without_data(outputs)
+                self._samples = getattr(runner.train_loop, "step_samples", 0) // get_world_size()
 
         self._handle = preprocessor.register_forward_hook(observe, with_kwargs=True)
 
-    def _observe(self, inputs: Any, samples: int) -> None:
-        self.end()
-        try:
-            self._inputs, self._samples = without_data(inputs), samples
-        except Exception as error:  # the report must not cause the run to fail
-            self._problem = f"{type(error).__name__}: {error}"
-
-    def end(self) -> None:
-        """Stop waiting for the first batch."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
     def result(self, runner: Runner) -> Compute:
         """Count the operations if the peak throughput of the device is known."""
+        if self._handle is not None:
+            self._handle.remove()
         compute = Compute(devices=get_world_size(), precision=self._precision)
-        peak = self._peak(runner.device)
-        if peak is None:
-            compute.problem = (
-                f"the peak throughput of {_device_name(runner.device)} in {self._precision} is not in the "
-                "accelerator table; set it with default_hooks.report.peak_tflops"
-            )
-            return compute
-        compute.peak_flops, compute.source = peak
         core: Any = unwrap_model(runner.model)
         optim = runner.optim_wrapper
+        if self._peak is None:
+            compute.problem = (
+                f"the peak throughput of {self._name} in {self._precision} is not known; set it with "
+                "default_hooks.report.peak_tflops"
+            )
+            return compute
+        compute.peak_flops = self._peak
         if any(overrides_train_step(model) for model in (runner.model, core)):
             compute.problem = f"{type(core).__name__} defines its own training step"
         elif any(part.replaces_gradients for part in getattr(optim, "parts", ())):
             compute.problem = "an option computes the gradients of a batch more than once"
         elif self._inputs is None or not self._samples:
-            compute.problem = self._problem
+            compute.problem = "the run has no training step"
         else:
-            self._count(compute, core, runner)
+            eager = runner.step.eager if isinstance(runner.step, GraphStep) else runner.step
+            restricted = isinstance(eager, EagerStep) and eager.restricts_backward
+            trained = list(optim.parameters()) if restricted and optim else None
+            try:
+                flops = training_flops(core, self._inputs, runner.interface.total_loss, trained)
+                compute.flops_per_sample = flops / self._samples
+            except Exception as error:  # for example, if the loss depends on tensor values
+                compute.problem = f"the operations cannot be counted: {str(error).partition(chr(10))[0]}"
         return compute
-
-    def _count(self, compute: Compute, core: nn.Module, runner: Runner) -> None:
-        eager = runner.step.eager if isinstance(runner.step, GraphStep) else runner.step
-        restricted = isinstance(eager, EagerStep) and eager.restricts_backward
-        trained = list(runner.optim_wrapper.parameters()) if restricted and runner.optim_wrapper else None
-        try:
-            flops = training_flops(core, self._inputs, runner.interface.total_loss, trained)
-            compute.flops_per_sample = flops / self._samples
-        except Exception as error:  # for example, if the loss depends on tensor values
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            kind = "" if isinstance(error, SlipstreamError) else f"{type(error).__name__}: "
-            compute.problem = f"the operations cannot be counted: {kind}{first_line}"
-
-    def _peak(self, device: torch.device) -> tuple[float, str] | None:
-        if self._peak_tflops is not None:
-            return 1e12 * self._peak_tflops, "default_hooks.report.peak_tflops"
-        return peak_flops(_device_name(device), self._precision)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "the CPU"
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    try:
-        return device.type if name is None else str(name())
-    except Exception:  # a device module may define a function of this name with different parameters
-        return device.type
 
 
 def _precision(runner: Runner) -> Precision:
-    """Return the precision of most matrix products and convolutions.
-
-    Call this function during the run, after TF32 is configured.
-    """
+    """Return the precision of most matrix products and convolutions."""
     plan = runner.speed.precision
     if plan is not None and plan.name == "fp8":
         return "fp8"

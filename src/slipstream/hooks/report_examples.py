@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import struct
-import zlib
+import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,19 +13,16 @@ from torch import Tensor
 
 from slipstream.errors import DataError
 from slipstream.evaluator.samples import read_tensors
-from slipstream.report.record import PNG_SIGNATURE, Example
+from slipstream.report.record import Example
 
 __all__ = ["ExampleSelection"]
 
 _MAX_EXAMPLES = 12
-_MAX_BATCHES = 32
-"""Maximum number of batches to read in one validation run. Reading a batch causes a device synchronization."""
-_MAX_SIDE = 112
-"""Maximum height and width of a picture, in pixels."""
+_MAX_BATCHES = 32  # read in one validation run, because reading a batch causes a device synchronization
+_MAX_SIDE = 112  # pixels
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
+class _Candidate(NamedTuple):
     image: Tensor
     label: int
     prediction: int
@@ -36,7 +31,7 @@ class _Candidate:
     @property
     def rank(self) -> tuple[bool, float]:
         """Sort key: errors by decreasing confidence, then correct predictions by increasing confidence."""
-        confidence = 0.0 if self.probability is None else self.probability
+        confidence = self.probability or 0.0
         correct = self.label == self.prediction
         return correct, confidence if correct else -confidence
 
@@ -49,121 +44,83 @@ class ExampleSelection:
     """
 
     def __init__(self, batches: int | None) -> None:
-        self._batch_interval = max(1, -(-(batches or 0) // _MAX_BATCHES))
+        self._interval = max(1, -(-(batches or 0) // _MAX_BATCHES))
         self._selected: list[_Candidate] = []
 
     def add(self, index: int, batch: Any, outputs: Any) -> None:
         """Add the samples of a batch to the candidates if the batch and the outputs come from a classifier."""
-        if index % self._batch_interval or index >= _MAX_BATCHES * self._batch_interval:
+        if index % self._interval or index >= _MAX_BATCHES * self._interval:
             return
-        images = _images(batch)
+        images = (
+            batch.get("inputs")
+            if isinstance(batch, Mapping)
+            else batch[0]
+            if isinstance(batch, list | tuple)
+            else ()
+        )
         try:
             scores, targets = read_tensors(outputs, "ReportHook")
-        except DataError:
+            images = list(images)
+        except (DataError, TypeError):
             return
-        if images is None or targets.ndim != 1 or len(images) != len(targets) or not len(targets):
+        if targets.ndim != 1 or len(images) != len(targets) or not all(map(_is_image, images)):
             return
         predictions = _predictions(scores, targets)
         if predictions is None:
             return
-        classes, probabilities = predictions
-        new = [
-            _Candidate(image, label, prediction, probability)
-            for image, label, prediction, probability in zip(
-                images, targets.tolist(), classes, probabilities, strict=True
-            )
-        ]
+        new = map(_Candidate, images, targets.tolist(), *predictions)
         best = sorted([*self._selected, *new], key=lambda candidate: candidate.rank)[:_MAX_EXAMPLES]
         # Copy the sample, because a view would keep the whole batch in memory.
-        self._selected = [
-            candidate if candidate in self._selected else _copy_resized(candidate) for candidate in best
-        ]
+        self._selected = [each._replace(image=_resize(each.image)) for each in best]
 
     def examples(self, names: Sequence[str]) -> list[Example]:
-        """Return the selected samples; `names` contains the class names, if they are known."""
+        """Return the selected samples, or an empty list without Pillow; `names` contains the known class names."""
+        try:
+            from PIL import Image
+        except ImportError:
+            return []
 
         def name(index: int) -> str:
-            return str(names[index]) if 0 <= index < len(names) else str(index)
+            return names[index] if 0 <= index < len(names) else str(index)
 
-        return [
-            Example(
-                name(candidate.label),
-                name(candidate.prediction),
-                candidate.probability,
-                _png(candidate.image),
-            )
-            for candidate in self._selected
-        ]
+        examples = []
+        for image, label, prediction, probability in self._selected:
+            file = io.BytesIO()
+            Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "png")
+            picture = base64.b64encode(file.getvalue()).decode("ascii")
+            examples.append(Example(name(label), name(prediction), probability, picture))
+        return examples
 
 
-def _copy_resized(candidate: _Candidate) -> _Candidate:
-    image = _resize(candidate.image.detach().to("cpu", copy=True))
-    return _Candidate(image, candidate.label, candidate.prediction, candidate.probability)
-
-
-def _images(batch: Any) -> Sequence[Tensor] | None:
-    """Return the images (channels, height, width) of a batch, or None if its inputs are not 1- or 3-channel images."""
-    inputs = batch.get("inputs") if isinstance(batch, Mapping) else None
-    if isinstance(batch, list | tuple) and batch:
-        inputs = batch[0]
-    images = list(inputs) if isinstance(inputs, Tensor | list | tuple) else []
-    if not images or not all(isinstance(image, Tensor) and _is_image(image) for image in images):
-        return None
-    return images
-
-
-def _is_image(image: Tensor) -> bool:
-    readable = image.is_floating_point() or image.dtype == torch.uint8
-    return readable and image.ndim == 3 and image.shape[0] in (1, 3) and image.numel() > 0
+def _is_image(image: Any) -> bool:
+    if not isinstance(image, Tensor) or image.ndim != 3 or not image.numel():
+        return False
+    return image.shape[0] in (1, 3) and (image.is_floating_point() or image.dtype == torch.uint8)
 
 
 def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float | None]] | None:
     """Return the predicted classes and their probabilities; None if `scores` do not come from a classifier."""
     if scores.shape == targets.shape and not scores.is_floating_point():
         return scores.tolist(), [None] * len(targets)
-    if (
-        scores.ndim != 2
-        or len(scores) != len(targets)
-        or not scores.is_floating_point()
-        or not scores.shape[1]
-    ):
+    if scores.ndim != 2 or len(scores) != len(targets) or not scores.is_floating_point():
         return None
     values = scores.float()
     sums = values.sum(1)
     if not ((values >= 0).all() and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)):
         values = values.softmax(1)  # logits or log probabilities
     highest, classes = values.max(1)
-    known = [value if 0 <= value <= 1 else None for value in highest.tolist()]  # excludes NaN
-    return classes.tolist(), known
+    return classes.tolist(), [
+        value if 0 <= value <= 1 else None for value in highest.tolist()
+    ]  # excludes NaN
 
 
 def _resize(image: Tensor) -> Tensor:
-    """Return an image as uint8 values, at most `_MAX_SIDE` pixels high and wide."""
-    pixels = image.float()
+    """Return an RGB image as uint8 values on the host, at most `_MAX_SIDE` pixels high and wide."""
+    pixels = image.detach().to("cpu", torch.float32, copy=True).expand(3, -1, -1)
     if image.dtype != torch.uint8:
-        pixels = torch.nan_to_num(pixels, 0.0, 0.0, 0.0)
-        low, high = pixels.min(), pixels.max()
+        low, high = pixels.nan_to_num(0.0, 0.0, 0.0).aminmax()
         pixels = (pixels - low) * (255 / (high - low).clamp(min=1e-12))
     if (longest := max(image.shape[1:])) > _MAX_SIDE:
         size = [max(1, round(side * _MAX_SIDE / longest)) for side in image.shape[1:]]
         pixels = F.interpolate(pixels[None], size, mode="area")[0]
-    return pixels.round().clamp(0, 255).to(torch.uint8)
-
-
-def _png(image: Tensor) -> str:
-    """Return a uint8 image as a base64-encoded PNG file."""
-    channels, height, width = image.shape
-    rows = image.permute(1, 2, 0).reshape(height, width * channels)
-    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), rows], 1)  # PNG filter type 0 (none)
-    color = 0 if channels == 1 else 2  # gray or RGB
-    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
-    body = (
-        _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", zlib.compress(lines.numpy().tobytes()))
-        + _chunk(b"IEND", b"")
-    )
-    return base64.b64encode(PNG_SIGNATURE + body).decode("ascii")
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return pixels.nan_to_num(0.0).round().clamp(0, 255).to(torch.uint8)

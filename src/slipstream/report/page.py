@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from slipstream.report.advice import (
-    NON_TRAINING_PHASES,
-    advice,
-    has_enough_steps,
-    mean_speed,
-    training_seconds,
-    tuned_text,
-)
-from slipstream.report.charts import curve_charts, is_per_class
-from slipstream.report.classes import confusion_section
-from slipstream.report.curve import Curve
-from slipstream.report.examples import examples_section
-from slipstream.report.record import PNG_SIGNATURE, RunRecord
-from slipstream.report.style import document, section, table
-from slipstream.report.utilization import utilization, utilization_note
+from slipstream.report.advice import advice, has_enough_steps
+from slipstream.report.chart import line_chart
+from slipstream.report.record import NON_TRAINING_PHASES, Confusion, Curve, RunRecord
 from slipstream.scalars import number
 
-__all__ = ["DESCRIPTIONS", "duration", "page"]
+__all__ = ["page"]
 
-DESCRIPTIONS = {
+_DESCRIPTIONS = {
     "data": "waiting for data",
     "preprocess": "data preprocessor: copy to the device, normalization",
     "forward": "forward",
@@ -40,243 +29,261 @@ DESCRIPTIONS = {
     "other": "start and end of the run",
 }
 """Maps the phases of `slipstream.logging.PhaseTimes` to descriptions, in the order in which the page lists them."""
+_MAX_CHARTS = 24
+_MAX_CONFUSIONS = 15
 _MAX_IMAGE_BYTES = 4 * 2**20
-_STATUS = {
-    "finished": "finished",
-    "interrupted": "interrupted",
-    "failed": "failed",
-    "incomplete": "incomplete: still running, or ended before writing its report",
-}
+_STYLE = """
+:root{color-scheme:light dark;--card:#8881;--soft:#888;--rule:#8885}
+body{margin:0 auto;max-width:1180px;padding:24px;font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+h2{margin:32px 0 10px;border-bottom:1px solid var(--rule)} h3{font-size:14px;margin:0 0 4px} p{margin:6px 0}
+.note,small{color:var(--soft)} .finished{color:#0a7d43} .failed{color:#c62f26} .interrupted,.incomplete{color:#a86500}
+ul{padding:0;list-style:none} .advice{padding-left:20px;list-style:disc} pre{white-space:pre-wrap;margin:2px 0}
+.tiles,.charts,.examples{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
+.charts{grid-template-columns:repeat(auto-fill,minmax(min(440px,100%),1fr))}
+.tiles li,figure,.examples li{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:8px}
+.tiles li,figure,.examples li{padding:8px 12px}
+.tiles b{display:block;font-size:20px} .tiles small,.examples small{display:block}
+.examples img{width:100%;height:112px;object-fit:contain;image-rendering:pixelated} .wrong b{color:#c62f26}
+table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
+th,td{padding:3px 10px;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)} th{color:var(--soft)}
+.num{text-align:right;white-space:nowrap} .wide{width:38%}
+.bar{display:block;height:12px;margin-top:5px;background:#2a6fb0;border-radius:2px} img{max-width:100%}
+"""
 
 
 def page(record: RunRecord, folder: Path | None = None) -> str:
-    """Return the page of a run.
+    """Return the page of a run, without scripts or external resources.
 
     Args:
         record: the run's record.
         folder: the run's log folder, which may contain an image of predictions.
     """
     sections = [
-        _head(record),
-        section("Recommendations", _advice(record)),
-        section("Time", _time_breakdown(record)),
-        section("Curves", curve_charts(record)),
-        *(section(*confusion_section(each)) for each in record.confusions),
-        section("Predictions", examples_section(record.examples) + _picture(folder)),
-        section("Messages", _messages(record)),
-        section("Speed options", _options(record)),
-        section("Configuration", _config(record)),
-    ]
-    return document(f"{record.name} – Slipstream report", "\n".join(filter(None, sections)))
+        ("Recommendations", _advice(record)),
+        ("Time", _time_breakdown(record)),
+        ("Curves", _curves(record)),
+        *((f"Classes ({each.metric}, {each.mode})", _classes(each)) for each in record.confusions),
+        ("Predictions", _examples(record) + _picture(folder)),
+        ("Messages", "".join(f"<pre>{escape(f'{m.time} {m.level} {m.text}')}</pre>" for m in record.messages)),
+        ("Speed options", _table(["option", "value", "from", "reason or effect"], [
+            [row.option, row.value, row.source, row.reason] for row in record.options])),
+        ("Configuration", _config(record)),
+    ]  # fmt: skip
+    body = "".join(
+        f"<section><h2>{escape(title)}</h2>\n{html}</section>\n" for title, html in sections if html
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(record.name)} – Slipstream report</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{_head(record)}\n{body}</body></html>\n"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: int = 99) -> str:
+    """Return an HTML table, or an empty string if it has no rows. Columns from index `numeric` are right-aligned."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        numbers = [' class="num"' if index >= numeric else "" for index in range(len(row))]
+        return "".join(
+            f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(numbers, row, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f"<table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>" if rows else ""
+    )
 
 
 def _head(record: RunRecord) -> str:
-    status = f'<span class="badge {record.status}">{escape(_STATUS[record.status])}</span>'
-    details = [f"started {record.started}" if record.started else "", _progress(record)]
-    details += [f"{name} {value}" for name, value in record.environment.items() if name != "world_size"]
-    if record.environment.get("world_size", "1") != "1":
-        details.append(f"{record.environment['world_size']} processes")
-    lines = [
-        f"<h1>{escape(record.name)}</h1>",
-        f"<p>{status} {escape(' · '.join(f for f in details if f))}</p>",
-    ]
-    if record.resumed_from:
-        inherited = any(curve.x and curve.x[0] < record.start_iteration for curve in record.curves.values())
-        text = (
-            f"Resumed from {record.resumed_from}, after iteration {record.start_iteration:,}. Earlier iterations are "
-            f"in the report of the earlier run{', and in the curves of losses and metrics' if inherited else ''}."
-        )
-        lines.append(f'<p class="soft">{escape(text)}</p>')
-    if record.source == "logs":
-        lines.append(
-            '<p class="note">This report was generated from the log files, which contain neither the time '
-            "breakdown nor the options. Validation metrics are plotted against the logged step, which is the epoch "
-            "or the iteration.</p>"
-        )
-    if record.error:
-        lines.append(f'<div class="error"><p class="message">{escape(record.error)}</p></div>')
-    return "\n".join([*lines, _tiles(record)])
-
-
-def _progress(record: RunRecord) -> str:
     total = f" of {record.max_iterations:,}" if record.max_iterations else ""
-    text = f"iteration {record.iteration:,}{total}"
-    return f"epoch {record.epoch:,} of {record.max_epochs:,}, {text}" if record.max_epochs else text
-
-
-def _tiles(record: RunRecord) -> str:
+    details = [
+        f"started {record.started}" if record.started else "",
+        f"iteration {record.iteration:,}{total}",
+    ]
+    if record.max_epochs:
+        details.append(f"epoch {record.epoch:,} of {record.max_epochs:,}")
+    if record.resumed_from:
+        details.append(f"resumed from {record.resumed_from} after iteration {record.start_iteration:,}")
+    if record.source == "logs":
+        details.append("generated from the log files, so metrics are plotted against the logged step")
+    details += [f"{name} {value}" for name, value in record.environment.items()]
     tiles = [
-        (name, number(curve.last()), _spread(curve))
+        (name, number(curve.newest), _spread(curve))
         for name, curve in record.curves.items()
-        if name.startswith(("val/", "test/")) and not is_per_class(record, name)
+        if _is_metric(record, name)
     ][:6]
     if (loss := record.curves.get("train/loss")) is not None:
-        tiles.append(("train/loss, last step", number(loss.last()), _spread(loss)))
-    if (speed := mean_speed(record)) is not None:
-        tiles.append(("images/s", number(speed), "mean over training, excluding the first step"))
-    if (mfu := utilization(record)) is not None:
-        tiles.append(("model FLOPs utilization", f"{mfu:.1%}", f"of the {record.compute.precision} peak"))
+        tiles.append(("train/loss, last step", number(loss.newest), _spread(loss)))
+    if (speed := record.images_per_second) is not None:
+        tiles.append(("images/s", number(speed), "mean, without the first step"))
+    if record.utilization is not None:
+        tiles.append(
+            (
+                "model FLOPs utilization",
+                f"{record.utilization:.1%}",
+                f"of the {record.compute.precision} peak",
+            )
+        )
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
-        if name in record.curves and (peak := record.curves[name].highest()) is not None:
-            tiles.append((label, f"{number(peak, 3)} MiB", "maximum recorded"))
-    if record.seconds:
-        tiles.append(("duration", duration(record.seconds), ""))
-    items = (
-        f"<li><span>{escape(label)}</span><b>{escape(value)}</b><small>{escape(note)}</small></li>"
+        if name in record.curves:
+            tiles.append((label, f"{number(record.curves[name].highest(), 3)} MiB", "maximum recorded"))
+    minutes, seconds = divmod(record.seconds, 60)
+    tiles.append(("duration", f"{minutes:.0f} min {seconds:.1f} s" if minutes else f"{seconds:.1f} s", ""))
+    items = "".join(
+        f"<li>{escape(label)}<b>{escape(value)}</b><small>{escape(note)}</small></li>"
         for label, value, note in tiles
     )
-    return f'<ul class="tiles">{"".join(items)}</ul>'
+    error = f'<pre class="failed">{escape(record.error)}</pre>' if record.error else ""
+    return (
+        f'<h1>{escape(record.name)}</h1><p><b class="{escape(record.status)}">{escape(record.status)}</b> · '
+        f'{escape(" · ".join(filter(None, details)))}</p>{error}<ul class="tiles">{items}</ul>'
+    )  # fmt: skip
+
+
+def _is_metric(record: RunRecord, name: str) -> bool:
+    """Return whether a scalar is a metric that is not a row of the class table, such as `val/IoU/road`."""
+    classes = record.confusions[0].classes if record.confusions else ()
+    return name.startswith(("val/", "test/")) and not any(name.endswith(f"IoU/{each}") for each in classes)
 
 
 def _spread(curve: Curve) -> str:
-    """Return the extremes of a curve's values, and the number of values that are NaN or infinite."""
-    bad = sum(curve.bad)
     parts = [f"lowest {number(curve.lowest())}", f"highest {number(curve.highest())}"]
-    parts = parts if sum(curve.count) + bad > 1 else []
-    return ", ".join([*parts, *([f"{bad:,} NaN or infinite"] if bad else [])])
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as a short string: `8.2 s`, `3 min 05 s` or `2 h 07 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02d} min"
+    return ", ".join(parts + ([f"{curve.bad:,} NaN or infinite"] if curve.bad else []))
 
 
 def _advice(record: RunRecord) -> str:
     if record.source == "logs":
         return ""
-    texts, tuned = [item.text for item in advice(record)], tuned_text(record)
-    if tuned:
-        texts.insert(0, tuned)
-    if texts:
-        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-        return (
-            f'<ul class="advice">{items}</ul><p class="note">Each upper bound assumes that all of the time spent in '
-            "the phase is eliminated and that nothing else changes. The bounds of several recommendations cannot be "
-            "multiplied.</p>"
-        )
-    if not has_enough_steps(record):
-        steps = record.phases.steps
-        return (
-            f'<p class="note">None: the run has {steps} training step{"" if steps == 1 else "s"}, too few for a '
-            "useful time breakdown.</p>"
-        )
-    return (
-        '<p class="note">None: no phase outside the training step takes much time. This breakdown does not show how '
-        "much time a speed option would save in the forward, backward and optimizer phases.</p>"
-    )
+    if items := "".join(f"<li>{escape(item.text)}</li>" for item in advice(record)):
+        return f'<ul class="advice">{items}</ul><p class="note">The bounds cannot be multiplied.</p>'
+    if has_enough_steps(record):
+        return '<p class="note">None: no phase outside the training step takes much time.</p>'
+    return '<p class="note">None: the run has too few steps for a useful time breakdown.</p>'
 
 
 def _time_breakdown(record: RunRecord) -> str:
-    phases = record.phases
-    total = training_seconds(record)
+    phases, total = record.phases, record.training_seconds
     if total <= 0 or not phases.steps:
         return ""
-    largest = max(seconds for phase, seconds in phases.seconds.items() if phase not in NON_TRAINING_PHASES)
-    rows = []
-    for phase, description in DESCRIPTIONS.items():
+    largest, rows = max(phases.seconds.values()), []
+    for phase, description in _DESCRIPTIONS.items():
         seconds, first = phases.seconds.get(phase, 0.0), phases.first.get(phase, 0.0)
         if not seconds and not first:
             continue
-        if phase == "step" and record.step and not record.step.startswith("eager"):
-            description = f"training step: {record.step}"
         in_training = phase not in NON_TRAINING_PHASES
-        per_step = number(1e3 * seconds / (phases.steps - 1), 3) if in_training and phases.steps > 1 else "–"
-        bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>' if in_training else ""
-        share = f"{seconds / total:.1%}" if in_training else "–"
-        rows.append(
-            f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td><td class="num">{share}</td>'
-            f'<td class="num">{seconds:.4g}</td><td class="num">{per_step}</td>'
-            f'<td class="num">{number(1e3 * first, 3)}</td></tr>'
+        values = (
+            f"{seconds / total:.1%}" if in_training else "–",
+            f"{seconds:.4g}",
+            number(1e3 * seconds / (phases.steps - 1), 3) if in_training and phases.steps > 1 else "–",
+            number(1e3 * first, 3),
         )
-    head = (
-        "<tr><th>host time</th><th></th><th class='num'>share</th><th class='num'>seconds</th>"
-        "<th class='num'>ms per step</th><th class='num'>first step, ms</th></tr>"
+        bar = f'<span class="bar" style="width:{100 * seconds / largest:.1f}%"></span>'
+        cells = "".join(f'<td class="num">{value}</td>' for value in values)
+        rows.append(f'<tr><td>{escape(description)}</td><td class="wide">{bar}</td>{cells}</tr>')
+    heads = "".join(
+        f'<th class="num">{name}</th>' for name in ("share", "seconds", "ms per step", "first step, ms")
     )
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _time_notes(record))
-    return (
-        f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>{notes}'
-    )
-
-
-def _time_notes(record: RunRecord) -> list[str]:
     notes = [
-        f"Measured on the host of rank 0 over {record.phases.steps:,} training steps. The first step is listed "
-        "separately, because it includes worker startup, memory allocation and compilation. Shares are fractions "
-        "of the time spent in training, validation and checkpoints."
+        f"Measured on the host of rank 0 over {phases.steps:,} steps, without the first. Training step: {record.step}."
     ]
-    if record.step:
-        notes.append(f"Training step: {record.step}.")
     if record.settings.get("device", "cpu") != "cpu":
         notes.append(
-            f"Kernels on the {record.settings['device']} device run asynchronously, and the host does not observe "
-            "when they run. Therefore, the forward, backward and optimizer times include only kernel "
-            "launches. The time that the host spends waiting for the device counts toward the phase in which "
-            "the host waits, usually reading losses."
+            "Kernels run asynchronously, so forward, backward and optimizer include only kernel launches. The time "
+            "that the host waits for the device counts toward the phase in which it waits, usually reading losses."
         )
-    if record.settings.get("prefetch"):
-        notes.append("With prefetch, the copy to the device starts while the loop waits for data.")
-    if "step" in record.phases.seconds and record.settings.get("compile"):
+    if record.settings.get("compile"):
         notes.append(
-            "A step compiled as one graph is not split into phases. Its time includes the time for compiling and "
-            "verifying the graph, which happens after the first step."
+            "A step compiled as one graph is not split; its time includes compilation after the first step."
         )
-    if note := utilization_note(record):
-        notes.append(note)
-    return notes
+    if record.utilization is not None:
+        compute = record.compute
+        notes.append(
+            f"Model FLOPs utilization: {record.utilization:.1%} ({number(compute.flops_per_sample / 1e9)} GFLOP per "
+            f"sample; peak {compute.devices} x {number(compute.peak_flops / 1e12)} TFLOP/s in {compute.precision})."
+        )
+    elif record.compute.problem:
+        notes.append(f"Model FLOPs utilization: unknown, because {record.compute.problem}.")
+    return (
+        f"<table><thead><tr><th>host time</th><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    )
+
+
+def _curves(record: RunRecord) -> str:
+    def rank(name: str) -> tuple[bool, bool]:
+        return name != "train/loss", not name.startswith(("val/", "test/"))
+
+    names = sorted(
+        (n for n in record.curves if n.startswith(("train/", "speed/", "memory/")) or _is_metric(record, n)),
+        key=rank,
+    )
+    charts = [
+        f"<figure><h3>{escape(name)}</h3>{svg}</figure>"
+        for name in names[:_MAX_CHARTS]
+        if (svg := line_chart(name, record.curves[name]))
+    ]
+    rest = [[name, number(record.curves[name].newest)] for name in names[_MAX_CHARTS:]]
+    note = "Lines are means since the previous point; bands show the minimum and maximum. The x axis counts iterations."
+    html = f'<div class="charts">{"".join(charts)}</div><p class="note">{note}</p>' if charts else ""
+    return html + _table(["scalar", "latest value"], rest, 1)
+
+
+def _classes(confusion: Confusion) -> str:
+    """Return the results of each class and the most frequent confusions."""
+
+    def percent(part: int, total: int) -> str:
+        return f"{100 * part / total:.1f}" if total else "–"
+
+    matrix, names = confusion.matrix, confusion.classes
+    targets, guesses = [sum(row) for row in matrix], [sum(column) for column in zip(*matrix, strict=True)]
+    rows = []
+    for i, name in enumerate(names):
+        hit, truth, guess = matrix[i][i], targets[i], guesses[i]
+        shares = (
+            percent(truth, sum(targets)),
+            percent(hit, truth + guess - hit),
+            percent(hit, guess),
+            percent(hit, truth),
+        )
+        rows.append([name, *shares, f"{truth:,}"])
+    wrong = [(n, i, j) for i, row in enumerate(matrix) for j, n in enumerate(row) if i != j and n]
+    wrong = sorted(wrong, reverse=True)[:_MAX_CONFUSIONS]
+    confused = [[names[i], names[j], f"{n:,}", percent(n, targets[i])] for n, i, j in wrong]
+    return (
+        _table(["class", "share %", "IoU %", "precision %", "recall %", "targets"], rows, 1)
+        + ("<h3>Most frequent confusions</h3>" if confused else "")
+        + _table(["target", "predicted as", "count", "% of target"], confused, 2)
+    )
+
+
+def _examples(record: RunRecord) -> str:
+    items = []
+    for each in record.examples:
+        mark, sign = ("correct", "✓") if each.label == each.prediction else ("wrong", "✗")
+        probability = "" if each.probability is None else f" {each.probability:.0%}"
+        items.append(
+            f'<li class="{mark}"><img alt="{mark}" src="data:image/png;base64,{escape(each.picture)}">'
+            f"<b>{sign} {escape(each.prediction)}{probability}</b><small>label: {escape(each.label)}</small></li>"
+        )
+    note = '<p class="note">The most confident errors, then the least confident correct predictions.</p>'
+    return f'<ul class="examples">{"".join(items)}</ul>{note}' if items else ""
 
 
 def _picture(folder: Path | None) -> str:
     """Return the newest image of predictions in the run folder as an inline image, or an empty string."""
-    if folder is None:
+    pictures = folder.glob("vis_data/vis_image/predictions_*.png") if folder else ()
+    newest = max(pictures, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or newest.stat().st_size > _MAX_IMAGE_BYTES:
         return ""
-    pictures = folder.glob("vis_data/vis_image/predictions_*.png")
-    try:
-        newest = max(pictures, key=lambda path: path.stat().st_mtime, default=None)
-        if newest is None or newest.stat().st_size > _MAX_IMAGE_BYTES:
-            return ""
-        data = newest.read_bytes()
-    except OSError:
-        return ""
-    if not data.startswith(PNG_SIGNATURE):
-        return ""
-    encoded = base64.b64encode(data).decode("ascii")
-    return (
-        f'<img alt="Validation images, ground truth and predictions" src="data:image/png;base64,{encoded}">'
-    )
-
-
-def _messages(record: RunRecord) -> str:
-    if not record.messages:
-        return '<p class="note">No warnings.</p>'
-    lines = [
-        f'<p class="message">{escape(f"{message.time}  {message.level}  {message.text}")}</p>'
-        for message in record.messages
-    ]
-    if record.dropped_messages:
-        count = record.dropped_messages
-        lines.append(
-            f'<p class="note">{count:,} more message{"s are" if count > 1 else " is"} in the log file.</p>'
-        )
-    return "\n".join(lines)
-
-
-def _options(record: RunRecord) -> str:
-    if record.source == "logs":
-        return ""
-    if not record.options:
-        return '<p class="note">No speed options are set.</p>'
-    rows = [[row.option, row.value, row.source, row.reason] for row in record.options]
-    return table(["option", "value", "from", "reason or effect"], rows)
+    data = base64.b64encode(newest.read_bytes()).decode("ascii")
+    return f'<img alt="Validation images, ground truth and predictions" src="data:image/png;base64,{data}">'
 
 
 def _config(record: RunRecord) -> str:
-    if not record.config:
-        return ""
-    rows = [[key, "" if value is None else str(value)] for key, value in sorted(record.config.items())]
-    return f"<details><summary>{len(rows):,} values</summary>{table(['key', 'value'], rows)}</details>"
+    rows = [[key, str(value)] for key, value in sorted(record.config.items())]
+    return (
+        f"<details><summary>{len(rows):,} values</summary>{_table(['key', 'value'], rows)}</details>"
+        if rows
+        else ""
+    )

@@ -2,126 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from slipstream.errors import DataError
-from slipstream.report.curve import Curve
-from slipstream.typecheck import NonNegative, NonNegativeInt, Probability, describe_with_article, matches
 
 __all__ = [
-    "FORMAT",
-    "PNG_SIGNATURE",
     "Compute",
     "Confusion",
+    "Curve",
     "Example",
-    "LoadingRate",
     "LogMessage",
     "OptionRow",
     "PhaseSplit",
     "RunRecord",
     "Status",
-    "TunedOptions",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Format version of `report.json`."""
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-"""The first bytes of a PNG file."""
+_MAX_POINTS = 1000
 
 Status = Literal["finished", "interrupted", "failed", "incomplete"]
 """`incomplete`: the run is still running, or it was killed before it could write its report."""
 
 
 @dataclass
-class PhaseSplit:
-    """The host time that a run spent in each phase, in seconds; see `slipstream.logging.PhaseTimes`."""
+class Curve:
+    """A scalar over iterations. Each point summarizes the values since the previous point.
 
-    seconds: dict[str, NonNegative] = field(default_factory=dict)
-    """Seconds per phase, excluding the first training step."""
-    first: dict[str, NonNegative] = field(default_factory=dict)
-    """Seconds per phase in the first training step."""
-    steps: NonNegativeInt = 0
-    """Number of training steps, including the first one."""
-    samples: NonNegativeInt = 0
-    """Number of samples in these steps, excluding the first step, summed over all processes; 0 if unknown."""
+    When the curve reaches 1,000 points, adjacent points are merged, so the extremes are kept for runs of any length.
+    The mean, minimum and maximum of a point are those of its finite values; None if there are none.
+
+    Attributes:
+        x: the iteration of each point's latest value.
+        count: number of finite values in each point.
+        bad: number of values that are NaN or infinite.
+        newest: the latest value, which may be NaN or infinite.
+    """
+
+    x: list[int] = field(default_factory=list)
+    mean: list[float | None] = field(default_factory=list)
+    low: list[float | None] = field(default_factory=list)
+    high: list[float | None] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    bad: int = 0
+    newest: float | None = None
+
+    def add(self, x: int, values: Iterable[float]) -> None:
+        """Append a point that summarizes `values`, which are in step order. If `values` is empty, do nothing."""
+        values = [float(value) for value in values]
+        if not values:
+            return
+        finite = [value for value in values if math.isfinite(value)]
+        self._append(
+            x, sum(value / len(finite) for value in finite) if finite else None, finite, finite, len(finite)
+        )
+        self.bad += len(values) - len(finite)
+        self.newest = values[-1]
+        if len(self.x) >= _MAX_POINTS:
+            self._merge()
+
+    def truncate(self, x: int) -> None:
+        """Remove the points whose latest value was recorded after iteration `x`."""
+        kept = sum(each <= x for each in self.x)
+        if kept < len(self.x):
+            for values in (self.x, self.mean, self.low, self.high, self.count):
+                del values[kept:]
+            self.newest = self.mean[-1] if self.mean else None
+
+    def lowest(self) -> float | None:
+        """Return the minimum of all finite values, or None if there are none."""
+        return _extreme(min, self.low)
+
+    def highest(self) -> float | None:
+        """Return the maximum of all finite values, or None if there are none."""
+        return _extreme(max, self.high)
+
+    def _append(self, x: int, mean: float | None, lows: list[Any], highs: list[Any], count: int) -> None:
+        self.x.append(x)
+        self.mean.append(mean)
+        self.low.append(_extreme(min, lows))
+        self.high.append(_extreme(max, highs))
+        self.count.append(count)
+
+    def _merge(self) -> None:
+        """Merge adjacent pairs of points."""
+        old, self.x, self.mean, self.low, self.high, self.count = (
+            (self.x, self.mean, self.low, self.high, self.count), [], [], [], [], [],
+        )  # fmt: skip
+        for start in range(0, len(old[0]), 2):
+            x, mean, low, high, count = (values[start : start + 2] for values in old)
+            total = sum(count)
+            parts = [n / total * m for n, m in zip(count, mean, strict=True) if m is not None]
+            self._append(x[-1], sum(parts) if parts else None, low, high, total)
+
+
+def _extreme(function: Any, values: list[Any]) -> float | None:
+    return function((value for value in values if value is not None), default=None)  # type: ignore[no-any-return]
+
+
+@dataclass
+class PhaseSplit:
+    """The host time that a run spent in each phase, in seconds; see `slipstream.logging.PhaseTimes`.
+
+    Attributes:
+        seconds: seconds per phase, excluding the first training step.
+        first: seconds per phase in the first training step.
+        steps: number of training steps, including the first one.
+        samples: number of samples in these steps, excluding the first step, summed over all processes; 0 if unknown.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    samples: int = 0
 
 
 @dataclass
 class Compute:
-    """The operations per sample and the device's peak throughput, which determine the model FLOPs utilization."""
+    """The operations per sample and the device's peak throughput, which determine the model FLOPs utilization.
 
-    flops_per_sample: NonNegative = 0.0
-    """Number of floating-point operations in matrix products and convolutions in the forward and backward passes for
-    one sample; 0 if unknown."""
-    peak_flops: NonNegative = 0.0
-    """Peak throughput of one device at `precision`, in operations per second; 0 if unknown."""
-    devices: NonNegativeInt = 1
+    Attributes:
+        flops_per_sample: operations of matrix products and convolutions in both passes; 0 if unknown.
+        peak_flops: peak throughput of one device at `precision`, in operations per second; 0 if unknown.
+        precision: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`.
+        problem: why the utilization is unknown.
+    """
+
+    flops_per_sample: float = 0.0
+    peak_flops: float = 0.0
+    devices: int = 1
     precision: str = ""
-    """`fp32`, `tf32`, `bf16`, `fp16` or `fp8`."""
-    source: str = ""
-    """Source of `peak_flops`."""
     problem: str = ""
-    """Why the utilization is unknown."""
 
 
 @dataclass
 class Confusion:
-    """The confusion matrix from the last evaluation of a metric."""
+    """The confusion matrix from the last evaluation of a metric.
+
+    Attributes:
+        metric: the metric's class, such as `IoUMetric`.
+        mode: `val` or `test`.
+        iteration: number of training steps before the evaluation.
+        matrix: one row per true class, and one column per predicted class.
+    """
 
     metric: str
-    """The metric's class, such as `IoUMetric`."""
     mode: str
-    """`val` or `test`."""
-    iteration: NonNegativeInt
-    """Number of training steps before the evaluation."""
+    iteration: int
     classes: list[str]
-    matrix: list[list[NonNegativeInt]]
-    """Number of pixels or samples; rows are targets, columns are predictions."""
+    matrix: list[list[int]]
 
 
 @dataclass
 class Example:
-    """The prediction for one sample in the last validation run."""
+    """A prediction of a classifier, with its picture as a base64-encoded PNG file."""
 
     label: str
-    """The name of the target's class."""
     prediction: str
-    """The name of the predicted class."""
-    probability: Probability | None
-    """Probability of the predicted class; None if the model returns class ids instead of scores."""
+    probability: float | None
     picture: str
-    """The image as a base64-encoded PNG file."""
 
 
 @dataclass
-class LoadingRate:
-    """The rate at which one process loads training data, measured without training."""
+class OptionRow:
+    """A speed option; see `slipstream.speed.table`."""
 
-    num_workers: NonNegativeInt
-    samples_per_second: NonNegative
-
-
-@dataclass
-class TunedOptions:
-    """The stored result of `slipstream tune` for the configuration of the run, on the same machine."""
-
-    adopted: list[str]
-    ratio: NonNegative
-    """Step time of the configuration divided by the step time with these options."""
-    low: NonNegative
-    high: NonNegative
-    """Bounds of the confidence interval of `ratio`; see also `is_product`."""
-    is_product: bool
-    """Whether `ratio` and its bounds are products of the results for individual options."""
-    is_uncertain: bool = False
-    """See `TuneResult.is_uncertain`."""
+    option: str
+    value: str
+    source: str
+    reason: str = ""
 
 
 @dataclass
 class LogMessage:
-    """A warning, an error or the torch.compile summary from the log file."""
+    """A warning or an error from the log."""
 
     time: str
     level: str
@@ -129,150 +187,120 @@ class LogMessage:
 
 
 @dataclass
-class OptionRow:
-    """A speed option that is set, or that `auto` leaves disabled."""
-
-    option: str
-    value: str
-    source: str
-    """The configuration key that sets the option, or `auto`."""
-    reason: str
-
-
-@dataclass
 class RunRecord:
-    """The data that a run recorded. `report.json` contains these fields; later versions may add fields."""
+    """The contents of a report: what a run did, how long it took, and its results.
+
+    Attributes:
+        error: the error that ended the run.
+        source: `run` if the run wrote the record, `logs` if the record was created from the log files.
+        started: local time, `YYYY-MM-DD HH:MM:SS`.
+        seconds: duration of the run.
+        environment: versions, device and number of processes.
+        settings: settings that the recommendations depend on, such as the number of workers.
+        step: how the training step was executed at the end of the run, for example eagerly or as one graph.
+        start_iteration: the iteration that a resumed run started from.
+        curves: scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ...
+        examples: predictions from a classifier's last validation run, errors first.
+        config: the configuration, keyed by dotted path.
+    """
 
     name: str
-    """The experiment name."""
-    status: Status = "incomplete"
+    status: Status
     error: str = ""
-    """The type and message of the error that ended the run."""
     source: Literal["run", "logs"] = "run"
-    """`run` if the run wrote the record, `logs` if `slipstream report` created the record from the log files."""
     started: str = ""
-    """Local time, `YYYY-MM-DD HH:MM:SS`."""
-    seconds: NonNegative = 0.0
-    """Duration of the run."""
+    seconds: float = 0.0
     environment: dict[str, str] = field(default_factory=dict)
-    """Versions, device and number of processes."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings that the recommendations depend on, such as the number of workers."""
     step: str = ""
-    """How the training step was executed at the end of the run, for example eagerly or as one graph."""
-    iteration: NonNegativeInt = 0
-    max_iterations: NonNegativeInt = 0
-    epoch: NonNegativeInt = 0
-    max_epochs: NonNegativeInt = 0
-    by_epoch: bool = True
-    start_iteration: NonNegativeInt = 0
-    """The iteration that a resumed run started from."""
+    iteration: int = 0
+    max_iterations: int = 0
+    epoch: int = 0
+    max_epochs: int = 0
+    start_iteration: int = 0
     resumed_from: str = ""
-    samples_per_step: NonNegativeInt = 0
-    """Number of samples in a full batch, summed over all processes; 0 if unknown."""
     phases: PhaseSplit = field(default_factory=PhaseSplit)
     curves: dict[str, Curve] = field(default_factory=dict)
-    """Scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ..."""
     confusions: list[Confusion] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
-    """Predictions from a classifier's last validation run, errors first."""
     compute: Compute = field(default_factory=Compute)
-    loading_rates: list[LoadingRate] = field(default_factory=list)
-    """Loading rates measured at the end of the run, if `ReportHook.probe_workers` is set."""
-    tuned: list[TunedOptions] = field(default_factory=list)
-    """The stored result of `slipstream tune`; empty if there is none."""
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
-    dropped_messages: NonNegativeInt = 0
-    """Number of messages omitted from `messages` because there were too many."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The configuration, as built-in values keyed by dotted path."""
+
+    def value(self, key: str) -> Any:
+        """Return a field, a scalar or a configuration value, or None if there is none.
+
+        The value of a scalar (`val/mIoU`, `mIoU`) is the latest one; with the suffix `.min` or `.max`, an extreme.
+        """
+        if key in VALUES:
+            return getattr(self, key)
+        scalar, _, suffix = key.rpartition(".")
+        for name, kind in ((key, "last"), (scalar, suffix)):
+            for prefix in ("", "val/", "test/", "train/"):
+                curve = self.curves.get(prefix + name)
+                if curve is not None and kind in ("last", "min", "max"):
+                    return {"last": curve.newest, "min": curve.lowest(), "max": curve.highest()}[kind]
+        return self.config.get(key)
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Mean training speed without the first step, validation and checkpoints; None if unknown."""
+        excluded = ("validation", "checkpoint", *NON_TRAINING_PHASES)
+        seconds = sum(value for phase, value in self.phases.seconds.items() if phase not in excluded)
+        return self.phases.samples / seconds if self.phases.samples and seconds > 0 else None
+
+    @property
+    def training_seconds(self) -> float:
+        """Time for training, validation and checkpoints, excluding the first step."""
+        return sum(s for phase, s in self.phases.seconds.items() if phase not in NON_TRAINING_PHASES)
+
+    @property
+    def utilization(self) -> float | None:
+        """Operations per second divided by the peak throughput of all devices; None if unknown."""
+        peak, speed = self.compute.peak_flops * self.compute.devices, self.images_per_second
+        flops = self.compute.flops_per_sample
+        return flops * speed / peak if flops and peak and speed else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return nested dicts and lists of built-in values."""
-        data: dict[str, Any] = {"format": FORMAT}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "curves":
-                data[each.name] = {name: curve.to_json() for name, curve in value.items()}
-            elif each.name in _NESTED:
-                data[each.name] = (
-                    [asdict(item) for item in value] if isinstance(value, list) else asdict(value)
-                )
-            else:
-                data[each.name] = value
-        return data
+        """Return nested dicts and lists of built-in values. NaN and infinity become strings."""
+        data = asdict(self)
+        for curve in data["curves"].values():
+            newest = curve["newest"]
+            curve["newest"] = newest if newest is None or math.isfinite(newest) else str(newest)
+        return {"format": FORMAT, **data}
 
     @classmethod
     def from_json(cls, data: Any, file_name: str) -> RunRecord:
         """Return the record written by `to_json`; unknown fields are ignored.
 
-        Args:
-            data: the parsed JSON.
-            file_name: name of the file, used in error messages.
-
         Raises:
-            DataError: a field is missing or has the wrong type, or the file has a different format version.
+            DataError: the structure is wrong, or the file has a different format version.
         """
-        if not isinstance(data, Mapping) or not isinstance(data.get("format"), int):
-            raise DataError(f"{file_name} is not a report, because it has no 'format'")
-        if data["format"] != FORMAT:
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise DataError(
-                f"{file_name} has format {data['format']}, but this version of Slipstream reads format {FORMAT}; "
-                "use the version that wrote it"
+                f"{file_name} is not a report in format {FORMAT}, which this version of Slipstream reads"
             )
-        curves = data.get("curves", {})
-        if not isinstance(curves, Mapping):
-            raise DataError(f"'curves' in {file_name} must be an object")
-        values = {name: data[name] for name in _HINTS if name in data and name != "curves"}
-        values["curves"] = {
-            str(name): Curve.from_json(curve, f"curves.{name} in {file_name}")
-            for name, curve in curves.items()
-        }
-        for name, kind in _NESTED.items():
-            if name in values:
-                values[name] = _nested(values[name], kind, name, file_name)
-        record: RunRecord = _build(cls, values, "", file_name)
-        return record
+        try:
+            values = {each.name: data[each.name] for each in fields(cls) if each.name in data}
+            for name, kind in _NESTED.items():
+                nested = values.get(name, [])
+                values[name] = (
+                    [kind(**item) for item in nested] if isinstance(nested, list) else kind(**nested)
+                )
+            values["curves"] = {name: Curve(**curve) for name, curve in values.get("curves", {}).items()}
+            for curve in values["curves"].values():
+                curve.newest = None if curve.newest is None else float(curve.newest)
+            return cls(**values)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{file_name} is damaged: {error}") from error
 
 
+VALUES = ("name", "status", "started", "iteration", "epoch", "seconds", "step", "images_per_second")
+"""Fields that `RunRecord.value` returns."""
+NON_TRAINING_PHASES = ("other", "test")
+"""The phases of a run that are not part of training."""
 _NESTED: dict[str, Any] = {
-    "phases": PhaseSplit,
-    "compute": Compute,
-    "confusions": Confusion,
-    "examples": Example,
-    "loading_rates": LoadingRate,
-    "tuned": TunedOptions,
-    "options": OptionRow,
+    "phases": PhaseSplit, "compute": Compute, "confusions": Confusion, "examples": Example, "options": OptionRow,
     "messages": LogMessage,
-}
-_HINTS = get_type_hints(RunRecord, include_extras=True)
-
-
-def _nested(value: Any, kind: Any, name: str, file_name: str) -> Any:
-    if kind in (PhaseSplit, Compute):
-        return _object(value, kind, name, file_name)
-    if not isinstance(value, list):
-        raise DataError(f"'{name}' in {file_name} must be a list")
-    return [_object(item, kind, f"{name}[{index}]", file_name) for index, item in enumerate(value)]
-
-
-def _object(value: Any, kind: Any, path: str, file_name: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise DataError(f"'{path}' in {file_name} must be an object")
-    known = {each.name for each in fields(kind)}
-    item = _build(kind, {key: entry for key, entry in value.items() if key in known}, f"{path}.", file_name)
-    if isinstance(item, Confusion) and {len(item.matrix), *map(len, item.matrix)} != {len(item.classes)}:
-        raise DataError(f"'{path}.matrix' in {file_name} must have one row and one column per class")
-    return item
-
-
-def _build(kind: Any, values: dict[str, Any], prefix: str, file_name: str) -> Any:
-    hints = _HINTS if kind is RunRecord else get_type_hints(kind, include_extras=True)
-    for name, value in values.items():
-        if name not in (*_NESTED, "curves") and not matches(value, hints[name]):
-            raise DataError(f"'{prefix}{name}' in {file_name} must be {describe_with_article(hints[name])}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise DataError(f"{file_name} is incomplete: {error}") from error
+}  # fmt: skip
