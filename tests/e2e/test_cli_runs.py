@@ -1,8 +1,6 @@
 """Tests of `slipstream runs` and `slipstream report`."""
 
-import csv
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from slipstream.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "report"))
 
-from records import curve, parsed, record, text_of
+from records import curve, record, text_of
 
 from slipstream.report import find_runs, read_run, write_report
 
@@ -85,7 +83,7 @@ def test_every_run_has_a_row_with_its_status(runs, capsys):
         (line,) = [line for line in lines if line.strip().startswith(f"{name} ")]
         assert status in line
     assert "not_a_run" not in text
-    assert "Delete" in text  # the remedy for the damaged report
+    assert "delete" in text  # the remedy for the damaged report
 
 
 def test_rows_are_sorted_and_rows_without_the_value_come_last(runs, capsys):
@@ -99,13 +97,6 @@ def test_rows_can_be_sorted_by_the_best_value(tmp_path, capsys):
     made = rows(capsys, tmp_path, "--sort", "mIoU.max-", "--columns", "val/mIoU.min", "--json")
     values = [(row["mIoU.max"], row["val/mIoU.min"]) for row in json.loads("\n".join(made))]
     assert values == [(40.0, 20.0), (30.0, 10.0)]
-
-
-def test_extremes_of_the_loss_are_those_of_training(tmp_path, capsys):
-    curves = {"train/loss": curve([3.0, 2.0]), "val/loss": curve([9.0, 8.0])}
-    reported(tmp_path, "run", curves=curves)
-    (row,) = json.loads("\n".join(rows(capsys, tmp_path, "--columns", "loss.min,val/loss.max", "--json")))
-    assert (row["loss"], row["loss.min"], row["val/loss.max"]) == (2.0, 2.0, 9.0)
 
 
 def test_rows_are_filtered_by_columns_and_settings(runs, capsys):
@@ -148,7 +139,7 @@ def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
     assert str(run / "report.html") in capsys.readouterr().out
     made = read_run(run)
     assert (made.status, made.source, made.iteration, made.seconds) == ("incomplete", "logs", 20, 60.0)
-    assert (made.curves["train/loss"].mean, made.curves["train/loss"].bad) == ([1.0, None], [0, 1])
+    assert (made.curves["train/loss"].mean, made.curves["train/loss"].bad) == ([1.0, None], 1)
     assert made.curves["val/mIoU"].mean == [33.5]
     assert [message.text for message in made.messages] == [
         "The step cannot be compiled as one graph\n  because of a reason"
@@ -158,7 +149,6 @@ def test_report_of_a_killed_run_is_collected_from_its_logs(tmp_path, capsys):
     }  # fmt: skip
     text = text_of((run / "report.html").read_text(encoding="utf-8"))
     assert "generated from the log files" in text
-    assert "logged step" in text
 
 
 def test_report_of_a_run_that_continues_is_collected_again(tmp_path):
@@ -169,103 +159,9 @@ def test_report_of_a_run_that_continues_is_collected_again(tmp_path):
     assert read_run(run).iteration == 40
 
 
-def test_damaged_log_files_result_in_an_empty_report(tmp_path):
-    run = logged(
-        tmp_path,
-        scalars='[1]\n"x"\n{"iter": -3}\n{"iter": true}\n{"step": 1e400}\n{"iter": 5, "loss": "x"}\n',
-    )
-    (run / "killed.log").write_bytes(b"\xff\xfe garbage\n\x00")
-    assert main(["report", str(run)]) == 0
-    parsed((run / "report.html").read_text(encoding="utf-8"))
-
-
 def test_one_run_can_be_written_to_another_file(runs, tmp_path):
     assert main(["report", str(runs / "a"), "--out", str(tmp_path / "page.html")]) == 0
     assert "good" in text_of((tmp_path / "page.html").read_text(encoding="utf-8"))
-
-
-def test_comparison_shows_differences_and_labels_of_all_runs(runs, tmp_path, capsys):
-    out, table = tmp_path / "both.html", tmp_path / "both.csv"
-    folders = [str(runs / "a" / "good"), str(runs / "b" / BAD), str(runs / "c")]
-    assert main(["report", *folders, "--out", str(out), "--csv", str(table)]) == 0
-    html = out.read_text(encoding="utf-8")
-    text = " ".join(text_of(html).split())
-    assert "optim_wrapper.optimizer.lr 0.1 0.2 unknown" in text
-    assert "train_dataloader.batch_size 8 not set unknown" in text
-    assert "The configuration is unknown" in text
-    assert 'class="dot s0"' in html
-    assert 'class="dot s2"' in html
-    with table.open(encoding="utf-8", newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["run"] for line in lines] == ["a/good", f"b/{BAD}", "c/killed"]
-    assert [line["val/mIoU, last"] for line in lines] == ["40.0", "20.0", "33.5"]
-    assert [line["status"] for line in lines] == ["finished", "failed", "incomplete"]
-    assert lines[0]["time % data"] == "33.33"
-    assert [line["images/s, mean"] for line in lines] == [str(797 / 60), str(797 / 60), ""]
-
-
-def test_metric_that_ends_with_nan_is_nan_in_lists_and_comparisons(tmp_path, capsys):
-    for name, values in dict(good=[10.0, 30.0], diverged=[20.0, math.nan]).items():
-        reported(tmp_path, name, curves={"val/mIoU": curve(values)})
-    assert [line.split()[0] for line in rows(capsys, tmp_path, "--sort", "mIoU") if "finished" in line] == [
-        "good",
-        "diverged",
-    ]
-    (line,) = [line for line in rows(capsys, tmp_path, "--filter", "mIoU=nan") if "finished" in line]
-    assert line.split()[0] == "diverged"
-    assert "NaN" in line
-    out, table = tmp_path / "both.html", tmp_path / "both.csv"
-    folders = [str(tmp_path / name) for name in ("good", "diverged")]
-    assert main(["report", *folders, "--out", str(out), "--csv", str(table)]) == 0
-    assert "val/mIoU, last 30 NaN" in text_of(out.read_text(encoding="utf-8"))
-    with table.open(encoding="utf-8", newline="") as file:
-        assert [line["val/mIoU, last"] for line in csv.DictReader(file)] == ["30.0", "nan"]
-
-
-def test_compared_runs_are_labeled_by_their_folders(tmp_path):
-    one, two = (reported(tmp_path / name, "same") for name in ("one", "two"))
-    out = tmp_path / "both.html"
-    assert main(["report", str(one), str(two), "--out", str(out)]) == 0
-    text = text_of(out.read_text(encoding="utf-8"))
-    assert "one/same two/same" in text
-    assert str(tmp_path) not in text
-    assert "The recorded settings are identical" in text
-
-
-def test_formulas_in_names_are_text_in_the_csv_file(tmp_path):
-    run = reported(tmp_path, "=1+1")
-    table = tmp_path / "t.csv"
-    assert main(["report", str(run), "--csv", str(table)]) == 0
-    with table.open(encoding="utf-8", newline="") as file:
-        assert next(csv.DictReader(file))["run"] == "'=1+1"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(format=2), "format 2"),
-        (dict(format="1"), "no 'format'"),
-        (dict(status="done"), "'status' in"),
-        (dict(iteration=-1), "'iteration' in"),
-        (dict(curves=[]), "'curves' in"),
-        (dict(curves={"a": {}}), "curves.a in"),
-        (dict(phases={"seconds": {"data": -1.0}}), "'phases.seconds' in"),
-        (dict(messages=[1]), r"'messages[0]' in"),
-        (
-            dict(confusions=[dict(metric="m", mode="val", iteration=1, classes=["a"], matrix=[[1, 2]])]),
-            "one row and one",
-        ),
-        (dict(confusions=[dict(metric="m")]), "is incomplete"),
-    ],
-)
-def test_damaged_report_raises_an_error_that_names_the_field(tmp_path, capsys, change, message):
-    run = reported(tmp_path, "run")
-    data = json.loads((run / "report.json").read_text(encoding="utf-8"))
-    (run / "report.json").write_text(json.dumps({**data, **change}), encoding="utf-8")
-    assert main(["report", str(run)]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert "report.json" in error
 
 
 def test_errors_for_invalid_runs_contain_a_remedy(tmp_path, capsys):
@@ -274,18 +170,10 @@ def test_errors_for_invalid_runs_contain_a_remedy(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "contains no run" in capsys.readouterr().err
     run = reported(tmp_path, "run")
-    assert main(["report", *[str(run)] * 9]) == 2
-    assert "at most 8 runs" in capsys.readouterr().err
+    assert main(["report", str(run), str(run)]) == 2
+    assert "TensorBoard" in capsys.readouterr().err
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot write" in capsys.readouterr().err
-
-
-def test_run_without_a_configuration_has_no_differing_settings(tmp_path):
-    reported(tmp_path, "one", environment={})
-    logged(tmp_path)
-    out = tmp_path / "both.html"
-    assert main(["report", str(tmp_path / "one"), str(tmp_path / "killed"), "--out", str(out)]) == 0
-    assert "The recorded settings are identical" in text_of(out.read_text(encoding="utf-8"))
 
 
 def test_newest_run_in_a_work_dir_is_the_one_that_started_last(tmp_path, capsys):
@@ -293,14 +181,6 @@ def test_newest_run_in_a_work_dir_is_the_one_that_started_last(tmp_path, capsys)
     reported(tmp_path, "b_old", started="2026-01-01 00:00:00")  # written later
     assert main(["report", str(tmp_path)]) == 0
     assert str(new / "report.html") in capsys.readouterr().out
-
-
-def test_reasons_are_listed_if_no_run_can_be_read(tmp_path, capsys):
-    damaged = reported(tmp_path, "damaged")
-    (damaged / "report.json").write_text('{"format": 1', encoding="utf-8")
-    lines = rows(capsys, tmp_path)
-    assert any("unreadable" in line for line in lines)
-    assert any("Delete" in line for line in lines)
 
 
 def test_speed_of_a_run_is_the_mean_shown_in_its_report(tmp_path):

@@ -4,11 +4,9 @@ from html.parser import HTMLParser
 
 from slipstream.report import Curve, PhaseSplit, RunRecord
 
-_VOID = {"meta", "img", "br"}
 
-
-def curve(values, limit=1000):
-    made = Curve(limit)
+def curve(values):
+    made = Curve()
     for index, value in enumerate(values):
         made.add(index + 1, [value])
     return made
@@ -16,6 +14,9 @@ def curve(values, limit=1000):
 
 def record(**changes):
     """Return the record of a finished run that spent a third of its training time waiting for data."""
+    phases = PhaseSplit(
+        {"data": 20.0, "forward": 20.0, "backward": 20.0, "other": 5.0}, {"data": 5.0}, 101, 797
+    )
     values = {
         "name": "a_run",
         "status": "finished",
@@ -26,10 +27,7 @@ def record(**changes):
         "step": "eager",
         "iteration": 101,
         "max_iterations": 101,
-        "samples_per_step": 8,
-        "phases": PhaseSplit(
-            {"data": 20.0, "forward": 20.0, "backward": 20.0, "other": 5.0}, {"data": 5.0}, 101, 797
-        ),
+        "phases": phases,
         "curves": {"train/loss": curve([2.0, 1.0, 0.5]), "val/mIoU": curve([10.0, 30.0, 20.0])},
         "config": {"optim_wrapper.optimizer.lr": 0.1, "train_dataloader.batch_size": 8},
     }
@@ -39,17 +37,12 @@ def record(**changes):
 class _Parser(HTMLParser):
     def __init__(self):
         super().__init__()
-        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.open, self.text = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in _VOID:
+        assert tag not in ("script", "link", "iframe")
+        if tag not in ("meta", "img"):
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag, f"</{tag}> does not close the innermost element"
@@ -59,20 +52,10 @@ class _Parser(HTMLParser):
             self.text.append(data)
 
 
-def parsed(html):
-    """Parse a page, and check that all elements are closed and that the page loads no resources. Return the parser."""
+def text_of(html):
+    """Return the text of a page, after checking that all elements are closed and that it contains no scripts."""
     parser = _Parser()
     parser.feed(html)
     parser.close()
     assert parser.open == []
-    assert not {"script", "link", "iframe", "object", "embed"} & set(parser.tags)
-    for name, value in parser.attributes:
-        assert not name.startswith("on")
-        assert name not in ("href", "src") or value.startswith("data:image/png;base64,")
-    assert "url(" not in html
-    assert "@import" not in html
-    return parser
-
-
-def text_of(html):
-    return " ".join(parsed(html).text)
+    return " ".join(" ".join(parser.text).split())

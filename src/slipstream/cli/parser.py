@@ -428,15 +428,10 @@ def _add_runs(commands: _Commands) -> None:
 
 
 def _add_report(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "report", help="write the report of a run, or compare several runs (docs/report.md)"
-    )
+    parser = commands.add_parser("report", help="write the report of a run (docs/report.md)")
     parser.add_argument("runs", nargs="+", metavar="RUN",
                         help="run folder, or a work_dir (its newest run is used)")  # fmt: skip
-    parser.add_argument("--out", metavar="FILE",
-                        help="HTML file (default: report.html in the run folder, or comparison.html for several "
-                             "runs)")  # fmt: skip
-    parser.add_argument("--csv", metavar="FILE", help="also write a table with one row per run")
+    parser.add_argument("--out", metavar="FILE", help="HTML file (default: report.html in the run folder)")
 
 
 def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = None) -> None:

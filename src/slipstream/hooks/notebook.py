@@ -104,8 +104,8 @@ class NotebookHook(Hook):
         )
         html = f"<table><tr>{head}</tr><tr>{cells}</tr></table>"
         for name, curve in list(self._curves.items())[:_MAX_CHARTS]:
-            svg = base64.b64encode(line_chart(name, curve).encode()).decode()
-            html += f'<img alt="{escape(name)}" width="420" src="data:image/svg+xml;base64,{svg}">'
+            if svg := base64.b64encode(line_chart(name, curve).encode()).decode():
+                html += f'<img alt="{escape(name)}" width="420" src="data:image/svg+xml;base64,{svg}">'
         content = {"text/html": html, "text/plain": "  ".join(f"{name} {value}" for name, value in rows)}
         if self._display is None:
             self._display = display(content, raw=True, display_id=True)

@@ -51,17 +51,10 @@ class ExampleSelection:
         """Add the samples of a batch to the candidates if the batch and the outputs come from a classifier."""
         if index % self._interval or index >= _MAX_BATCHES * self._interval:
             return
-        images = (
-            batch.get("inputs")
-            if isinstance(batch, Mapping)
-            else batch[0]
-            if isinstance(batch, list | tuple)
-            else ()
-        )
         try:
+            images = list(batch["inputs"] if isinstance(batch, Mapping) else batch[0])
             scores, targets = read_tensors(outputs, "ReportHook")
-            images = list(images)
-        except (DataError, TypeError):
+        except (DataError, TypeError, LookupError):
             return
         if targets.ndim != 1 or len(images) != len(targets) or not all(map(_is_image, images)):
             return
@@ -102,7 +95,12 @@ def _predictions(scores: Tensor, targets: Tensor) -> tuple[list[int], list[float
     """Return the predicted classes and their probabilities; None if `scores` do not come from a classifier."""
     if scores.shape == targets.shape and not scores.is_floating_point():
         return scores.tolist(), [None] * len(targets)
-    if scores.ndim != 2 or len(scores) != len(targets) or not scores.is_floating_point():
+    if (
+        scores.ndim != 2
+        or len(scores) != len(targets)
+        or not scores.numel()
+        or not scores.is_floating_point()
+    ):
         return None
     values = scores.float()
     sums = values.sum(1)

@@ -53,5 +53,6 @@ def line_chart(title: str, curve: Curve) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}" font-family="system-ui,sans-serif" font-size="11" fill="#888">{"".join(parts)}</svg>'
+        f'aria-label="{escape(title)}" font-family="system-ui,sans-serif" font-size="11" fill="#888">'
+        f"{''.join(parts)}</svg>"
     )

@@ -46,9 +46,10 @@ def read_run(folder: Path) -> RunRecord:
     if not path.exists():
         return _record_from_logs(folder)
     try:
-        return RunRecord.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+        record = RunRecord.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, DataError) as error:
         raise DataError(f"{path} cannot be read ({error}); delete it to use the log files instead") from error
+    return record if record.source == "run" else _record_from_logs(folder)  # the run may have continued
 
 
 def _record_from_logs(folder: Path) -> RunRecord:
