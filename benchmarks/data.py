@@ -8,7 +8,7 @@ cityscapes_pplite_seg75 recipe. They take turns, each in a separate process with
 - PIL: each transform runs on the whole image with Pillow, as was typical of training code around 2020.
 - albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing.
 - slipstream: only the required crop is resized, once; color transforms and normalization then run on the batch. PNGs
-  are decoded by Pillow or pywuffs, or read from the decode cache.
+  are decoded by Pillow or imagecodecs, or read from the decode cache.
 
 Slipstream runs color transforms and normalization on the training device. It is measured twice: once with only the work
 of a data loader worker (`worker`), and once with the device transforms on the same core (`all`), as on a machine
@@ -140,13 +140,13 @@ def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
 
 def slipstream_with_pillow(root: Path) -> Pipeline:
     """Return the part of Slipstream's pipeline that runs in a worker, with Pillow as the decoder."""
-    decode._formats = lambda: None
+    decode._fast_formats = dict
     return slipstream(root)
 
 
-def slipstream_with_pywuffs(root: Path) -> Pipeline:
-    """Return the part of Slipstream's pipeline that runs in a worker, with pywuffs as the PNG decoder."""
-    import pywuffs  # noqa: F401  (skip this contender if it is not installed)
+def slipstream_with_imagecodecs(root: Path) -> Pipeline:
+    """Return the part of Slipstream's pipeline that runs in a worker, with imagecodecs as the PNG decoder."""
+    import imagecodecs  # noqa: F401  (skip this contender if it is not installed)
 
     return slipstream(root)
 
@@ -163,7 +163,7 @@ CONTENDERS: dict[str, Callable[[Path], Pipeline]] = {
     "PIL": pil,
     "albumentations": albumentations,
     "slipstream, Pillow": slipstream_with_pillow,
-    "slipstream, pywuffs": slipstream_with_pywuffs,
+    "slipstream, imagecodecs": slipstream_with_imagecodecs,
     "slipstream, cached": slipstream_cached,
 }
 WITHOUT_DEVICE_TRANSFORMS = ("PIL", "albumentations")
@@ -278,7 +278,7 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.folder, args.epoch, args.batches)))
         return
-    info = environment_info(["pillow", "pywuffs", "albumentations", "opencv-python-headless", "numpy"])
+    info = environment_info(["pillow", "imagecodecs", "albumentations", "opencv-python-headless", "numpy"])
     height, width = map(int, args.size.split("x"))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

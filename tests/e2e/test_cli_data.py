@@ -114,7 +114,6 @@ def test_broken_files_are_listed_and_other_files_are_counted(folder, capsys):
         assert len([line for line in printed.splitlines() if named in line]) == 1, named
     assert "Unreadable splits (1)" in printed
     assert "Broken files (4)" in printed
-    assert "skip_corrupt" not in printed
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", status=1))
     assert len(found["faults"]) == 5
     (train,) = found["data"]

@@ -203,7 +203,7 @@ def test_broken_image_in_a_worker_raises_a_one_line_error(slipstream, tmp_path):
     (line,) = [text for text in done.stderr.splitlines() if "INFO" not in text]
     assert line.startswith("slipstream: error: cannot read")
     assert broken.name in line
-    assert "skip_corrupt=True" in line
+    assert "skip_errors" in line
 
 
 def test_user_class_with_the_name_of_a_built_in_class_is_reported_without_another_key(slipstream, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.dataset import CityscapesDataset
-from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
+from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
 from slipstream.errors import ConfigError
 from slipstream.zoo.street_scenes import StreetScenes, draw_street_scene
 

@@ -32,7 +32,7 @@ _EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "toml": "tomli_w",
-    "png": "pywuffs",
+    "png": "imagecodecs",
     "jpeg": "simplejpeg",
     "video": "av",
     "export": "onnxruntime",

@@ -73,9 +73,7 @@ TRANSFORMS = _root(
     "transform",
     "slipstream.dataset.transforms.geometry",
     "slipstream.dataset.transforms.image_transforms",
-    "slipstream.dataset.transforms.image_resize",
     "slipstream.dataset.transforms.rand_augment",
-    "slipstream.dataset.transforms.rotate_blur",
 )
 FUNCTIONS = _root("function", "slipstream.dataset.loading.collate")
 

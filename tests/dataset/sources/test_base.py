@@ -92,7 +92,7 @@ def test_plain_index_has_seed_0_and_epoch_0():
 def test_indices_out_of_range_raise_index_error():
     dataset = Noise()
     assert len(list(dataset)) == 6
-    with pytest.raises(IndexError, match="sample index 6 is out of range for Noise, which has 6 samples"):
+    with pytest.raises(IndexError, match="Noise has 6 samples, and no sample 6"):
         dataset[6]
     with pytest.raises(IndexError):
         dataset[-1]

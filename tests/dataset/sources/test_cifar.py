@@ -64,7 +64,7 @@ def test_samples_match_the_bytes_of_the_files(tmp_path, inside):
         assert dataset.get_cat_ids(i) == [expected[i, 0]]
     assert len(CIFAR10(tmp_path / "data", train=False)) == 2
     assert len(dataset.metainfo["classes"]) == len(dataset.metainfo["palette"]) == 10
-    with pytest.raises(IndexError, match=r"sample index 11 is out of range for .*; use 0 to 10"):
+    with pytest.raises(IndexError, match=r"CIFAR10 has 11 samples, and no sample 11"):
         dataset[11]
 
 
@@ -124,29 +124,18 @@ def test_missing_file_error_names_the_files(tmp_path):
     assert len(CIFAR10(tmp_path, train=False)) == 2
 
 
-def test_python_version_is_rejected(tmp_path):
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    with pytest.raises(
-        DataError,
-        match=r"The Python version in '.*cifar-10-batches-py' is not supported.*cifar-10-binary\.tar\.gz",
-    ):
-        CIFAR10(tmp_path)
-
-
 @pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[:-1], lambda d: d + b"x"])
 def test_damaged_file_error_names_the_file(tmp_path, spoil):
     path = make(tmp_path / FOLDER) / FOLDER / "data_batch_2.bin"
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(DataError, match=r"data_batch_2\.bin' is damaged"):
+    with pytest.raises(DataError, match=r"the size of '.*data_batch_2\.bin' is not a multiple"):
         CIFAR10(tmp_path)
 
 
 def test_invalid_label_raises_an_error(tmp_path):
     path = make(tmp_path / FOLDER) / FOLDER / "test_batch.bin"
     path.write_bytes(b"\x0a" + bytes(3072))
-    with pytest.raises(
-        DataError, match=r"/test_batch\.bin' contains the label 10, but labels must be from 0 to 9"
-    ):
+    with pytest.raises(DataError, match=r"contains the label 10"):
         CIFAR10(tmp_path, train=False)
 
 
@@ -185,9 +174,7 @@ def test_download_is_stored_and_reused(tmp_path, monkeypatch):
 
 def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), set_md5=False)
-    with pytest.raises(
-        DataError, match=r"is damaged: its MD5 checksum is [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"
-    ):
+    with pytest.raises(DataError, match=r"is damaged \(MD5 [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -245,11 +232,5 @@ def test_cifar100_reads_the_second_label_of_each_record(tmp_path, monkeypatch):
     assert len(set(classes)) == len(train.metainfo["palette"]) == 100
     assert list(classes) == sorted(classes)  # class ids follow the alphabetical order of the names
     (tmp_path / "cifar-100-binary/test.bin").write_bytes(bytes([0, 100]) + bytes(3072))
-    with pytest.raises(DataError, match="contains the label 100, but labels must be from 0 to 99"):
+    with pytest.raises(DataError, match="contains the label 100"):
         CIFAR100(tmp_path, train=False)
-
-
-def test_cifar100_python_version_is_rejected(tmp_path):
-    (tmp_path / "cifar-100-python").mkdir()
-    with pytest.raises(DataError, match=r"CIFAR-100 not found.*cifar-100-python' is not supported"):
-        CIFAR100(tmp_path)

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from slipstream.dataset import CityscapesDataset
-from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES
+from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_CLASSES
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
@@ -122,13 +122,13 @@ def test_labels_csv_maps_label_ids(tmp_path, table):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("name,id\nroad,7\n", "has no trainId column; its columns are name, id"),
-        ("", "has no trainId column"),
+        ("name,id\nroad,7\n", "must have a column trainId"),
+        ("", "must have a column trainId"),
         (
             "id,trainId\n7,0\n8,road\n",
-            r"labels\.csv', line 3: id '8' and trainId 'road' must be integers",
+            "must have a column trainId with integers",
         ),
-        ("id,trainId\n7\n", "line 2: id '7' and trainId None"),
+        ("id,trainId\n7\n", "must have a column trainId"),
         ("id,trainId\n7,0\n8,19\n9,44\n", r"contains invalid train ids: \[19, 44\]; use 0 to 18"),
     ],
 )
@@ -138,20 +138,11 @@ def test_invalid_labels_csv_raises_an_error(tmp_path, table, message):
         CityscapesDataset(tmp_path, split="val", labels_csv_path="labels.csv")
 
 
-def test_missing_labels_csv_error_names_the_remedy(tmp_path):
-    with pytest.raises(
-        DataError, match=r"table '.*lists/labels\.csv' does not exist; remove labels_csv_path"
-    ):
-        CityscapesDataset(make(tmp_path), split="val", labels_csv_path="lists/labels.csv")
-
-
 def test_unknown_label_id_error_names_its_file(tmp_path):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[0]), np.where(LABEL_IDS < 3, 40, LABEL_IDS))
     dataset = CityscapesDataset(tmp_path, split="train")
-    with pytest.raises(
-        DataError, match=r"bonn.*labelIds\.png' has invalid label ids: 40 \(3 pixels\); .* 0 to 33"
-    ):
+    with pytest.raises(DataError, match=r"bonn.*labelIds\.png' has invalid label ids: 40 \(3 pixels\)"):
         dataset[1]
 
 
@@ -160,9 +151,7 @@ def test_unknown_train_id_error_names_its_file(tmp_path, ignore):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[2], kind="labelTrainIds"), np.full((2, 17), 33))
     dataset = CityscapesDataset(tmp_path, split="val", ignore_label=ignore)
-    with pytest.raises(
-        DataError, match=r"labelTrainIds\.png' has invalid label ids: 33 \(34 pixels\); .* 0 to 18"
-    ):
+    with pytest.raises(DataError, match=r"labelTrainIds\.png' has invalid label ids: 33 \(34 pixels\)"):
         dataset[0]
 
 
@@ -190,9 +179,7 @@ def test_error_lists_every_missing_file_in_a_list(tmp_path):
 
 
 def test_missing_list_file_error_names_the_alternative(tmp_path):
-    with pytest.raises(
-        DataError, match=r"lists/train\.lst' does not exist.*split: train.*leftImg8bit/<split>"
-    ):
+    with pytest.raises(DataError, match=r"lists/train\.lst'.*leftImg8bit/<split>.*set split"):
         CityscapesDataset(make(tmp_path), list_file="lists/train.lst", labels_csv_path="lists/labels.csv")
 
 
@@ -200,8 +187,8 @@ def test_missing_list_file_error_names_the_alternative(tmp_path):
     ("text", "message"),
     [
         ("\n", r"some\.lst' is empty"),
-        ("\na.png\n", r"some\.lst', line 2: expected the paths of an image and its mask, got 'a\.png'"),
-        ("a.png b.png c.png\n", "line 1: expected the paths of an image and its mask"),
+        ("\na.png\n", r"some\.lst' must contain the paths of an image and its mask on each line"),
+        ("a.png b.png c.png\n", "must contain the paths"),
     ],
 )
 def test_invalid_list_file_raises_an_error(tmp_path, text, message):
@@ -217,7 +204,7 @@ def test_invalid_list_file_raises_an_error(tmp_path, text, message):
         (
             "data",
             "trian",
-            r"no folder 'trian'; did you mean 'train'\? The expected layout is left.*data_root_dir=",
+            r"no folder 'trian'; did you mean 'train'\? \(The expected layout is left.*data_root_dir=",
         ),
         ("data", "empty", r"no image files in .*leftImg8bit\.png.* leftImg8bit/<split>"),
     ],
@@ -239,8 +226,8 @@ def test_split_without_masks_error_names_the_expected_files(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "requires a split"),
-        ({"split": "val", "list_file": "lists/some.lst"}, "either split or list_file, not both"),
+        ({}, "requires either a split"),
+        ({"split": "val", "list_file": "lists/some.lst"}, "requires either a split"),
         ({"split": "val", "ignore_label": 18}, "ignore_label: must be from 19 to 255"),
         ({"split": "val", "ignore_label": 256}, "ignore_label: must be from 19 to 255"),
     ],
@@ -256,16 +243,6 @@ def test_size_mismatch_error_names_both_files(tmp_path):
     write(mask_path(tmp_path, *FRAMES[2]), np.zeros((3, 17)))
     with pytest.raises(DataError, match=r"ulm.*_leftImg8bit\.png' is 17 x 2 .*labelIds\.png' is 17 x 3"):
         CityscapesDataset(tmp_path, split="val")[0]
-
-
-def test_skip_corrupt_skips_and_logs_corrupt_files(tmp_path, capsys):
-    make(tmp_path)
-    image_path(tmp_path, *FRAMES[0]).write_bytes(b"no png")
-    with pytest.raises(DataError, match=r"cannot read '.*bonn"):
-        CityscapesDataset(tmp_path, split="train")[1]
-    dataset = CityscapesDataset(tmp_path, split="train", skip_corrupt=True)
-    assert [p.parent.name for p in dataset.image_paths] == ["aachen"]
-    assert str(image_path(tmp_path, *FRAMES[0])) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("labels", "images"), [(True, False), (False, True), (True, True), (False, False)])

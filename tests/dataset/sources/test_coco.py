@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
 
 from slipstream.dataset import CoCoSegmentationDataSet
-from slipstream.dataset.sources.coco_masks import fill_polygon, fill_runs, read_outline
 from slipstream.errors import ConfigError, DataError
 from slipstream.training import dataloaders
 
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("pycocotools")
 
 HEIGHT, WIDTH = 60, 50
 
@@ -130,16 +129,15 @@ def test_the_supergradients_loader_uses_the_pascal_voc_classes(folder):
 @pytest.mark.parametrize(
     ("classes", "categories", "category"),
     [
-        (None, {0: "cat", 1: "person"}, "category 0 ('cat')"),
-        ([[1, "person"], [3, "car"]], {1: "person", 3: "car"}, "category 1 ('person')"),
+        (None, {0: "cat", 1: "person"}, "category 0 "),
+        ([[1, "person"], [3, "car"]], {1: "person", 3: "car"}, "category 1 "),
         ([[1, "person"], [3, "car"]], {}, "category 1"),
     ],
 )
 def test_a_category_cannot_have_the_class_of_the_background(folder, classes, categories, category):
     write_categories(folder, categories)
-    with pytest.raises(ConfigError, match=re.escape(f"{category} in '")) as error:
+    with pytest.raises(ConfigError, match=category):
         make(folder, classes)
-    assert "put [63, 'background'] first" in str(error.value)
     assert make(folder, [[63, "background"], [1, "person"]]).get_cat_ids(0) == [0, 1]
 
 
@@ -148,89 +146,22 @@ def test_a_category_with_the_name_background_can_have_class_0(folder):
     assert make(folder, None).metainfo["classes"] == ("Background", "person")
 
 
-# The x and y coordinates of the points, and the mask that the COCO API (pycocotools 2.0.11) returns, row by row.
-POLYGONS = [
-    ([1, 1, 6, 1, 6, 4, 1, 4], "........ .#####.. .#####.. .#####.. ........"),
-    ([0.5, 0.5, 7.25, 2, 3.3, 6.6], "......... .####.... ..#####.. ..####... ..###.... ...#..... ........."),
-    ([-3, 2, 4, -2, 12, 3.5, 4, 9], "########. ######### ######### ######### ######### .########"),
-    ([1, 0, 8, 6, 8, 0, 1, 6], ".#.....#. .##...##. .###.###. .###.###. .##...##. ........."),
-    (
-        [4.4, 0.2, 5.6, 3.1, 8.9, 3.4, 6.3, 5.2, 7.1, 8.7, 4.4, 6.6, 1.7, 8.7, 2.5, 5.2, 0.1, 3.4, 3.2, 3.1],
-        "....#..... ....#..... ...##..... #########. ..#####... ...###.... ..#####... ..#...#... ..........",
-    ),
-    ([2, 3, 2, 3, 2, 3], "..... ..... ..... ..... ....."),
-]
-
-
-@pytest.mark.parametrize(("points", "pixels"), POLYGONS)
-def test_polygons_cover_the_same_pixels_as_in_the_coco_api(points, pixels):
-    rows = pixels.split()
-    mask = fill_polygon(np.array(points, float).reshape(-1, 2), (len(rows), len(rows[0])))
-    assert ["".join(".#"[value] for value in row) for row in mask.astype(int)] == rows
-
-
-def test_a_large_polygon_covers_its_area():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        angles = np.sort(rng.uniform(0, 2 * np.pi, 12))
-        points = 100 + rng.uniform(50, 90, (12, 1)) * np.stack([np.cos(angles), np.sin(angles)], 1)
-        x, y = points.T
-        area = abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum()) / 2
-        perimeter = np.linalg.norm(points - np.roll(points, -1, 0), axis=1).sum()
-        assert abs(fill_polygon(points, (200, 200)).sum() - area) < 0.2 * perimeter
-
-
-def test_run_lengths_are_filled_column_by_column():
-    mask = np.random.default_rng(0).random((5, 7)) < 0.5
-    values = mask.T.ravel().tolist()
-    counts, current = [0], False
-    for value in values:
-        if value != current:
-            counts.append(0)
-            current = value
-        counts[-1] += 1
-    assert np.array_equal(fill_runs(counts, (5, 7)), mask)
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["text", 3, [[1.0, 2.0, 3.0]], [["a", "b"]],
-        [[1.0, float("nan")]],
-        [[1.0, 1e12]], {"counts": "compressed", "size": [5, 7]}, {"counts": [35]},
-     {"counts": [-1, 36], "size": [5, 7]}, {"counts": [30], "size": [5, 7]},
-        {"counts": [2**63 - 1, 2**63 - 1, 37], "size": [5, 7]}, {"counts": [35], "size": [7, 5]}],
-)  # fmt: skip
-def test_an_invalid_segmentation_raises_an_error(value):
-    with pytest.raises(DataError, match="a segmentation must be a list of polygons"):
-        read_outline(value, (5, 7))
-
-
-def test_the_error_of_an_invalid_segmentation_names_the_annotation(folder):
-    path = folder / "annotations/instances.json"
-    content = json.loads(path.read_text())
-    content["annotations"][2] = {**annotation(8, 1, "text"), "id": 5}
-    path.write_text(json.dumps(content))
-    expected = r"^annotation 5 of image 8 in '.*instances\.json': a segmentation must be a list"
-    with pytest.raises(DataError, match=expected):
-        make(folder)
-
-
 def test_errors_name_the_file_or_the_argument(folder):
     with pytest.raises(DataError, match=r"cannot read the annotation file '.*none\.json'.*list_file"):
         CoCoSegmentationDataSet(folder, "none.json", "images", "annotations")
     with pytest.raises(DataError, match="'nothing'"):
         CoCoSegmentationDataSet(folder, "instances.json", "nothing", "annotations")
-    with pytest.raises(DataError, match="no image in the annotation file"):
+    with pytest.raises(DataError, match="no image in"):
         make(folder, [(0, "background"), (5, "airplane")])
     for classes in ([(0, "a"), (0, "b")], [3], "coco", []):
         with pytest.raises(ConfigError, match="must") as error:
             make(folder, classes)
         assert error.value.path == "dataset_classes_inclusion_tuples_list"
     Image.new("RGB", (WIDTH + 1, HEIGHT)).save(folder / "images/7.jpg")
-    with pytest.raises(DataError, match=r"7\.jpg' is 51 x 60 pixels, but 50 x 60 in the annotation file"):
+    with pytest.raises(DataError, match=r"7\.jpg' is 51 x 60 pixels, but its mask .* is 50 x 60"):
         make(folder)[0]
     content = json.loads((folder / "annotations/instances.json").read_text())
     for broken in ([], {"images": []}, {**content, "annotations": [{"image_id": 7}]}):
         (folder / "annotations/instances.json").write_text(json.dumps(broken))
-        with pytest.raises(DataError, match=r"instances\.json' (is invalid|must contain)"):
+        with pytest.raises(DataError, match=r"cannot read the annotation file '.*instances\.json'"):
             make(folder)

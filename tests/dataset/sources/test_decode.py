@@ -1,4 +1,4 @@
-"""Tests of image decoding. Pixels and errors must be the same with pywuffs, if it is installed, as with Pillow."""
+"""Tests of image decoding. Pixels and errors must be the same with imagecodecs as with Pillow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from slipstream.dataset.sources import decode
-from slipstream.dataset.sources.decode import check_readable, read_image, read_mask
+from slipstream.dataset.sources.decode import read_image, read_mask
 from slipstream.errors import DataError
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -57,7 +57,7 @@ def outcome(read, path):
 
 def by_pillow(read, path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_decode_plain_png", lambda *_: None)
+        patch.setattr(decode, "_decode_fast", lambda *_: None)
         return outcome(read, path)
 
 
@@ -86,12 +86,11 @@ def test_plain_pngs_are_decoded_to_their_pixels(file, width, height, color, filt
 
 
 @pytest.mark.parametrize("color", [GRAY, RGB])
-def test_pywuffs_decodes_plain_pngs(file, color, monkeypatch):
-    pytest.importorskip("pywuffs")
+def test_imagecodecs_decodes_plain_pngs(file, color, monkeypatch):
+    pytest.importorskip("imagecodecs")
     file.write_bytes(png(noise(9, 7, CHANNELS[color])))
-    monkeypatch.setattr(Image, "open", None)
+    monkeypatch.setattr(decode, "_decode_with_pillow", None)
     (read_image if color == RGB else read_mask)(file)
-    check_readable(file)
 
 
 @pytest.mark.parametrize("read", [read_image, read_mask])
@@ -120,10 +119,9 @@ def damaged(data, draw):
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
-def test_damaged_files_have_the_same_result_with_and_without_pywuffs(file, data):
-    """By default, pywuffs ignores checksums and returns the pixels of a damaged file."""
-    pytest.importorskip("pywuffs")
+@settings(max_examples=200, deadline=None)
+def test_damaged_files_have_the_same_result_as_with_pillow(file, data):
+    pytest.importorskip("imagecodecs")
     color = data.draw(st.sampled_from([GRAY, RGB]))
     pixels = noise(data.draw(SIDES), data.draw(SIDES), CHANNELS[color])
     file.write_bytes(damaged(png(pixels, data.draw(FILTERS)), data.draw))
@@ -168,14 +166,7 @@ def test_pgm_masks_require_a_maximum_of_255(tmp_path, kind):
         read_mask(tmp_path / "mask.pgm")
 
 
-@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
-def test_decompression_bombs_raise_an_error_before_decoding(file, read):
-    file.write_bytes(png(noise(9, 7, 1 if read is read_mask else 3), size=(60_000, 60_000)))
-    with pytest.raises(DataError, match=r"cannot read '.*picture\.png': .*decompression bomb"):
-        read(file)
-
-
-@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
+@pytest.mark.parametrize("read", [read_image, read_mask])
 def test_unreadable_file_error_names_the_file(tmp_path, read):
     with pytest.raises(DataError, match=r"cannot read '.*none\.png': .*No such file"):
         read(tmp_path / "none.png")
@@ -188,16 +179,6 @@ def test_unreadable_file_error_names_the_file(tmp_path, read):
         read(tmp_path / "half.png")
 
 
-def test_pillow_reads_all_files_without_pywuffs(file, monkeypatch):
-    monkeypatch.setattr(decode, "_formats", lambda: None)
-    pixels = noise(9, 7, 3)
-    file.write_bytes(png(pixels, filters=(4,)))
-    np.testing.assert_array_equal(read_image(file), pixels)
-    check_readable(file)
-    with pytest.raises(DataError, match="has mode RGB; its pixels must be class ids"):
-        read_mask(file)
-
-
 BOMBS = {
     "png": png(np.zeros((1, 1, 3), np.uint8), size=(60_000, 60_000)),
     "bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0),
@@ -206,7 +187,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("kind", BOMBS)
-@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
+@pytest.mark.parametrize("read", [read_image, read_mask])
 def test_small_files_that_describe_huge_images_are_rejected(tmp_path, kind, read):
     path = tmp_path / f"bomb.{kind}"
     path.write_bytes(BOMBS[kind])
@@ -219,9 +200,8 @@ def test_the_pixel_limit_is_configurable(tmp_path):
     path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
     assert read_image(path, 600).shape == (20, 30, 3)
     message = r"x\.png' has 30 x 20 pixels, more than max_pixels=599; resize it, or raise max_pixels"
-    for read in (read_image, check_readable):
-        with pytest.raises(DataError, match=message):
-            read(path, 599)
+    with pytest.raises(DataError, match=message):
+        read_image(path, 599)
 
 
 def test_a_limit_above_pillows_limit_is_applied(tmp_path, monkeypatch):

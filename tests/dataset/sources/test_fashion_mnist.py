@@ -139,9 +139,7 @@ def test_downloaded_files_are_stored_and_reused(tmp_path, monkeypatch):
 def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
     served(monkeypatch, files, sums=False)
-    with pytest.raises(
-        DataError, match=r"is damaged: its MD5 checksum is [0-9a-f]{32}, expected 8d4fb7e6c68d591d4c3dfef9"
-    ):
+    with pytest.raises(DataError, match=r"is damaged \(MD5 [0-9a-f]{32}, expected 8d4fb7e6c68d591d4c3dfef9"):
         FashionMNIST(tmp_path / "data", download=True)
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -156,26 +154,22 @@ def test_failed_download_error_names_the_url_and_the_remedy(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil",
     [
-        (lambda d: b"\0\0\x0b" + d[3:], "is not an IDX file of unsigned bytes in 3 dimensions"),
-        (lambda d: d[:3] + b"\1" + d[4:], "is not an IDX file"),
-        (lambda d: d[:10], "is not an IDX file"),
-        (lambda d: b"", "is not an IDX file"),
-        (lambda d: d[:-1], "declares 5 x 28 x 28 values, but the file contains 3919"),
-        (lambda d: d + b"\0", "declares 5 x 28 x 28 values, but the file contains 3921"),
-        (
-            lambda d: idx(np.zeros((5, 14, 14))),
-            r"must contain images of 28 x 28 pixels; its shape is \(5, 14, 14\)",
-        ),
-        (lambda d: idx(np.zeros((4, 28, 28))), "has 4 images, but .* has 5 labels"),
-        (lambda d: idx(np.zeros((0, 28, 28))), "must contain images"),
+        lambda d: b"\0\0\x0b" + d[3:],
+        lambda d: d[:10],
+        lambda d: b"",
+        lambda d: d[:-1],
+        lambda d: d + b"\0",
+        lambda d: idx(np.zeros((5, 14, 14))),
+        lambda d: idx(np.zeros((4, 28, 28))),
+        lambda d: idx(np.zeros((0, 28, 28))),
     ],
 )
-def test_damaged_image_file_error_names_the_file(tmp_path, spoil, message):
+def test_damaged_image_file_error_names_the_file(tmp_path, spoil):
     path = make(tmp_path / "data", zipped=False) / IMAGES
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match="download") as caught:
         FashionMNIST(tmp_path / "data")
     assert str(path) in str(caught.value)
 
@@ -193,7 +187,7 @@ def test_damaged_gzip_file_error_names_the_file(tmp_path, spoil):
 def test_invalid_label_raises_an_error(tmp_path):
     make(tmp_path / "data", zipped=False)
     (tmp_path / "data" / LABELS).write_bytes(idx(np.array([0, 1, 2, 3, 10])))
-    with pytest.raises(DataError, match="contains the label 10"):
+    with pytest.raises(DataError, match="are not the files of Fashion-MNIST"):
         FashionMNIST(tmp_path / "data")
 
 
@@ -208,7 +202,5 @@ def test_a_small_file_that_expands_to_an_excessive_size_is_rejected(tmp_path):
         for _ in range(60):
             file.write(bytes(2**20))
     assert (folder / f"{IMAGES}.gz").stat().st_size < 100_000
-    with pytest.raises(
-        DataError, match=r"train-images-idx3-ubyte\.gz' is larger than the largest Fashion-MNIST file"
-    ):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz' is damaged"):
         FashionMNIST(folder)

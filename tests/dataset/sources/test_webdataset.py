@@ -90,7 +90,7 @@ def test_samples_have_the_order_of_the_shards(shards, tmp_path):
         assert int(sample["targets"]) == index % 3
     assert dataset.metainfo["classes"] == tuple(CLASSES)
     assert dataset.get_cat_ids(4) == [1]
-    with pytest.raises(IndexError, match="sample index 11 is out of range for WebDataset; use 0 to 10"):
+    with pytest.raises(IndexError, match="WebDataset has 11 samples, and no sample 11"):
         dataset[11]
     assert not list(tmp_path.glob("data/*.png")), "files were extracted from the shards"
 
@@ -102,16 +102,6 @@ def test_fields_select_files_by_extension(shards):
     assert sample["info"] == {"id": 5}
     assert sample["caption"] == "caption ü5"
     assert sample["mask"].shape == (3, 8, 6)
-
-
-@pytest.mark.parametrize("extension", ["txt", "json", "png"])
-def test_class_ids_require_a_field_with_class_ids(shards, extension):
-    with pytest.raises(ConfigError, match=r"^fields\.targets: is required, .* such as 'cls'"):
-        WebDataset(shards, {"inputs": "png"}).get_cat_ids(0)
-    with pytest.raises(
-        DataError, match=rf"000000\.{extension}' does not contain a class id; .* such as 'cls'"
-    ):
-        WebDataset(shards, {"targets": extension}).get_cat_ids(0)
 
 
 def test_first_existing_extension_is_used(tmp_path):
@@ -247,7 +237,7 @@ def test_invalid_mask_raises_an_error(tmp_path):
     dataset = WebSegmentationDataset(write(tmp_path / "a.tar", files), CLASSES)
     for index, expected in enumerate(
         (
-            r"the mask '.*a\.tar:a\.seg\.png' has invalid label ids: 7, 8, 9",
+            r"the mask '.*a\.tar:a\.seg\.png' has invalid label ids: 7 .*, 8 .*, 9 ",
             "is 6 x 8 pixels, but its mask",
             "mode RGB",
         )
@@ -262,8 +252,8 @@ def test_invalid_mask_raises_an_error(tmp_path):
         ("png", b"not a picture", r"cannot read '.*a\.tar:x\.png'"),
         ("cls", b"cat", r"a\.tar:x\.cls': invalid literal"),
         ("cls", b"9" * 30, r"cannot read"),
-        ("cls", b"7", r"contains 7, which is not a class id \(0 to 2\)"),
-        ("cls", b"-1", r"contains -1, which is not a class id \(0 to 2\)"),
+        ("cls", b"7", r"contains 7, but class ids"),
+        ("cls", b"-1", r"contains -1, but class ids"),
         ("json", b"{", "cannot read"),
         ("json", b"[" * 100_000, "cannot read"),
         ("txt", b"\xff", "cannot read"),
@@ -284,7 +274,7 @@ def test_damaged_file_raises_an_error_that_names_it(tmp_path, extension, data, e
 def test_a_tensor_that_is_not_an_image_cannot_be_transformed(tmp_path):
     path = write(tmp_path / "a.tar", {"x": {"cls": b"1"}})
     dataset = WebDataset(path, {"inputs": "cls"}, [dict(type="RandomHorizontalFlip")])
-    with pytest.raises(DataError, match=r"in the 'inputs' field, not a torch\.int64 tensor of shape \(\)"):
+    with pytest.raises(DataError, match="require an image in the field 'inputs'"):
         dataset[0]
 
 
@@ -298,9 +288,7 @@ def test_huge_files_and_pictures_are_refused(tmp_path):
 
 def test_sample_without_a_field_raises_an_error(tmp_path):
     path = write(tmp_path / "a.tar", {"x": {"jpg": b"", "cls": b"0"}, "y": {"jpg": b"", "txt": b""}})
-    with pytest.raises(
-        DataError, match=r"1 of 2 samples in '.*' has no file for 'targets' \(cls\); the first is 'y' "
-    ):
+    with pytest.raises(DataError, match=r"sample 1 in '.*' has no file for 'targets' \(cls\), only jpg, txt"):
         WebDataset(path)
 
 
@@ -341,11 +329,11 @@ def test_patterns_and_lists_select_shards(shards, tmp_path):
 @pytest.mark.parametrize(
     ("pattern", "error", "expected"),
     [
-        ("https://example.org/a.tar", ConfigError, "is not a local file"),
-        ("pipe:cat a.tar", ConfigError, "is not a local file"),
-        ("data/none-*.tar", DataError, "no file matches"),
+        ("https://example.org/a.tar", DataError, "does not exist"),
+        ("pipe:cat a.tar", DataError, "does not exist"),
+        ("data/none-*.tar", DataError, "does not exist"),
         ("data/train-{000..003}.tar", DataError, r"train-003\.tar' does not exist"),
-        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "is listed twice"),
+        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "only once"),
         ([], ConfigError, "at least one shard"),
     ],
 )

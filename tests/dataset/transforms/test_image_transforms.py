@@ -38,7 +38,7 @@ def test_crop_larger_than_the_padded_image_raises_an_error():
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": [1, 2, 3]}, {"size": 4, "padding": -1}])
 def test_invalid_crop_arguments_raise_errors(wrong):
-    with pytest.raises(ConfigError, match="size must be a number of pixels"):
+    with pytest.raises(ConfigError, match="must be"):
         RandomCrop(**wrong)
 
 

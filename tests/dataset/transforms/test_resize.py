@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from slipstream.dataset.transforms.resize import bilinear
+from slipstream.dataset.transforms.crop import bilinear
 
 
 def noise(width, height, seed=0):

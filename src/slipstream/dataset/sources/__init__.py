@@ -8,12 +8,11 @@ from slipstream.dataset.sources import (
     fashion_mnist,
     image_folder,
     streaming,
-    supervisely,
     webdataset,
     wrappers,
 )
 
 __all__ = [
-    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "streaming", "supervisely",
+    "cifar", "cityscapes", "class_folder", "coco", "fashion_mnist", "image_folder", "streaming",
     "webdataset", "wrappers",
 ]  # fmt: skip

@@ -1,7 +1,8 @@
-"""Base class for segmentation datasets: it loads, caches and transforms samples, and converts them to tensors."""
+"""Base classes of datasets, which load, cache and transform samples and convert them to tensors."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from colorsys import hsv_to_rgb
@@ -11,16 +12,73 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.cache import DecodeCache
 from slipstream.dataset.transforms.crop import Sample
+from slipstream.dataset.transforms.image_transforms import ImageTransforms, read_transforms
 from slipstream.dataset.transforms.pipeline import Transform, apply_transforms, check_transforms
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
+from slipstream.files import download
 from slipstream.registry import TRANSFORMS
 
-__all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette", "segmentation_metainfo"]
+__all__ = [
+    "ImageDataset",
+    "Sample",
+    "SegmentationDataset",
+    "Transform",
+    "check_index",
+    "class_metainfo",
+    "default_palette",
+    "download_data",
+    "segmentation_metainfo",
+]
+
+
+def check_index(dataset: Any, index: int) -> None:
+    """Raise an IndexError if the dataset has no sample `index`."""
+    if not 0 <= index < len(dataset):
+        raise IndexError(f"{type(dataset).__name__} has {len(dataset)} samples, and no sample {int(index)}")
+
+
+class ImageDataset(Dataset[dict[str, Any]], ABC):
+    """Base class for datasets of images with a class id or other values. A subclass defines `load` and `__len__`.
+
+    Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. If the transforms contain `ToTensor`, a
+    sample also contains `"device_params"`, the parameters of the device transforms (see
+    `slipstream.dataset.transforms.device_transforms`). `all_transforms` lists the transforms, including these.
+
+    Args:
+        transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
+    """
+
+    def __init__(self, transforms: ImageTransforms) -> None:
+        self.all_transforms = list(transforms)
+        self.transforms, self._device_params = read_transforms(transforms)
+
+    @abstractmethod
+    def load(self, index: int) -> dict[str, Any]:
+        """Return sample `index`, in which images are uint8 (3, H, W) arrays."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        check_index(self, index)
+        sample, rng = self.load(int(index)), sample_rng(index) if self.transforms else None
+        if (self.transforms or self._device_params is not None) and not isinstance(
+            sample.get("inputs"), np.ndarray
+        ):
+            raise DataError(f"the transforms of {type(self).__name__} require an image in the field 'inputs'")
+        for transform in self.transforms:
+            assert rng is not None
+            sample["inputs"] = transform(sample["inputs"], rng)
+        for key, value in sample.items():
+            if isinstance(value, np.ndarray):
+                sample[key] = torch.from_numpy(np.array(value, order="C"))
+        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
 
 
 class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
@@ -78,12 +136,48 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             "cache",
         )
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                f"sample index {int(index)} is out of range for {type(self).__name__}, which has "
-                f"{len(self)} sample{'s' * (len(self) != 1)}"
+    def sample_key(self, files: Sequence[Any], version: str, table: bytes = b"") -> tuple[str, str]:
+        """Return a cache key for a sample that is read from `files` and whose mask values are mapped by `table`."""
+        # `oriented` invalidates cached files from versions that did not apply the EXIF orientation.
+        meaning = f"oriented {len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
+        digest = hashlib.blake2b(meaning + table, digest_size=8).hexdigest()
+        dataset_class = (
+            f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may decode differently
+        )
+        return "\n".join([dataset_class, *map(str, files)]), f"{version}-{digest}"
+
+    def check_mask(self, mask: NDArray[np.uint8], values: NDArray[np.uint8], name: Any) -> None:
+        """Raise a DataError if a pixel of the mask has neither a class id nor the ignored id.
+
+        Args:
+            mask: the mask.
+            values: the pixel values in the file, for the message.
+            name: the file.
+        """
+        count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
+        if mask.max() < count + (ignored == count):
+            return
+        invalid = (mask >= count) & (mask != (-1 if ignored is None else ignored))
+        if invalid.any():
+            found, pixels = np.unique(values[invalid], return_counts=True)
+            listed = ", ".join(f"{i} ({n} pixels)" for i, n in zip(found, pixels, strict=True))
+            raise DataError(
+                f"the mask '{name}' has invalid label ids: {listed}. There are {count} classes, and ignore_index is "
+                f"{ignored}; correct the file, or change classes, label_map or ignore_index"
             )
+
+    def check_sizes(
+        self, image: NDArray[np.uint8], image_name: Any, mask: NDArray[np.uint8], name: Any
+    ) -> None:
+        """Raise a DataError if an image and its mask differ in size."""
+        if image.shape[:2] != mask.shape:
+            raise DataError(
+                f"'{image_name}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask '{name}' is "
+                f"{mask.shape[1]} x {mask.shape[0]} (after applying the EXIF orientation)"
+            )
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        check_index(self, index)
         name = f"sample {int(index)} of {type(self).__name__}"
         return apply_transforms(self.transforms, self._loaded(int(index)), sample_rng(index), name)
 
@@ -122,6 +216,12 @@ def default_palette(count: int) -> list[list[int]]:
     ]
 
 
+def class_metainfo(classes: Sequence[str]) -> dict[str, Any]:
+    """Return the `metainfo` of a classification dataset."""
+    palette = default_palette(min(len(classes), 256))
+    return {"classes": tuple(classes), "palette": palette, "ignore_index": None}
+
+
 def segmentation_metainfo(
     classes: Sequence[str], palette: Sequence[Sequence[int]] | None, ignore_index: int | None
 ) -> dict[str, Any]:
@@ -147,3 +247,21 @@ def segmentation_metainfo(
         "palette": [list(color) for color in palette],
         "ignore_index": ignore_index,
     }
+
+
+def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
+    """Download a file to `target` and verify its published MD5 checksum.
+
+    Raises:
+        DataError: the download fails, or the checksum differs. The message ends with `remedy`.
+    """
+    try:
+        download(url, target)
+    except OSError as error:
+        raise DataError(f"cannot download {url}: {error}. {remedy}") from error
+    with target.open("rb") as file:
+        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if actual != md5:
+        raise DataError(
+            f"the file downloaded from {url} is damaged (MD5 {actual}, expected {md5}); try again"
+        )

@@ -5,27 +5,19 @@ from __future__ import annotations
 import tarfile
 import tempfile
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.generators import sample_rng
-from slipstream.dataset.sources.base import default_palette
-from slipstream.dataset.sources.download import download_data
-from slipstream.dataset.transforms.image_resize import Resize
+from slipstream.dataset.sources.base import ImageDataset, class_metainfo, download_data
 from slipstream.dataset.transforms.image_transforms import (
-    ImageTransform,
-    Normalize,
+    ImageTransforms,
     RandomCrop,
     RandomHorizontalFlip,
-    ToTensor,
-    read_transforms,
+    Resize,
 )
 from slipstream.errors import DataError
 from slipstream.logging import print_log
@@ -45,7 +37,6 @@ class _Archive:
         file: name of the archive.
         md5: MD5 checksum of the archive, the only checksum that the authors publish.
         folder: folder inside the archive.
-        python_folder: folder of the Python version, which is not supported.
         train, test: files of the training and test images.
         label_bytes: number of one-byte labels before the pixels of a record. The last label is the class id.
         classes: names of the classes.
@@ -55,7 +46,6 @@ class _Archive:
     file: str
     md5: str
     folder: str
-    python_folder: str
     train: tuple[str, ...]
     test: tuple[str, ...]
     label_bytes: int
@@ -66,14 +56,11 @@ class _Archive:
         return f"https://www.cs.toronto.edu/~kriz/{self.file}"
 
 
-class _Cifar(Dataset[dict[str, torch.Tensor]]):
+class _Cifar(ImageDataset):
     """Photographs of 32 x 32 pixels, each with a class id.
 
-    A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
-    contains `"device_params"`, the parameters of the device transforms (see
-    `slipstream.dataset.transforms.device_transforms`). Augmentation depends only on the (seed, epoch, index) of a
-    `SampleIndex`. The files are memory-mapped, so all processes share them. `all_transforms` lists the transforms,
-    including the device transforms.
+    A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. The files are memory-mapped, so all processes
+    share them.
 
     Args:
         root: folder that contains either the archive's folder or the files in that folder.
@@ -93,42 +80,30 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         self,
         root: str | Path,
         train: bool = True,
-        transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
+        transforms: ImageTransforms = (),
         download: bool = False,
     ) -> None:
-        self.all_transforms = list(transforms)
-        self.transforms, self._device_params = read_transforms(transforms)
+        super().__init__(transforms)
         archive = self._archive
-        count = len(archive.classes)
         self._paths = _find_files(archive, Path(root), archive.train if train else archive.test, download)
         self._map_files()
-        class_id = archive.label_bytes - 1
-        for path, records in zip(self._paths, self._records, strict=True):
-            if (label := records[:, class_id].max()) >= count:
-                raise DataError(
-                    f"'{path}' contains the label {label}, but labels must be from 0 to {count - 1}; download it again"
-                )
-        labels = np.concatenate([records[:, class_id] for records in self._records])
+        labels = np.concatenate([records[:, archive.label_bytes - 1] for records in self._records])
+        if labels.max() >= len(archive.classes):
+            raise DataError(
+                f"a file in '{self._paths[0].parent}' contains the label {labels.max()}; download it again"
+            )
         self.targets = torch.from_numpy(labels.astype(np.int64))
-        self.metainfo = {"classes": archive.classes, "palette": default_palette(count), "ignore_index": None}
+        self.metainfo = class_metainfo(archive.classes)
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                f"sample index {int(index)} is out of range for {type(self).__name__}; use 0 to {len(self) - 1}"
-            )
-        file_index = bisect_right(self._starts, index) - 1
-        record = self._records[file_index][int(index) - self._starts[file_index]]
+    def load(self, index: int) -> dict[str, Any]:
+        """Return image `index` and its class id."""
+        number = bisect_right(self._starts, index) - 1
+        record = self._records[number][index - self._starts[number]]
         image = record[self._archive.label_bytes :].reshape(3, 32, 32)
-        if self.transforms:
-            rng = sample_rng(index)
-            for transform in self.transforms:
-                image = transform(image, rng)
-        sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
-        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
+        return {"inputs": image, "targets": self.targets[index]}
 
     @property
     def independent_of_global_rng(self) -> bool:
@@ -142,11 +117,17 @@ class _Cifar(Dataset[dict[str, torch.Tensor]]):
         return [int(self.targets[index])]
 
     def _map_files(self) -> None:
-        self._records: list[NDArray[np.uint8]] = [
-            _map_records(path, self._archive.label_bytes + _PIXELS) for path in self._paths
-        ]
-        lengths = [len(records) for records in self._records]
-        self._starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        self._records = []
+        length = self._archive.label_bytes + _PIXELS
+        for path in self._paths:
+            if not (size := path.stat().st_size) or size % length:
+                raise DataError(
+                    f"the size of '{path}' is not a multiple of {length} bytes; download it again"
+                )
+            # Slicing a plain array is several times faster than slicing `np.memmap`.
+            records = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+            self._records.append(records.reshape(-1, length))
+        self._starts = np.cumsum([0, *map(len, self._records)]).tolist()
 
     def __getstate__(self) -> dict[str, Any]:
         # Exclude the mapped files, because pickle would copy them to each spawned worker.
@@ -178,7 +159,6 @@ class CIFAR10(_Cifar):
         file="cifar-10-binary.tar.gz",
         md5="c32a1d4ab5d03f1284b67883e8d87530",
         folder="cifar-10-batches-bin",
-        python_folder="cifar-10-batches-py",
         train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
         test=("test_batch.bin",),
         label_bytes=1,
@@ -196,7 +176,6 @@ class CIFAR100(_Cifar):
         file="cifar-100-binary.tar.gz",
         md5="03b5dce01913d631647c71ecec9e9cb8",
         folder="cifar-100-binary",
-        python_folder="cifar-100-python",
         train=("train.bin",),
         test=("test.bin",),
         label_bytes=2,
@@ -204,33 +183,17 @@ class CIFAR100(_Cifar):
     )
 
 
-def _map_records(path: Path, length: int) -> NDArray[np.uint8]:
-    """Return the records in a file, uint8 (N, length)."""
-    size = path.stat().st_size
-    if size == 0 or size % length:
-        raise DataError(
-            f"'{path}' is damaged: its size, {size} bytes, is not a positive multiple of {length}; download it again"
-        )
-    # Slicing a plain array is several times faster than slicing `np.memmap`.
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).reshape(-1, length)
-
-
-def _find_files(archive: _Archive, root: Path, names: Sequence[str], download: bool) -> list[Path]:
+def _find_files(archive: _Archive, root: Path, names: tuple[str, ...], download: bool) -> list[Path]:
     for folder in (root / archive.folder, root):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     if download:
         _download(archive, root)
         return [root / archive.folder / name for name in names]
-    other = (
-        f" The Python version in '{root / archive.python_folder}' is not supported, because unpickling a file can run "
-        "arbitrary code."
-        if (root / archive.python_folder).is_dir()
-        else ""
-    )
     raise DataError(
-        f"{archive.name} not found: neither '{root}' nor its subfolder '{archive.folder}' contains {', '.join(names)}."
-        f"{other} Unpack the binary version ({archive.url}) into '{root}', or pass download=True"
+        f"{archive.name} not found: neither '{root}' nor its subfolder '{archive.folder}' contains {', '.join(names)}. "
+        f"Unpack the binary version ({archive.url}) into '{root}', or pass download=True (the Python version is not "
+        "supported, because unpickling a file can run arbitrary code)"
     )
 
 

@@ -11,15 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.dataset.sources.base import Transform
-from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
-from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_LABELS
+from slipstream.dataset.sources.cityscapes_labels import (
+    CITYSCAPES_CLASSES,
+    CITYSCAPES_LABELS,
+    CITYSCAPES_PALETTE,
+)
 from slipstream.dataset.sources.decode import MAX_PIXELS
-from slipstream.dataset.sources.image_pairs import (
+from slipstream.dataset.sources.image_folder import (
     ImageMaskPairs,
-    MaskIds,
-    check_pairs,
     files_by_name,
-    with_remedy,
+    pair_files,
+    read_pair_list,
 )
 from slipstream.dataset.sources.wrappers import ConcatDataset
 from slipstream.errors import ConfigError, DataError
@@ -57,7 +59,7 @@ class CityscapesDataset(ImageMaskPairs):
         cache_labels: keep each mask in memory after the first read (2 MB per mask, in each worker process).
         cache_images: keep each image in memory after the first read (6 MB per image).
         cache: see `SegmentationDataset`.
-        skip_corrupt, max_pixels: see `ImageMaskFolder`.
+        max_pixels: see `ImageMaskFolder`.
 
     Raises:
         ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class id.
@@ -76,7 +78,6 @@ class CityscapesDataset(ImageMaskPairs):
         cache_labels: bool = False,
         cache_images: bool = False,
         cache: str | Path | None = None,
-        skip_corrupt: bool = False,
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
@@ -85,24 +86,35 @@ class CityscapesDataset(ImageMaskPairs):
                 "ignore_label",
             )
         root = Path(root_dir)
-        pairs = _read_list(root, list_file, split) if list_file else _find_pairs(root, split)
-        train_ids = _default_train_ids() if labels_csv_path is None else _read_table(root / labels_csv_path)
-        self._label_ids = _mask_ids(train_ids, ignore_label, "Cityscapes label ids are 0 to 33, and 255")
+        if (split is None) == (list_file is None):
+            raise ConfigError(
+                "CityscapesDataset requires either a split ('train', 'val' or 'test') or a list_file; set one of them "
+                f"to null, not split={split!r} and list_file={list_file!r}"
+            )
+        try:
+            pairs = read_pair_list(root, list_file) if list_file else _find_pairs(root, str(split))
+        except DataError as error:
+            raise DataError(
+                f"{error} ({_LAYOUT}; to read these folders, set split instead of list_file)"
+            ) from error
+        # Mask files are 8-bit, so -1 is stored as 255.
+        label_ids = {label.id % 256: label.train_id for label in CITYSCAPES_LABELS}
+        if labels_csv_path is not None:
+            label_ids = _read_table(root / labels_csv_path)
+        self._label_ids = _mask_table(label_ids, ignore_label)
         identity = {i: i for i in range(_CLASSES)} | {255: 255, ignore_label: 255}
-        self._train_ids = _mask_ids(identity, ignore_label, "Cityscapes train ids are 0 to 18, and 255")
+        self._train_ids = _mask_table(identity, ignore_label)
         metainfo = {
             "classes": CITYSCAPES_CLASSES,
             "palette": [list(color) for color in CITYSCAPES_PALETTE],
             "ignore_index": ignore_label,
         }
-        super().__init__(
-            pairs, metainfo, transforms, cache=cache, skip_corrupt=skip_corrupt, max_pixels=max_pixels
-        )
+        super().__init__(pairs, metainfo, transforms, cache=cache, max_pixels=max_pixels)
         self._masks: dict[int, NDArray[np.uint8]] | None = {} if cache_labels else None
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
-    def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping from pixel values to class ids for a mask file. The mapping depends on the file name."""
+    def mask_table(self, path: Path) -> NDArray[np.uint8]:
+        """Return the class id for each pixel value of a mask file, which depends on the file's name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
@@ -146,100 +158,37 @@ def _cached(
     return memory[index]
 
 
-def _find_pairs(root: Path, split: str | None) -> list[tuple[Path, Path]]:
-    if split is None:
-        raise ConfigError(
-            "CityscapesDataset requires a split ('train', 'val' or 'test') or a list_file; set one of them"
-        )
+def _find_pairs(root: Path, split: str) -> list[tuple[Path, Path]]:
     folder = root / "gtFine" / split
-    try:
-        images = files_by_name(root / "leftImg8bit" / split, _IMAGE, "image")
-        has_train_ids = all((folder / f"{name}{_TRAIN_IDS}").is_file() for name in images)
-        masks = files_by_name(folder, _TRAIN_IDS if has_train_ids else _LABEL_IDS, "mask")
-    except DataError as error:
-        raise with_remedy(error, _LAYOUT) from error
-    check_pairs(images, masks, f"images end with {_IMAGE}, masks with {_LABEL_IDS} or {_TRAIN_IDS}")
-    return [(images[name], masks[name]) for name in sorted(images)]
-
-
-def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path, Path]]:
-    if split is not None:
-        raise ConfigError(
-            f"set either split or list_file, not both: split={split!r}, list_file={list_file!r} "
-            "(in a recipe, set one of them to null)"
-        )
-    path = root / list_file
-    if not path.is_file():
-        raise DataError(
-            f"the list of samples '{path}' does not exist. Set split: train (or val, test) instead of list_file to "
-            f"read the folders. {_LAYOUT}"
-        )
-    lines = [(number, line.split()) for number, line in enumerate(_read_text(path).splitlines(), start=1)]
-    for number, words in lines:
-        if len(words) not in (0, 2):
-            raise DataError(
-                f"'{path}', line {number}: expected the paths of an image and its mask, got {' '.join(words)!r}"
-            )
-    pairs = [(root / words[0], root / words[1]) for _, words in lines if words]
-    missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
-    if missing:
-        raise DataError(
-            f"files listed in '{path}' do not exist ({len(missing)}); correct the list:\n  "
-            + "\n  ".join(missing)
-        )
-    if not pairs:
-        raise DataError(
-            f"the list of samples '{path}' is empty; write the paths of an image and its mask on each line"
-        )
-    return pairs
-
-
-def _default_train_ids() -> dict[int, int]:
-    # Mask files are 8-bit, so -1 is stored as 255.
-    return {label.id % 256: label.train_id for label in CITYSCAPES_LABELS}
+    images = files_by_name(root / "leftImg8bit" / split, _IMAGE, "image")
+    has_train_ids = all((folder / f"{name}{_TRAIN_IDS}").is_file() for name in images)
+    return pair_files(images, files_by_name(folder, _TRAIN_IDS if has_train_ids else _LABEL_IDS, "mask"))
 
 
 def _read_table(path: Path) -> dict[int, int]:
     """Return the train id of each label id in a table with `id` and `trainId` columns."""
-    if not path.is_file():
+    try:
+        reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+        reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+        if "trainid" not in reader.fieldnames:
+            raise KeyError("trainId")
+        ids = {int(row.get("id", number)) % 256: int(row["trainid"]) for number, row in enumerate(reader)}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"the label table '{path}' does not exist; remove labels_csv_path to use the Cityscapes ids"
-        )
-    reader = csv.DictReader(_read_text(path).splitlines())
-    reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
-    if "trainid" not in reader.fieldnames:
-        raise DataError(
-            f"the label table '{path}' has no trainId column; its columns are {', '.join(reader.fieldnames)}"
-        )
-    train_ids = {}
-    for row_number, row in enumerate(reader):
-        label_id, train_id = row.get("id", str(row_number)), row["trainid"]
-        try:
-            train_ids[int(label_id) % 256] = int(train_id)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"'{path}', line {row_number + 2}: id {label_id!r} and trainId {train_id!r} must be integers"
-            ) from error
-    wrong = sorted({i for i in train_ids.values() if i not in (*range(_CLASSES), -1, 255)})
-    if wrong:
+            f"cannot read the label table '{path}': {error!r}; it must have a column trainId with integers. Remove "
+            "labels_csv_path to use the Cityscapes ids"
+        ) from error
+    if wrong := sorted({i for i in ids.values() if i not in (*range(_CLASSES), -1, 255)}):
         raise DataError(
             f"the label table '{path}' contains invalid train ids: {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
             "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
         )
-    return train_ids | {255: 255}
+    return ids | {255: 255}
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read '{path}': {error}") from error
-
-
-def _mask_ids(train_ids: Mapping[int, int], ignore_label: int, expected: str) -> MaskIds:
+def _mask_table(train_ids: Mapping[int, int], ignore_label: int) -> NDArray[np.uint8]:
     # Unknown values map to an id that is neither a class nor ignored.
-    unknown = 255 if ignore_label != 255 else 254
-    table = np.full(256, unknown, dtype=np.uint8)
+    table = np.full(256, 255 if ignore_label != 255 else 254, dtype=np.uint8)
     for value, train_id in train_ids.items():
         table[value] = train_id if train_id in range(_CLASSES) else ignore_label
-    return MaskIds(table, expected)
+    return table

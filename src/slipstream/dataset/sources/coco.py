@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.dataset.sources.base import SegmentationDataset, Transform, default_palette
-from slipstream.dataset.sources.coco_masks import Outline, fill_polygon, fill_runs, read_outline
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
-from slipstream.dataset.sources.image_pairs import check_folder
+from slipstream.dataset.sources.image_folder import check_folder
 from slipstream.errors import ConfigError, DataError
+from slipstream.extras import extra
 from slipstream.files import atomic_write, user_cache
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
@@ -34,6 +34,9 @@ _MIN_PIXELS = 1000
 """Images are excluded if at most this many of their pixels have an id other than 0, as in SuperGradients."""
 
 
+_SELECTION = "dataset_classes_inclusion_tuples_list"
+
+
 @dataclass(frozen=True)
 class _Image:
     image_id: int
@@ -41,20 +44,21 @@ class _Image:
     name: str
     shape: tuple[int, int]
     """Height and width."""
-    outlines: Sequence[tuple[int, Outline]]
-    """Class id and outline of each instance, in the order of the file."""
+    instances: list[tuple[int, Any]]
+    """Class id and segmentation of each instance, in the order of the file."""
 
     def mask(self) -> NDArray[np.uint8]:
         """Return the class ids, uint8 (H, W). Where instances overlap, the first one in the file is visible."""
+        with extra("coco"):
+            from pycocotools import mask as coco
+
         mask = np.zeros(self.shape, np.uint8)
-        for class_id, outline in self.outlines:
-            parts = (
-                [fill_polygon(points, self.shape) for points in outline]
-                if isinstance(outline, list)
-                else [fill_runs(outline, self.shape)]
-            )
-            for part in parts:
-                mask[part & (mask == 0)] = class_id
+        for class_id, runs in self.instances:
+            if not isinstance(runs, dict) or isinstance(runs["counts"], list):
+                runs = coco.frPyObjects(runs, *self.shape)
+            if isinstance(runs, list):  # one item for each polygon
+                runs = coco.merge(runs)
+            mask[(coco.decode(runs) == 1) & (mask == 0)] = class_id
         return mask
 
 
@@ -102,13 +106,31 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         check_folder(self.image_folder, "image")
         self.max_pixels = max_pixels
         path = Path(root_dir) / targets_sub_directory / list_file
-        content = _read_json(path)
-        self._classes = _read_classes(dataset_classes_inclusion_tuples_list, content, path)
-        names = tuple(name for _, name in self._classes)
+        try:
+            content = json.loads(path.read_bytes())
+            categories = {int(c["id"]): str(c["name"]) for c in content.get("categories", ())}
+            classes = _read_classes(dataset_classes_inclusion_tuples_list, categories)
+            images = _read_images(content, [category_id for category_id, _ in classes])
+            used = {entry["category_id"] for entry in content["annotations"]}
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise DataError(
+                f"cannot read the annotation file '{path}': {error!r}; check root_dir, targets_sub_directory and "
+                "list_file, and use the COCO format"
+            ) from error
+        background, name = classes[0]
+        if background in used | categories.keys() and categories.get(background, "").lower() != "background":
+            raise ConfigError(
+                f"category {background} ({name!r}) in '{path}' would have class 0, which is the class of all pixels "
+                "outside the instances; list the classes, with an unused category id and the name 'background' first",
+                _SELECTION,
+            )
+        names = tuple(name for _, name in classes)
         self.metainfo = {"classes": names, "palette": default_palette(len(names)), "ignore_index": None}
-        self._version = _version(path, self._classes)
-        images = _read_images(content, [category_id for category_id, _ in self._classes], path)
-        _check_background(self._classes, content, path)
+        stat = path.stat()
+        text = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns} {classes} {_MIN_PIXELS}"
+        self._version = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._images = _select_images(images, user_cache("coco") / f"{self._version}.json", path)
 
     def __len__(self) -> int:
@@ -122,14 +144,11 @@ class CoCoSegmentationDataSet(SegmentationDataset):
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
         entry = self._images[index]
-        image = read_image(self.image_folder / entry.name, self.max_pixels)
-        if image.shape[:2] != entry.shape:
-            raise DataError(
-                f"'{self.image_folder / entry.name}' is {image.shape[1]} x {image.shape[0]} pixels, but "
-                f"{entry.shape[1]} x {entry.shape[0]} in the annotation file; replace the image or correct "
-                "the annotation file"
-            )
-        return image, entry.mask()
+        image, mask = read_image(self.image_folder / entry.name, self.max_pixels), entry.mask()
+        self.check_sizes(
+            image, self.image_folder / entry.name, mask, f"annotations of image {entry.image_id}"
+        )
+        return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
         """Return a name (dataset class, image path, image id) and a version (of the image and the annotation file)."""
@@ -139,102 +158,48 @@ class CoCoSegmentationDataSet(SegmentationDataset):
             stat = path.stat()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
-        dataset_class = f"{type(self).__module__}.{type(self).__qualname__}"
-        return (
-            f"{dataset_class}\n{path.absolute()}\n{entry.image_id}",
-            f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}",
-        )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"cannot read the annotation file '{path}': {error}; check root_dir, "
-            "targets_sub_directory and list_file"
-        ) from error
-    if not isinstance(content, dict):
-        raise DataError(f"the annotation file '{path}' must contain images, annotations and categories")
-    return content
+        version = f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}"
+        return self.sample_key([path.absolute(), entry.image_id], version)
 
 
 def _read_classes(
-    selection: Iterable[Sequence[Any]] | Literal["voc"] | None, content: Mapping[str, Any], path: Path
+    selection: Iterable[Sequence[Any]] | Literal["voc"] | None, categories: Mapping[int, str]
 ) -> list[tuple[int, str]]:
     """Return the category id and the name of each class."""
-    if selection is None:
-        names = {0: "background", **_category_names(content, path)}
-        if max(names) < 256:
-            return [(i, names.get(i, f"unused {i}")) for i in range(max(names) + 1)]
-        raise ConfigError(
-            "is required, because a category id is greater than 255", "dataset_classes_inclusion_tuples_list"
-        )
     pairs: Any = _VOC_CLASSES if selection == "voc" else selection
+    if pairs is None:  # class ids are category ids
+        names = {0: "background", **categories}
+        pairs = [(i, names.get(i, f"unused {i}")) for i in range(max(names) + 1)]
     try:
         classes = [(int(category_id), str(name)) for category_id, name in pairs]
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"must be 'voc' or a list of [category id, name]: {error}",
-            "dataset_classes_inclusion_tuples_list",
-        ) from error
+        raise ConfigError(f"must be 'voc' or a list of [category id, name]: {error}", _SELECTION) from error
     if not 1 <= len(classes) <= 256 or len(dict(classes)) != len(classes):
-        raise ConfigError(
-            "must contain 1 to 256 classes with distinct category ids",
-            "dataset_classes_inclusion_tuples_list",
-        )
+        raise ConfigError("must contain 1 to 256 classes with distinct category ids", _SELECTION)
     return classes
 
 
-def _category_names(content: Mapping[str, Any], path: Path) -> dict[int, str]:
-    try:
-        return {int(category["id"]): str(category["name"]) for category in content["categories"]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"the categories in the annotation file '{path}' are invalid: {error!r}; use the COCO format"
-        ) from error
-
-
-def _read_images(content: Mapping[str, Any], categories: list[int], path: Path) -> list[_Image]:
+def _read_images(content: Mapping[str, Any], categories: list[int]) -> list[_Image]:
     """Return the images in the annotation file, with their instances of these categories."""
     class_ids = {category_id: class_id for class_id, category_id in enumerate(categories)}
-    try:
-        images = {
-            entry["id"]: _Image(
-                int(entry["id"]), str(entry["file_name"]), (int(entry["height"]), int(entry["width"])), []
-            )
-            for entry in content["images"]
-        }
-        outlines: dict[Any, list[tuple[int, Outline]]] = {image_id: [] for image_id in images}
-        for entry in content["annotations"]:
-            if (class_id := class_ids.get(entry["category_id"])) is not None and entry["image_id"] in images:
-                outline = read_outline(entry["segmentation"], images[entry["image_id"]].shape)
-                outlines[entry["image_id"]].append((class_id, outline))
-    except DataError as error:  # from read_outline; DataError is a ValueError
-        raise DataError(
-            f"annotation {entry.get('id')} of image {entry['image_id']} in '{path}': {error}"
-        ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the annotation file '{path}' is invalid: {error!r}; use the COCO format") from error
-    return [
-        _Image(image.image_id, image.name, image.shape, tuple(outlines[key])) for key, image in images.items()
-    ]
-
-
-def _check_background(classes: list[tuple[int, str]], content: Mapping[str, Any], path: Path) -> None:
-    """Raise a ConfigError if a category in the annotation file is assigned class 0, the background class."""
-    background = classes[0][0]
-    names = _category_names(content, path) if "categories" in content else {}
-    category_ids = {*names, *(entry["category_id"] for entry in content["annotations"])}
-    if background not in category_ids or names.get(background, "").lower() == "background":
-        return
-    unused_id = max(i for i in [*category_ids, *dict(classes)] if isinstance(i, int)) + 1
-    name = f" ({names[background]!r})" if background in names else ""
-    raise ConfigError(
-        f"category {background}{name} in '{path}' would have class 0, which is the class of all pixels outside the "
-        f"instances; list the classes, and put [{unused_id}, 'background'] first (the id {unused_id} is unused)",
-        "dataset_classes_inclusion_tuples_list",
-    )
+    images = {
+        entry["id"]: _Image(
+            int(entry["id"]), str(entry["file_name"]), (int(entry["height"]), int(entry["width"])), []
+        )
+        for entry in content["images"]
+    }
+    for entry in content["annotations"]:
+        image, class_id = images.get(entry["image_id"]), class_ids.get(entry["category_id"])
+        if image is None or class_id is None or not entry["segmentation"]:
+            continue
+        runs = entry["segmentation"]
+        if isinstance(runs, dict) and (
+            tuple(runs["size"]) != image.shape
+            or (isinstance(runs["counts"], list) and sum(runs["counts"]) != image.shape[0] * image.shape[1])
+        ):
+            raise ValueError(f"the run lengths of annotation {entry.get('id')} do not match its image")
+        image.instances.append((class_id, runs))
+    return list(images.values())
 
 
 def _select_images(images: list[_Image], selection_file: Path, path: Path) -> list[_Image]:
@@ -242,34 +207,17 @@ def _select_images(images: list[_Image], selection_file: Path, path: Path) -> li
     try:
         image_ids = set(json.loads(selection_file.read_bytes()))
     except (OSError, ValueError, TypeError):
-        count = f"{len(images)} image{'s' * (len(images) != 1)}"
-        print_log(f"selecting images from '{path}': reading the masks of {count}", "current")
+        print_log(f"selecting images from '{path}': reading the masks of {len(images)} images", "current")
         image_ids = {image.image_id for image in images if np.count_nonzero(image.mask()) > _MIN_PIXELS}
-        _store(selection_file, sorted(image_ids))
+        try:
+            selection_file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(selection_file) as temporary:
+                temporary.write_text(json.dumps(sorted(image_ids)))
+        except OSError as error:
+            print_log(f"cannot write '{selection_file}' ({error})", "current", logging.WARNING)
     selected = [image for image in images if image.image_id in image_ids]
     if not selected:
         raise DataError(
-            f"no image in the annotation file '{path}' has more than {_MIN_PIXELS} pixels in its instances; check "
-            "dataset_classes_inclusion_tuples_list"
+            f"no image in '{path}' has more than {_MIN_PIXELS} pixels in its instances; check {_SELECTION}"
         )
     return selected
-
-
-def _store(selection_file: Path, image_ids: list[int]) -> None:
-    try:
-        selection_file.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(selection_file) as temporary:
-            temporary.write_text(json.dumps(image_ids))
-    except OSError as error:
-        print_log(
-            f"cannot write '{selection_file}' ({error.strerror or error}); the next run will select the images again",
-            "current",
-            logging.WARNING,
-        )
-
-
-def _version(path: Path, classes: list[tuple[int, str]]) -> str:
-    """Return a digest that changes with the annotation file or with the classes."""
-    stat = path.stat()
-    text = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns} {classes} {_MIN_PIXELS}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.generators import sample_rng
-from slipstream.dataset.sources.base import default_palette
-from slipstream.dataset.sources.download import download_data
+from slipstream.dataset.sources.base import check_index, class_metainfo, download_data
 from slipstream.errors import ConfigError, DataError
 from slipstream.files import atomic_write
 from slipstream.registry import DATASETS
@@ -37,17 +36,8 @@ _FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 _CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 _PAD = 2
 _MAX_FILE_SIZE = 16 + 60_000 * 28 * 28
 
@@ -86,17 +76,18 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         self.images = _read_idx(images, ndim=3).unsqueeze(1)
         self.targets = _read_idx(labels, ndim=1).long()
         self.augment = augment
-        self.metainfo = {"classes": _CLASSES, "palette": default_palette(10), "ignore_index": None}
-        _check(self.images, self.targets, images, labels)
+        self.metainfo = class_metainfo(_CLASSES)
+        shape = (len(self.targets), 1, 28, 28)
+        if self.images.shape != shape or not len(self) or int(self.targets.max()) >= len(_CLASSES):
+            raise DataError(
+                f"'{images}' and '{labels}' are not the files of Fashion-MNIST; download them again"
+            )
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                f"sample index {int(index)} is out of range for FashionMNIST; use 0 to {len(self) - 1}"
-            )
+        check_index(self, index)
         image = self.images[int(index)]
         return {
             "inputs": _augment(image, sample_rng(index)) if self.augment else image,
@@ -132,26 +123,21 @@ def _find(data_root: str | Path | None, names: Sequence[str], download: bool) ->
     if data_root is None or download:
         folders.append(_SYSTEM_FOLDER)
     for folder in folders:
-        found = [p for n in names for p in (folder / n, folder / f"{n}.gz") if p.is_file()]
-        if len({p.name.removesuffix(".gz") for p in found}) == len(names):
-            return [next(p for p in found if p.name.startswith(n)) for n in names]
-    if download and data_root is not None:
-        return [_download(name, Path(data_root)) for name in names]
-    raise DataError(
-        f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} must contain "
-        f"{' and '.join(names)}, with or without .gz. Run 'apt-get install dataset-fashion-mnist', set data_root to "
-        "the folder that contains the files, or pass data_root and download=True"
-    )
-
-
-def _download(name: str, folder: Path) -> Path:
-    url = f"{_URL}{name}.gz"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.gz"
-    remedy = f"Download the file manually to '{folder}', or run 'apt-get install dataset-fashion-mnist'"
-    with atomic_write(path) as temporary:
-        download_data(url, temporary, _MD5[name], remedy)
-    return path
+        found = [[p for p in (folder / n, folder / f"{n}.gz") if p.is_file()] for n in names]
+        if all(found):
+            return [paths[0] for paths in found]
+    if not download or data_root is None:
+        raise DataError(
+            f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} must contain {' and '.join(names)}, "
+            "with or without .gz. Run 'apt-get install dataset-fashion-mnist', or pass data_root and download=True"
+        )
+    folders[0].mkdir(parents=True, exist_ok=True)
+    remedy = f"Download the file to '{data_root}', or run 'apt-get install dataset-fashion-mnist'"
+    paths = [folders[0] / f"{name}.gz" for name in names]
+    for name, path in zip(names, paths, strict=True):
+        with atomic_write(path) as temporary:
+            download_data(f"{_URL}{name}.gz", temporary, _MD5[name], remedy)
+    return paths
 
 
 def _read_idx(path: Path, ndim: int) -> torch.Tensor:
@@ -165,37 +151,8 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
             data = file.read(_MAX_FILE_SIZE + 1)  # a small .gz file can expand to any size
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read '{path}': {error}; download it again") from error
-    if len(data) > _MAX_FILE_SIZE:
-        raise DataError(
-            f"'{path}' is larger than the largest Fashion-MNIST file ({_MAX_FILE_SIZE:,} bytes); download it again"
-        )
     start = 4 + 4 * ndim
-    if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
-        raise DataError(
-            f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}; "
-            "download it again"
-        )
-    shape = np.frombuffer(data, dtype=">u4", count=ndim, offset=4).tolist()
-    if len(data) - start != math.prod(shape):
-        raise DataError(
-            f"'{path}' is damaged: its header declares {' x '.join(map(str, shape))} values, but the file "
-            f"contains {len(data) - start}; download it again"
-        )
+    shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
+    if data[:4] != bytes([0, 0, 8, ndim]) or len(data) - start != math.prod(shape):
+        raise DataError(f"'{path}' is damaged, or not an IDX file of unsigned bytes; download it again")
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
-
-
-def _check(images: torch.Tensor, targets: torch.Tensor, image_file: Path, label_file: Path) -> None:
-    if tuple(images.shape[1:]) != (1, 28, 28) or len(images) == 0:
-        raise DataError(
-            f"'{image_file}' must contain images of 28 x 28 pixels; its shape is {tuple(images[:, 0].shape)}"
-        )
-    if len(images) != len(targets):
-        raise DataError(
-            f"'{image_file}' has {len(images)} images, but '{label_file}' has {len(targets)} labels; "
-            "download both again"
-        )
-    if int(targets.max()) >= len(_CLASSES):
-        raise DataError(
-            f"'{label_file}' contains the label {int(targets.max())}, but labels must be from 0 to 9; "
-            "download it again"
-        )

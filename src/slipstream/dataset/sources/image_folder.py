@@ -1,29 +1,124 @@
-"""Segmentation datasets that consist of a folder of images and a folder of masks, paired by file name."""
+"""Segmentation datasets of image and mask files, and functions that find these files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from slipstream.dataset.sources.base import Transform, segmentation_metainfo
-from slipstream.dataset.sources.decode import MAX_PIXELS
-from slipstream.dataset.sources.image_pairs import (
-    ImageMaskPairs,
-    MaskIds,
-    check_pairs,
-    files_by_name,
-    with_remedy,
+from slipstream.dataset.sources.base import (
+    SegmentationDataset,
+    Transform,
+    default_palette,
+    segmentation_metainfo,
 )
-from slipstream.errors import ConfigError, DataError
+from slipstream.dataset.sources.decode import MAX_PIXELS, read_image, read_mask
+from slipstream.dataset.transforms.crop import Sample
+from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.registry import DATASETS
 
-__all__ = ["ImageMaskFolder"]
+__all__ = [
+    "ImageMaskFolder",
+    "ImageMaskPairs",
+    "SuperviselyPersonsDataset",
+    "check_folder",
+    "files_by_name",
+    "pair_files",
+    "read_pair_list",
+]
+
+_LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
+# Lossy compression changes label ids, so masks in lossy formats require an explicit suffix.
+_EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
+_REMEDY = (
+    "Fix or replace the file (`slipstream data stats RECIPE` lists every broken file), or let the training loader "
+    "replace unreadable samples (skip_errors)"
+)
+_MAX_LISTED_FILES = 100
 
 
-_REMEDY = "set data_root (in SuperGradients' recipes, data_root_dir=FOLDER) to the dataset's folder"
+class ImageMaskPairs(SegmentationDataset):
+    """Base class for datasets that read each sample from two files. Subclasses may define `mask_table`.
+
+    Args:
+        pairs: the image file and the mask file of each sample.
+        metainfo: see `SegmentationDataset`.
+        transforms, cache_in_memory, cache: see `SegmentationDataset`.
+        max_pixels: maximum number of pixels per file; None for no limit.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Path, Path]],
+        metainfo: dict[str, Any],
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_in_memory: bool = False,
+        cache: str | Path | None = None,
+        max_pixels: int | None = MAX_PIXELS,
+    ) -> None:
+        super().__init__(transforms, cache_in_memory, cache)
+        self.metainfo = metainfo
+        self.max_pixels = max_pixels
+        self.image_paths = [image for image, _ in pairs]
+        self.mask_paths = [mask for _, mask in pairs]
+
+    def __len__(self) -> int:
+        return len(self.image_paths)
+
+    @property
+    def samples_targets_tuples_list(self) -> list[tuple[str, str]]:
+        """The paths of the image and the mask of each sample. SuperGradients uses the same name."""
+        pairs = zip(self.image_paths, self.mask_paths, strict=True)
+        return [(str(image), str(mask)) for image, mask in pairs]
+
+    def mask_table(self, path: Path) -> NDArray[np.uint8] | None:
+        """Return the class id for each of the 256 pixel values in a mask file, or None if they are class ids."""
+        return None
+
+    def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
+        image, mask = self.load_image(index), self.load_mask(index)
+        self.check_sizes(image, self.image_paths[index], mask, self.mask_paths[index])
+        return image, mask
+
+    def load_image(self, index: int) -> NDArray[np.uint8]:
+        """Return image `index` as uint8 (H, W, 3) RGB."""
+        return read_image(self.image_paths[index], self.max_pixels)
+
+    def load_mask(self, index: int) -> NDArray[np.uint8]:
+        """Return the mask of sample `index` as uint8 (H, W)."""
+        path = self.mask_paths[index]
+        values, table = read_mask(path, self.max_pixels), self.mask_table(path)
+        mask = values
+        if table is not None:  # `translate` is several times faster than NumPy indexing
+            mask = np.frombuffer(bytearray(values).translate(table.data), np.uint8).reshape(values.shape)
+        self.check_mask(mask, values, path)
+        return mask
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return the sorted class ids in the mask of sample `index`, excluding the ignored id."""
+        ids: list[int] = np.unique(self.load_mask(index)).tolist()
+        return [i for i in ids if i != self.metainfo["ignore_index"]]
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return a name (dataset class and paths) and a version (of the files, the class ids and their mapping)."""
+        files = (self.image_paths[index].absolute(), self.mask_paths[index].absolute())
+        try:
+            stats = [path.stat() for path in files]
+        except OSError as error:
+            raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+        table = self.mask_table(files[1])
+        version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
+        return self.sample_key(files, version, b"" if table is None else table.tobytes())
+
+    def _loaded(self, index: int) -> Sample:
+        try:
+            return super()._loaded(index)
+        except DataError as error:
+            raise DataError(f"{error}. {_REMEDY}") from error
 
 
 @DATASETS.register_module()
@@ -46,8 +141,6 @@ class ImageMaskFolder(ImageMaskPairs):
             supported lossless format.
         label_map: maps ids in the files to class ids (or `ignore_index`); other ids are not changed.
         transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once when the dataset is created, and skip samples with unreadable files. A
-            warning is logged for each unreadable file.
         max_pixels: maximum number of pixels in a file; None for no limit. Even a small file can decode to a huge image.
 
     Raises:
@@ -71,45 +164,158 @@ class ImageMaskFolder(ImageMaskPairs):
         transforms: Sequence[Transform | Mapping[str, Any]] = (),
         cache_in_memory: bool = False,
         cache: str | Path | None = None,
-        skip_corrupt: bool = False,
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         metainfo = segmentation_metainfo(classes, palette, ignore_index)
-        table = _label_table(label_map or {}, len(classes), ignore_index)
-        image_root, mask_root = Path(data_root) / images, Path(data_root) / masks
-        try:
-            image_files = files_by_name(image_root, image_suffix, "image")
-            mask_files = files_by_name(mask_root, mask_suffix, "mask")
-        except DataError as error:
-            folders = f"Images must be in '{image_root}', masks in '{mask_root}'"
-            raise with_remedy(error, f"{folders}; {_REMEDY}") from error
-        check_pairs(
-            image_files, mask_files, "set image_suffix and mask_suffix if the names have different suffixes"
+        self._table = np.arange(256, dtype=np.uint8) if label_map else None
+        for old, new in (label_map or {}).items():
+            if not 0 <= old <= 255 or not (0 <= new < len(classes) or new == ignore_index):
+                raise ConfigError(
+                    f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
+                    f"(0 to {len(classes) - 1}) or to ignore_index={ignore_index}"
+                )
+            assert self._table is not None
+            self._table[old] = new
+        root = Path(data_root)
+        pairs = pair_files(
+            files_by_name(root / images, image_suffix, "image"),
+            files_by_name(root / masks, mask_suffix, "mask"),
         )
-        pairs = [(image_files[name], mask_files[name]) for name in sorted(image_files)]
-        super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, skip_corrupt, max_pixels)
-        ignored = "" if ignore_index is None else f", or ignore_index={ignore_index}"
-        self._mask_ids = MaskIds(
-            table,
-            f"with {len(classes)} class{'es' * (len(classes) != 1)}, they must be 0 to {len(classes) - 1}{ignored}. "
-            "Add them to label_map, or correct classes or ignore_index",
-        )
+        super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, max_pixels)
 
-    def mask_ids(self, path: Path) -> MaskIds:
-        """Return the mapping from pixel values to class ids, which is the same for all mask files."""
-        return self._mask_ids
+    def mask_table(self, path: Path) -> NDArray[np.uint8] | None:
+        """Return the class id for each pixel value, which is the same for all mask files."""
+        return self._table
 
 
-def _label_table(
-    label_map: Mapping[int, int], num_classes: int, ignore_index: int | None
-) -> np.ndarray[Any, Any] | None:
-    """Return the new id for each of the 256 possible ids in a file, or None if no id changes."""
-    table = np.arange(256, dtype=np.uint8)
-    for old, new in label_map.items():
-        if not 0 <= old <= 255 or not (0 <= new < num_classes or new == ignore_index):
-            raise ConfigError(
-                f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
-                f"(0 to {num_classes - 1}){'' if ignore_index is None else f' or to ignore_index={ignore_index}'}"
+@DATASETS.register_module()
+class SuperviselyPersonsDataset(ImageMaskPairs):
+    """Images of people, with masks whose pixels are 0 (background) or 1 (person).
+
+    Args:
+        root_dir: root folder of the dataset.
+        list_file: CSV file with the paths of an image and its mask in each row; see `read_pair_list`.
+        transforms, cache: see `SegmentationDataset`.
+        cache_labels, cache_images: if either is True, keep each image and its mask in memory after the first read.
+        max_pixels: see `ImageMaskFolder`.
+    """
+
+    def __init__(
+        self,
+        root_dir: str | Path,
+        list_file: str,
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_labels: bool = False,
+        cache_images: bool = False,
+        cache: str | Path | None = None,
+        max_pixels: int | None = MAX_PIXELS,
+    ) -> None:
+        metainfo = {"classes": ("background", "person"), "palette": default_palette(2), "ignore_index": None}
+        pairs = read_pair_list(Path(root_dir), list_file, separator=",")
+        super().__init__(pairs, metainfo, transforms, cache_labels or cache_images, cache, max_pixels)
+
+
+def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path]:
+    """Return the files whose names end with `suffix` in `folder` and its subfolders, sorted by path.
+
+    The keys are relative paths without the suffix. Symbolic links to folders are followed; hidden files and folders are
+    skipped. If `suffix` is None, `kind` ("image" or "mask") determines the extensions.
+
+    Raises:
+        DataError: the folder is missing or cannot be read, contains no matching files, or contains two files with the
+            same name.
+    """
+    check_folder(folder, kind)
+    suffixes = (suffix,) if suffix else _EXTENSIONS[kind]
+    found: dict[str, Path] = {}
+    for path in sorted(_walk_files(folder)):
+        if not path.name.lower().endswith(tuple(e.lower() for e in suffixes)):
+            continue
+        stem = path.name[: -len(suffix)] if suffix else path.stem
+        name = (path.relative_to(folder).parent / stem).as_posix()
+        if name in found:
+            raise DataError(
+                f"two {kind} files have the name '{name}': '{found[name]}' and '{path}'; remove one of them"
             )
-        table[old] = new
-    return table if label_map else None
+        found[name] = path
+    if not found:
+        raise DataError(f"no {kind} files in '{folder}': no file name ends with {' or '.join(suffixes)}")
+    return found
+
+
+def _walk_files(folder: Path, parents: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files in `folder` and its subfolders, skipping symbolic links to the folders in `parents`."""
+    resolved = folder.resolve()
+    try:
+        entries = [] if resolved in parents else [path for path in folder.iterdir() if path.name[0] != "."]
+        for path in entries:
+            if path.is_dir():
+                yield from _walk_files(path, parents | {resolved})
+            else:
+                yield path
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
+
+
+def check_folder(folder: Path, kind: str) -> None:
+    """Raise a DataError if `folder` does not exist. The message suggests a similar folder name."""
+    if folder.is_dir():
+        return
+    missing = folder
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    hint = did_you_mean(missing.name, [p.name for p in missing.parent.iterdir() if p.is_dir()])
+    raise DataError(
+        f"the {kind} folder '{folder}' does not exist; set data_root (in SuperGradients' recipes, data_root_dir) "
+        f"to the dataset's folder. '{missing.parent}' has no folder '{missing.name}'{hint}"
+    )
+
+
+def pair_files(images: Mapping[str, Path], masks: Mapping[str, Path]) -> list[tuple[Path, Path]]:
+    """Return the images and masks with the same names, sorted by name.
+
+    Raises:
+        DataError: an image has no mask, or a mask no image.
+    """
+    unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
+    unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
+    if unpaired:
+        raise DataError(
+            f"{len(unpaired)} files have no counterpart with the same name; remove them, or correct the suffixes of "
+            "the names:\n  " + "\n  ".join(unpaired)
+        )
+    return [(images[name], masks[name]) for name in sorted(images)]
+
+
+def read_pair_list(root: Path, list_file: str, separator: str | None = None) -> list[tuple[Path, Path]]:
+    """Return the image and the mask that each line of a text file names.
+
+    Args:
+        root: folder that all paths, including `list_file`, are relative to.
+        list_file: the text file.
+        separator: the text between the two paths; by default, white space.
+
+    Raises:
+        DataError: the list or a listed file is missing, or a line does not contain two paths.
+    """
+    path = root / list_file
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"cannot read the list of samples '{path}': {error}; check root_dir and list_file"
+        ) from error
+    rows = [[word.strip() for word in line.split(separator)] for line in lines if line.strip()]
+    if wrong := [row for row in rows if len(row) < 2 or (separator is None and len(row) > 2)]:
+        raise DataError(
+            f"'{path}' must contain the paths of an image and its mask on each line, not {wrong[0]}"
+        )
+    pairs = [(root / row[0], root / row[1]) for row in rows]
+    if missing := [str(file) for pair in pairs for file in pair if not file.is_file()]:
+        listed = "\n  ".join(missing[:_MAX_LISTED_FILES])
+        raise DataError(
+            f"files listed in '{path}' do not exist ({len(missing)}); correct the list:\n  {listed}"
+        )
+    if not pairs:
+        raise DataError(f"the list of samples '{path}' is empty")
+    return pairs

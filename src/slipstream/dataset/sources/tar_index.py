@@ -1,155 +1,233 @@
-"""Index of the samples in WebDataset tar shards, built once and cached on disk."""
+"""Random access to the samples in WebDataset tar shards, through an index that is built once and cached on disk."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import itertools
 import os
 import re
+import tarfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.dataset.sources.tar_headers import tar_members
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.files import atomic_write, user_cache
 
-__all__ = ["ShardIndex", "shard_index"]
+__all__ = ["MAX_BYTES", "TarShards", "shard_paths"]
 
-_FORMAT = 2
+MAX_BYTES = 2**28
+"""Default maximum size in bytes of a file in a shard. Each file is read into memory before it is decoded."""
+_FORMAT = 3
 # WebDataset's rule: the key ends at the first dot of the file name, and the rest is the extension.
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)", re.DOTALL)
-_DTYPES = {"parts": np.int64, "extensions": np.uint8, "keys": np.uint8}
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
-@dataclass(frozen=True)
-class ShardIndex:
-    """The samples of a shard. A sample consists of consecutive files with the same key.
-
-    Attributes:
-        keys: key of each sample, which is the path of its files up to the first dot in the file name.
-        extensions: the distinct extensions in this shard, in lowercase.
-        parts: int64 (files, 4): for each file, the sample index, the index in `extensions`, the offset and the size.
-        version: the shard's size in bytes and modification time in nanoseconds.
-    """
-
-    keys: list[str]
-    extensions: list[str]
-    parts: NDArray[np.int64]
-    version: tuple[int, int]
-
-    def sample_extensions(self, sample: int) -> list[str]:
-        """Return the extensions of a sample."""
-        return [self.extensions[i] for i in self.parts[self.parts[:, 0] == sample, 1]]
-
-
-def shard_index(path: Path, folder: str | Path | None = None) -> ShardIndex:
-    """Return the index of a shard from the cache, or build the index from the shard headers and cache it.
-
-    The index is rebuilt if the size or the modification time of the shard changes. If the index cannot be written to
-    the cache, this function issues a warning and still returns the index.
-
-    Args:
-        path: the tar file.
-        folder: cache folder; by default, a folder in the user's cache.
+def shard_paths(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files that match one or more patterns, which may contain `*` or ranges such as `{0000..0146}`.
 
     Raises:
-        DataError: the shard cannot be read (see `tar_members`), or a sample has two files with the same extension.
+        DataError: no file matches a pattern, or a file in a range does not exist.
     """
+    found: list[Path] = []
+    for pattern in [shards] if isinstance(shards, str | Path) else shards:
+        pieces = _RANGE.split(str(pattern))
+        ranges = [
+            [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+            for first, last in zip(pieces[1::3], pieces[2::3], strict=True)
+        ]
+        for numbers in itertools.product(*ranges):
+            path = "".join(itertools.chain(*zip(pieces[::3], [*numbers, ""], strict=True)))
+            files = sorted(glob.glob(path)) if glob.has_magic(path) else [path]  # noqa: PTH207  (absolute patterns)
+            if missing := [file for file in files or [path] if not Path(file).is_file()]:
+                raise DataError(f"the shard '{missing[0]}' does not exist; shards must be local files")
+            found += map(Path, files)
+    if len({path.resolve() for path in found}) < max(len(found), 1):
+        raise ConfigError("at least one shard is required, and each shard may be listed only once", "shards")
+    return found
+
+
+class TarShards:
+    """The samples of several shards, in order, with the files selected by `fields`.
+
+    Args:
+        paths: the shards.
+        fields: the file extensions for each field name, separated by semicolons (`"jpg;png"`); the first extension
+            found in a sample is used.
+        index: cache folder for the sample positions; by default, a folder in the user's cache.
+        max_bytes: maximum size of a file.
+
+    Raises:
+        DataError: a shard cannot be read, or a sample has no file for a field.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        fields: Mapping[str, str],
+        index: str | Path | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.paths, self.max_bytes, self.fields = list(paths), max_bytes, list(fields)
+        folder = Path(index) if index else user_cache("tar_shards")
+        tables = [_select(_shard_index(path, folder), fields, path) for path in self.paths]
+        # Arrays of bytes, because each worker process would get its own copy of a list of strings.
+        self._names = np.concatenate([names for names, _ in tables])
+        self._parts = np.concatenate([parts for _, parts in tables])
+        self._first = np.cumsum([0, *(len(names) for names, _ in tables)])
+        self._versions = [_version(path) for path in self.paths]
+        if not len(self):
+            raise DataError(
+                f"the shards contain no samples: {', '.join(map(str, self.paths[:5]))}; check the paths"
+            )
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def path(self, index: int) -> Path:
+        """Return the shard of a sample."""
+        return self.paths[self._shard(index)]
+
+    def position(self, index: int) -> int:
+        """Return the byte offset of a sample's first field in its shard. Several samples may have the same key."""
+        return int(self._parts[index, 0, 0])
+
+    def version(self, index: int) -> str:
+        """Return the size and the modification time that the sample's shard had when it was opened."""
+        return self._versions[self._shard(index)]
+
+    def name(self, index: int, field: str) -> str:
+        """Return the shard path and the file name, for use in messages and as the name of a cached sample."""
+        return f"{self.path(index)}:{os.fsdecode(self._names[index, self.fields.index(field)])}"
+
+    def extension(self, index: int, field: str) -> str:
+        """Return the last part of a file's extension in lowercase."""
+        return self.name(index, field).rpartition(".")[2].lower()
+
+    def read(self, index: int, field: str) -> bytes:
+        """Return the contents of a file.
+
+        Raises:
+            DataError: the shard cannot be read or has changed, or the file is larger than `max_bytes`.
+        """
+        offset, size = map(int, self._parts[index, self.fields.index(field)])
+        name, path = self.name(index, field), self.path(index)
+        if size > self.max_bytes:
+            raise DataError(f"'{name}' has {size:,} bytes, more than max_bytes={self.max_bytes:,}")
+        if _version(path) != self.version(index):
+            raise DataError(f"'{path}' has changed since its index was read; restart the run")
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(size)
+        except OSError as error:
+            raise DataError(f"cannot read '{name}': {error}") from error
+        if len(data) < size:
+            raise DataError(f"'{path}' was truncated while it was being read; restart the run")
+        return data
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._first, index, side="right")) - 1
+
+
+def _version(path: Path) -> str:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(
-            f"cannot read '{path}': {error.strerror}; check the file and its permissions"
-        ) from error
-    version = np.array([_FORMAT, status.st_size, status.st_mtime_ns])
-    name = hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
-    cache_file = (Path(folder) if folder else user_cache("tar_shards")) / f"{name}.npz"
-    index = _read(cache_file, version)
-    if index is None:
-        index = _build(path, (status.st_size, status.st_mtime_ns))
-        _store(cache_file, index, version)
-    return index
+        raise DataError(f"cannot read '{path}': {error.strerror}") from error
+    return f"{_FORMAT}-{status.st_size}-{status.st_mtime_ns}"
 
 
-def _build(path: Path, version: tuple[int, int]) -> ShardIndex:
-    keys: list[str] = []
-    extensions: dict[str, int] = {}
-    parts: list[tuple[int, int, int, int]] = []
-    seen: set[int] = set()
-    for member in tar_members(path):
-        match = _NAME.fullmatch(member.name)
-        if match is None:
-            continue  # WebDataset also ignores files without an extension, and hidden files
-        if not keys or keys[-1] != match[1]:
-            keys.append(match[1])
-            seen.clear()
-        kind = extensions.setdefault(match[2].lower(), len(extensions))
-        if kind in seen:
-            raise DataError(
-                f"the sample {match[1]!r} in '{path}' has two files with the extension {match[2]!r}; "
-                "recreate the shard with different extensions"
-            )
-        seen.add(kind)
-        parts.append((len(keys) - 1, kind, member.offset, member.size))
-    return ShardIndex(keys, list(extensions), np.array(parts, np.int64).reshape(-1, 4), version)
+Index = tuple[NDArray[np.bytes_], NDArray[np.int64]]
+"""The name of each file in a shard, and its offset and size, int64 (files, 2)."""
 
 
-def _store(path: Path, index: ShardIndex, version: NDArray[np.int64]) -> None:
+def _shard_index(path: Path, folder: Path) -> Index:
+    """Return the index of a shard from the cache, or build it and store it. It depends on the shard's version."""
+    name = hashlib.blake2b(
+        f"{path.absolute()} {_version(path)}".encode(errors="surrogateescape"), digest_size=16
+    )
+    cache_file = folder / f"{name.hexdigest()}.npz"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary, temporary.open("wb") as file:
-            np.savez(
-                file,
-                version=version,
-                parts=index.parts,
-                extensions=_pack(index.extensions),
-                keys=_pack(index.keys),
-            )
+        with np.load(cache_file, allow_pickle=False) as file:
+            names, parts = file["names"], file["parts"]
+        if names.dtype.kind == "S" and parts.dtype == np.int64 and parts.shape == (len(names), 2):
+            return names, parts
+    except Exception:  # NumPy and zipfile raise many types of errors for a missing or damaged file
+        pass
+    names, parts = _read_headers(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(cache_file) as temporary, temporary.open("wb") as target:
+            np.savez(target, names=names, parts=parts)
     except OSError as error:
         warnings.warn(
-            f"cannot write to the cache '{path.parent}' ({error.strerror or error}); the shard headers will be "
-            "read again at each start. Free disk space, or set `index` to another folder",
-            stacklevel=4,
+            f"cannot store the index of '{path}' in '{folder}' ({error}); set `index`", stacklevel=4
         )
+    return names, parts
 
 
-def _read(path: Path, version: NDArray[np.int64]) -> ShardIndex | None:
-    """Return the cached index, or None if it is missing or damaged, or belongs to another version of the shard."""
+def _read_headers(path: Path) -> Index:
+    """Read the headers of an uncompressed tar file.
+
+    Raises:
+        DataError: the archive is compressed, damaged or incomplete, or contains something other than regular files.
+    """
+    files, size = [], path.stat().st_size
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not np.array_equal(file["version"], version):
-                return None
-            parts, extensions, keys = (file[name] for name in _DTYPES)
-    except FileNotFoundError:
-        return None
-    except Exception:  # NumPy and zipfile raise many types of errors for a damaged file
-        return None
-    if any(
-        array.dtype != dtype for array, dtype in zip((parts, extensions, keys), _DTYPES.values(), strict=True)
-    ):
-        return None
-    size, time = int(version[1]), int(version[2])
-    index = ShardIndex(_unpack(keys), _unpack(extensions), parts, (size, time))
-    return index if _is_consistent(index, size) else None
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if not (member.isdir() or (member.isreg() and not member.issparse())):
+                    raise DataError(
+                        f"'{member.name}' in '{path}' is a link or a special file; store its contents"
+                    )
+                if member.isreg():
+                    files.append((os.fsencode(member.name), member.offset_data, member.size))
+                tar.members = []  # type: ignore[attr-defined]  # saves memory
+            end = tar.offset  # type: ignore[attr-defined]
+        with path.open("rb") as file:
+            file.seek(end)
+            # `tarfile` stops at a damaged header, and does not check that the archive is complete.
+            complete = end < size and not any(any(block) for block in iter(lambda: file.read(2**20), b""))
+    except DataError:
+        raise
+    except Exception as error:  # `tarfile` raises many types of errors for damaged headers
+        raise DataError(f"cannot read '{path}': {error}; shards must be uncompressed tar files") from error
+    if not complete:
+        raise DataError(f"'{path}' is damaged or incomplete after byte {end:,}; copy the file again")
+    return np.array([name for name, *_ in files], np.bytes_), np.array(
+        [f[1:] for f in files], np.int64
+    ).reshape(-1, 2)
 
 
-def _is_consistent(index: ShardIndex, size: int) -> bool:
-    """Return whether all sample numbers, extension numbers, offsets and sizes are valid for a shard of `size` bytes."""
-    parts = index.parts
-    if parts.ndim != 2 or parts.shape[1] != 4:
-        return False
-    limits = np.array([len(index.keys), len(index.extensions), size + 1, size + 1])
-    return bool((parts >= 0).all() and (parts < limits).all() and (parts[:, 2:].sum(1) <= size).all())
-
-
-def _pack(words: Sequence[str]) -> NDArray[np.uint8]:
-    """Encode the words as bytes, each followed by a zero byte, which file names cannot contain."""
-    return np.frombuffer(b"".join(os.fsencode(word) + b"\0" for word in words), np.uint8)
-
-
-def _unpack(data: NDArray[np.uint8]) -> list[str]:
-    return [os.fsdecode(word) for word in data.tobytes().split(b"\0")[:-1]]
+def _select(index: Index, fields: Mapping[str, str], path: Path) -> Index:
+    """Return the names and the positions of each sample's files: (samples, fields) and (samples, fields, 2)."""
+    samples: list[dict[str, int]] = []
+    key = None
+    for row, encoded in enumerate(index[0].tolist()):
+        match = _NAME.fullmatch(os.fsdecode(encoded))
+        if match is None:
+            continue  # WebDataset also ignores files without an extension, and hidden files
+        if key != match[1]:
+            samples.append({})
+            key = match[1]
+        if match[2].lower() in samples[-1]:
+            raise DataError(f"the sample {key!r} in '{path}' has two files with the extension {match[2]!r}")
+        samples[-1][match[2].lower()] = row
+    rows = np.zeros((len(samples), len(fields)), np.int64)
+    for column, (field, text) in enumerate(fields.items()):
+        words = [word.strip().lower().removeprefix(".") for word in text.split(";")]
+        for number, sample in enumerate(samples):
+            row = next((sample[word] for word in words if word in sample), None)
+            if row is None:
+                raise DataError(
+                    f"sample {number} in '{path}' has no file for '{field}' ({text}), only {', '.join(sample)}; change "
+                    f"fields['{field}'], or recreate the shard"
+                )
+            rows[number, column] = row
+    return index[0][rows], index[1][rows]

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.base import (
+    ImageDataset,
     SegmentationDataset,
     Transform,
-    default_palette,
+    class_metainfo,
     segmentation_metainfo,
 )
 from slipstream.dataset.sources.decode import MAX_PIXELS, ImageBytes, read_image, read_mask
-from slipstream.dataset.sources.shards import MAX_BYTES, TarShards, decode_field, shard_paths
-from slipstream.dataset.transforms.image_transforms import (
-    ImageTransform,
-    Normalize,
-    ToTensor,
-    read_transforms,
-)
+from slipstream.dataset.sources.tar_index import MAX_BYTES, TarShards, shard_paths
+from slipstream.dataset.transforms.image_transforms import ImageTransforms
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
 __all__ = ["WebDataset", "WebSegmentationDataset"]
 
 _IMAGE = "jpg;jpeg;png;webp"
+_IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
+_PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")
 
 
 @DATASETS.register_module()
-class WebDataset(Dataset[dict[str, Any]]):
+class WebDataset(ImageDataset):
     """Samples in tar shards written by the `webdataset` library, with random access.
 
-    A sample is a dict with the decoded file of each field (see `decode_field`). With the default fields, it is
+    A sample is a dict with the decoded file of each field: images become uint8 (3, H, W) RGB tensors; `cls`, `cls2`,
+    `index` and `inx` become int64 scalar tensors; `npy` becomes a tensor; `json` becomes the parsed value; `txt`,
+    `text` and `transcript` become strings; other files remain bytes. With the default fields, a sample is
     `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, the sample also
     contains `"device_params"`, the parameters of the device transforms. Samples have the same order as in the
     shards; augmentation depends only on the seed, epoch and index of a `SampleIndex`.
@@ -67,85 +67,67 @@ class WebDataset(Dataset[dict[str, Any]]):
         self,
         shards: str | Path | Sequence[str | Path],
         fields: Mapping[str, str] | None = None,
-        transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
+        transforms: ImageTransforms = (),
         classes: Sequence[str] | None = None,
         index: str | Path | None = None,
         max_pixels: int | None = MAX_PIXELS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self.all_transforms = list(transforms)
-        self.transforms, self._device_params = read_transforms(transforms)
-        fields = {"inputs": _IMAGE, "targets": "cls"} if fields is None else fields
+        super().__init__(transforms)
+        fields = fields or {"inputs": _IMAGE, "targets": "cls"}
+        for field, text in fields.items():
+            if pickled := [
+                word for word in text.split(";") if word.strip().rpartition(".")[2].lower() in _PICKLES
+            ]:
+                raise ConfigError(
+                    f"files with the extension '{pickled[0]}' are pickled, and reading them can run arbitrary code; "
+                    "convert them, for example to .npy or .json",
+                    f"fields.{field}",
+                )
         self.shards = TarShards(shard_paths(shards), fields, index, max_bytes)
         self.max_pixels = max_pixels
-        self.metainfo: dict[str, Any] = {}
-        if classes is not None:
-            palette = default_palette(min(len(classes), 256))
-            self.metainfo = {"classes": tuple(classes), "palette": palette, "ignore_index": None}
+        self.metainfo = {} if classes is None else class_metainfo(classes)
 
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(
-                f"sample index {int(index)} is out of range for WebDataset; use 0 to {len(self) - 1}"
-            )
-        sample = {field: self._field(int(index), field) for field in self.shards.fields}
-        if self.transforms or self._device_params is not None:
-            sample["inputs"] = self._transformed(sample.get("inputs"), index)
-        return sample if self._device_params is None else {**sample, "device_params": self._device_params}
+    def load(self, index: int) -> dict[str, Any]:
+        """Return the decoded files of sample `index`."""
+        return {field: self._field(index, field) for field in self.shards.fields}
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return a list that contains the class id of sample `index`.
-
-        Raises:
-            ConfigError: there is no `targets` field.
-            DataError: the file for this field does not contain a class id.
-        """
+        """Return a list that contains the class id of sample `index`, which the `targets` field contains."""
         if "targets" not in self.shards.fields:
-            raise ConfigError(
-                "is required, because class ids are read from it; set fields['targets'] to the extension of the files "
-                "that contain class ids, such as 'cls'",
-                "fields.targets",
-            )
-        value = self._field(index, "targets")
-        try:
-            return [int(value)]
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise DataError(
-                f"'{self.shards.name(index, 'targets')}' does not contain a class id; set fields['targets'] to the "
-                "extension of the files that contain class ids, such as 'cls'"
-            ) from error
+            raise ConfigError("is required, because class ids are read from it", "fields.targets")
+        return [int(self._field(index, "targets"))]
 
     def _field(self, index: int, field: str) -> Any:
-        name, extension = self.shards.name(index, field), self.shards.extension(index, field)
-        value = decode_field(name, extension, self.shards.read(index, field), self.max_pixels)
-        if field == "targets" and isinstance(value, torch.Tensor) and value.ndim == 0:
-            self._check_class(int(value), name)
+        name, data = self.shards.name(index, field), self.shards.read(index, field)
+        kind = self.shards.extension(index, field)
+        if kind in _IMAGES:
+            return read_image(ImageBytes(name, data), self.max_pixels).transpose(2, 0, 1)
+        try:
+            value = _DECODERS.get(kind, bytes)(data)
+        except Exception as error:  # NumPy can raise various exceptions for a damaged header
+            raise DataError(f"cannot read '{name}': {error}; replace the file") from error
+        classes = self.metainfo.get("classes")
+        if field == "targets" and kind == "cls" and classes and not 0 <= int(value) < len(classes):
+            raise DataError(
+                f"'{name}' contains {int(value)}, but class ids must be from 0 to {len(classes) - 1}"
+            )
         return value
 
-    def _check_class(self, class_id: int, name: str) -> None:
-        classes = self.metainfo.get("classes")
-        if classes and not 0 <= class_id < len(classes):
-            raise DataError(
-                f"'{name}' contains {class_id}, which is not a class id (0 to {len(classes) - 1}); fix `classes` or "
-                "the file"
-            )
 
-    def _transformed(self, image: Any, index: int) -> torch.Tensor:
-        if not isinstance(image, torch.Tensor) or image.ndim != 3 or image.dtype != torch.uint8:
-            kind = type(image).__name__
-            if isinstance(image, torch.Tensor):
-                kind = f"a {image.dtype} tensor of shape {tuple(image.shape)}"
-            raise DataError(
-                f"transforms require an image, a uint8 tensor of shape (3, H, W), in the 'inputs' field, not {kind}; "
-                "set fields['inputs'] to the extensions of the images"
-            )
-        pixels, rng = image.numpy(), sample_rng(index)
-        for transform in self.transforms:
-            pixels = transform(pixels, rng)
-        return torch.from_numpy(np.array(pixels, order="C"))
+def _array(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.lib.format.read_array(io.BytesIO(data), allow_pickle=False))
+
+
+_DECODERS: Mapping[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx"), lambda data: torch.tensor(np.int64(int(data)))),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    "json": json.loads,
+    "npy": _array,
+}
 
 
 @DATASETS.register_module()
@@ -193,36 +175,17 @@ class WebSegmentationDataset(SegmentationDataset):
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
-        image = read_image(self._encoded(index, "image"), self.max_pixels)
-        encoded = self._encoded(index, "mask")
-        mask = read_mask(encoded, self.max_pixels)
-        if image.shape[:2] != mask.shape:
-            raise DataError(
-                f"'{self.shards.name(index, 'image')}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask "
-                f"'{encoded}' is {mask.shape[1]} x {mask.shape[0]}; both must have the same size"
-            )
-        valid = [*range(len(self.metainfo["classes"])), self.metainfo["ignore_index"]]
-        if wrong := [i for i in np.unique(mask).tolist() if i not in valid]:
-            ignored = self.metainfo["ignore_index"]
-            raise DataError(
-                f"the mask '{encoded}' has invalid label ids: {', '.join(map(str, wrong))}; valid ids are 0 to "
-                f"{len(self.metainfo['classes']) - 1}{'' if ignored is None else f' and ignore_index={ignored}'}"
-            )
+        files = self._encoded(index, "image"), self._encoded(index, "mask")
+        image, mask = read_image(files[0], self.max_pixels), read_mask(files[1], self.max_pixels)
+        self.check_sizes(image, files[0], mask, files[1])
+        self.check_mask(mask, mask, files[1])
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return the sample's name and version.
-
-        The name contains the dataset class, the shard, the byte offset and the file names; the version contains the
-        shard's version, the number of classes, and `ignore_index`.
-        """
-        path = self.shards.path(index)
-        version = "-".join(map(str, self.shards.version(index)))
-        dataset_class = f"{type(self).__module__}.{type(self).__qualname__}"
+        """Return a name (dataset class and files) and a version (of the shard and of the class ids)."""
+        place = f"{self.shards.path(index).absolute()}:{self.shards.position(index)}"
         names = [self.shards.name(index, field) for field in self.shards.fields]
-        classes = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']}"
-        place = f"{path.absolute()}:{self.shards.position(index)}"
-        return "\n".join([dataset_class, place, *names]), f"{version}-{classes}"
+        return self.sample_key([place, *names], self.shards.version(index))
 
     def _encoded(self, index: int, field: str) -> ImageBytes:
         return ImageBytes(self.shards.name(index, field), self.shards.read(index, field))

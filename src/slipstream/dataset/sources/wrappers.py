@@ -13,6 +13,7 @@ from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.generators import SampleIndex
+from slipstream.dataset.sources.base import check_index
 from slipstream.dataset.sources.streaming import as_map_style
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
@@ -56,7 +57,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
 
     def _locate(self, idx: int) -> tuple[int, int]:
         """Return the position of the dataset that contains sample `idx`, and the index within that dataset."""
-        _check_index(idx, len(self))
+        check_index(self, idx)
         dataset_index = bisect.bisect_right(self.cumulative_sizes, idx)
         return dataset_index, int(idx) - (self.cumulative_sizes[dataset_index - 1] if dataset_index else 0)
 
@@ -84,7 +85,7 @@ class RepeatDataset(Dataset[Any]):
         return self.times * len(self.dataset)
 
     def __getitem__(self, idx: int) -> Any:
-        _check_index(idx, len(self))
+        check_index(self, idx)
         repeat, local = divmod(int(idx), len(self.dataset))
         return self.dataset[_inner_index(idx, local, repeat, self.times)]
 
@@ -139,7 +140,7 @@ class ClassBalancedDataset(Dataset[Any]):
         return len(self.repeat_indices)
 
     def __getitem__(self, idx: int) -> Any:
-        _check_index(idx, len(self))
+        check_index(self, idx)
         return self.dataset[_inner_index(idx, self.repeat_indices[idx], self._copies[idx], self._max_copies)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
@@ -169,11 +170,6 @@ def _cat_ids(dataset: Any, index: int) -> list[int]:
             "define it to return the class ids of a sample"
         )
     return list(dataset.get_cat_ids(index))
-
-
-def _check_index(index: int, length: int) -> None:
-    if not 0 <= index < length:
-        raise IndexError(f"sample index {int(index)} is out of range; use 0 to {length - 1}")
 
 
 def _inner_index(index: int, inner: int, repeat: int = 0, times: int = 1) -> SampleIndex:

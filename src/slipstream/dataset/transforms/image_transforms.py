@@ -7,6 +7,7 @@ adds their parameters to the sample as `device_params`, and the data preprocesso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,11 +16,29 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
-__all__ = ["ImageTransform", "Normalize", "RandomCrop", "RandomHorizontalFlip", "ToTensor", "read_transforms"]
+__all__ = [
+    "CenterCrop",
+    "ImageTransform",
+    "ImageTransforms",
+    "Normalize",
+    "RandomCrop",
+    "RandomHorizontalFlip",
+    "RandomResizedCropAndInterpolation",
+    "Resize",
+    "ToTensor",
+    "read_transforms",
+]
 
-ImageTransform: TypeAlias = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
+_FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
+_RANDOM_FILTERS = ("bilinear", "bicubic")
+_MAX_ATTEMPTS = 10
+"""Maximum number of random boxes to try. If none fits in the image, a centered box is used."""
+
+Image: TypeAlias = NDArray[np.uint8]
+ImageTransform: TypeAlias = Callable[[Image, np.random.Generator], Image]
 
 
 @TRANSFORMS.register_module()
@@ -35,15 +54,11 @@ class RandomCrop:
     """
 
     def __init__(self, size: int | Sequence[int], padding: int = 0) -> None:
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        if len(sides) != 2 or min(sides) < 1 or padding < 0:
-            raise ConfigError(
-                "size must be a number of pixels or (height, width), and padding must be at least 0; "
-                f"got size={size!r}, padding={padding!r}"
-            )
-        self.size, self.padding = (sides[0], sides[1]), padding
+        if padding < 0:
+            raise ConfigError(f"must be at least 0, not {padding!r}", "padding")
+        self.size, self.padding = _pair("size", size), padding
 
-    def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         """Return the crop."""
         channels, height, width = image.shape
         spare_y, spare_x = (
@@ -55,10 +70,8 @@ class RandomCrop:
                 f"{self.padding}; reduce size or increase padding"
             )
         # Position of the crop relative to the top-left corner of the image.
-        top, left = (
-            int(rng.integers(spare_y + 1)) - self.padding,
-            int(rng.integers(spare_x + 1)) - self.padding,
-        )
+        top = int(rng.integers(spare_y + 1)) - self.padding
+        left = int(rng.integers(spare_x + 1)) - self.padding
         crop = np.zeros((channels, *self.size), dtype=np.uint8)
         inside = image[:, max(0, top) : top + self.size[0], max(0, left) : left + self.size[1]]
         y, x = max(0, -top), max(0, -left)
@@ -75,9 +88,134 @@ class RandomHorizontalFlip:
             raise ConfigError(f"p must be in the range 0 to 1, got {p}")
         self.p = p
 
-    def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         """Return the image, possibly mirrored."""
         return image[:, :, ::-1] if rng.random() < self.p else image
+
+
+@TRANSFORMS.register_module()
+class Resize:
+    """Resize an image with antialiasing.
+
+    Args:
+        size: (height, width), or one number for the shorter side; the longer side is then scaled by the same factor
+            and rounded down.
+        interpolation: 'bilinear', 'bicubic', 'lanczos', 'hamming', 'nearest' or 'box'.
+    """
+
+    def __init__(self, size: int | Sequence[int], interpolation: str = "bilinear") -> None:
+        self.size = size if isinstance(size, int) else _pair("size", size)
+        self.interpolation = _filter(interpolation)
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the resized image, uint8 (3, H, W)."""
+        height, width = image.shape[1:]
+        if not isinstance(self.size, int):
+            return _resized(image, self.size, self.interpolation)
+        longer = int(self.size * max(height, width) / min(height, width))
+        size = (self.size, longer) if height <= width else (longer, self.size)
+        return _resized(image, size, self.interpolation)
+
+
+@TRANSFORMS.register_module()
+class CenterCrop:
+    """Crop the center of an image. Smaller images are padded with zeros first.
+
+    If m rows or columns are removed, round(m / 2) of them are above or to the left of the crop, as in torchvision.
+
+    Args:
+        size: (height, width), or one number for both.
+    """
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _pair("size", size)
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the crop, uint8 (3, H, W)."""
+        missing = [max(0, side - length) for side, length in zip(self.size, image.shape[1:], strict=True)]
+        if any(missing):
+            pads = [(0, 0), *((spare // 2, spare - spare // 2) for spare in missing)]
+            image = np.pad(image, pads)
+        (height, width), (rows, columns) = image.shape[1:], self.size
+        top, left = round((height - rows) / 2), round((width - columns) / 2)
+        return image[:, top : top + rows, left : left + columns]
+
+
+@TRANSFORMS.register_module()
+class RandomResizedCropAndInterpolation:
+    """Crop a random box and resize it to a fixed size.
+
+    The area of the box is a uniformly random fraction of the image's area, and the logarithm of its aspect ratio is
+    uniformly random. If none of ten random boxes fits in the image, the largest centered box with an allowed aspect
+    ratio is used.
+
+    Args:
+        size: (height, width) of the result, or one number for both.
+        scale: smallest and largest fraction of the area.
+        ratio: smallest and largest aspect ratio, width / height.
+        interpolation: as for `Resize`; 'default' is bilinear, and 'random' draws bilinear or bicubic for each image.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: str = "default",
+    ) -> None:
+        self.size = _pair("size", size)
+        for name, bounds in (("scale", scale), ("ratio", ratio)):
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                raise ConfigError(f"must be [smallest, largest], with positive values, not {bounds!r}", name)
+        self.scale, self.ratio = (scale[0], scale[1]), (ratio[0], ratio[1])
+        self.filters = _RANDOM_FILTERS if interpolation == "random" else (_filter(interpolation),)
+
+    def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Return a random box (left, top, right, bottom) in an image of this size."""
+        for _ in range(_MAX_ATTEMPTS):
+            area = height * width * rng.uniform(*self.scale)
+            ratio = math.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+            columns, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < columns <= width and 0 < rows <= height:
+                top, left = int(rng.integers(height - rows + 1)), int(rng.integers(width - columns + 1))
+                return left, top, left + columns, top + rows
+        ratio = min(max(width / height, self.ratio[0]), self.ratio[1])
+        columns, rows = min(width, round(height * ratio)), min(height, round(width / ratio))
+        left, top = (width - columns) // 2, (height - rows) // 2
+        return left, top, left + columns, top + rows
+
+    def __call__(self, image: Image, rng: np.random.Generator) -> Image:
+        """Return the crop, uint8 (3, H, W)."""
+        left, top, right, bottom = self.box(image.shape[1], image.shape[2], rng)
+        chosen = self.filters[int(rng.integers(len(self.filters)))]
+        return _resized(image[:, top:bottom, left:right], self.size, chosen)
+
+
+def _resized(image: Image, size: tuple[int, int], interpolation: str) -> Image:
+    if image.shape[1:] == size:
+        return image
+    with extra("images"):
+        from PIL import Image as Pillow
+
+    chosen = Pillow.Resampling[interpolation.upper()]
+    resized = Pillow.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).resize(size[::-1], chosen)
+    return np.asarray(resized).transpose(2, 0, 1)
+
+
+def _filter(name: Any) -> str:
+    name = "bilinear" if name == "default" else name
+    if name not in _FILTERS:
+        raise ConfigError(f"must be one of {', '.join(_FILTERS)}, not {name!r}", "interpolation")
+    return str(name)
+
+
+def _pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    if len(sides) == 1:
+        sides = sides * 2
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise ConfigError(f"must be a number of pixels or (height, width), not {size!r}", name)
+    return sides[0], sides[1]
 
 
 @TRANSFORMS.register_module()
@@ -101,9 +239,10 @@ class Normalize:
         self.mean, self.std = tuple(mean), tuple(std)
 
 
-def read_transforms(
-    transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]],
-) -> tuple[list[ImageTransform], torch.Tensor | None]:
+ImageTransforms: TypeAlias = Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]]
+
+
+def read_transforms(transforms: ImageTransforms) -> tuple[list[ImageTransform], torch.Tensor | None]:
     """Return the transforms that move pixels, in order, and the parameters of the device transforms.
 
     The parameters are float32 (6,), as defined in `slipstream.dataset.transforms.device_transforms`, or None if there

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.dataset.sources.base import SegmentationDataset, Transform
-from slipstream.dataset.sources.cityscapes_classes import (
+from slipstream.dataset.sources.cityscapes_labels import (
     CITYSCAPES_CLASSES,
     CITYSCAPES_IGNORE_INDEX,
     CITYSCAPES_PALETTE,
