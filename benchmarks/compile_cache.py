@@ -68,7 +68,7 @@ def start(depth: int, options: CompileOptions | None) -> dict[str, Any]:
     report = CompileReport()
     start_time = perf_counter()
     if options is not None:
-        use_cache(net, options, "benchmark", sys.exit)
+        use_cache(options, sys.exit)
         compile_model(net, options, sys.exit)
         report.start()
     loss = F.cross_entropy(net(inputs), targets)

@@ -184,14 +184,6 @@ def overhead() -> str:
     return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {info['batch size']}. {overhead_note()}"
 
 
-def memory() -> str:
-    info = result("memory")
-    return (
-        f"Over {info['steps']:,} steps, resident memory grows by {info['growth_bytes_per_step']:.1f} bytes per step "
-        f"({machine('memory')}, n = {info['n (runs)']})."
-    )
-
-
 def one_graph_tiny() -> str:
     rows = []
     for part, suffix in (("Tiny networks", ""), (TWO_PROCESSES, ", two gloo processes (DDP in the loops)")):
@@ -246,17 +238,6 @@ def gpu() -> str:
         f"{table(header, rows)}\n\n{info['device']}, torch {info['torch']}, {info['date'][:10]}; "
         f"{rounds_note(ours['seconds'])} (minimum to maximum)."
     )
-
-
-def channels_last() -> str:
-    """Return the step time of hand-written loops with channels_last, relative to the default layout."""
-    parts = result("one_graph")["milliseconds"]["The recipes' networks"]
-    rows = [
-        [NAMES[name], ratio(times["loop, channels_last"], times["loop"])] for name, times in parts.items()
-    ]
-    header = ["step of a hand-written loop on a CPU", "time in channels_last relative to the default layout"]
-    rounds = rounds_note(parts["regseg48"]["loop"])
-    return f"{table(header, rows)}\n\n{machine('one_graph')}; {rounds} (minimum to maximum)."
 
 
 def host_time() -> str:
@@ -328,17 +309,6 @@ def fused() -> str:
     return (
         f"{table(header, rows)}\n\n{machine('fused')}; medians of {n} interleaved steps (minimum to maximum)."
     )
-
-
-def nan_guard() -> str:
-    rows = []
-    for case, times in result("nan_guard")["milliseconds"].items():
-        cells = (f"{median(times[name]):.1f}" for name in ("without guard", "with guard"))
-        rows.append([case, *cells, ratio(times["with guard"], times["without guard"])])
-    header = ["ms per optimizer step", "without guard", "with guard", "with / without"]
-    clock = {"cpu": "CPU time", "wall": "wall time"}[result("nan_guard")["clock"]]
-    n = rounds_note(times["with guard"])
-    return f"{table(header, rows)}\n\n{clock}; {machine('nan_guard')}; {n} (minimum to maximum)."
 
 
 def sync_bn() -> str:
@@ -469,8 +439,8 @@ def _speed(ratio: dict[str, float] | None) -> str:
     return "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, gpu, channels_last, host_time, data, jpeg, fused,
-             nan_guard, sync_bn, compile_cache, checkpoint, compare,
+FUNCTIONS = (readme, overhead, one_graph_tiny, one_graph, gpu, host_time, data, jpeg, fused,
+             sync_bn, compile_cache, checkpoint, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from report import environment_info, table, write_result
-from slipstream.speed.fused import fuse
+from slipstream.speed.simple_options import fuse
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda params, **kwargs: torch.optim.SGD(

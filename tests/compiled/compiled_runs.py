@@ -60,8 +60,7 @@ class Case:
         line: the file that the warning must name, if any.
         speed: further speed options.
         remark: further text for the remark column in docs/matrix.md.
-        fast: whether `make test` runs the case; `make matrix` runs the others, except the exhaustive ones.
-        exhaustive: whether only `make exhaustive` runs the case, because other cases test the same code.
+        fast: whether `make test` runs the case; `make matrix` runs the others.
         tolerance: tolerance for the comparison with the plain loop.
     """
 
@@ -75,7 +74,6 @@ class Case:
     fast: bool = False
     tolerance: dict[str, float] = field(default_factory=lambda: TOLERANCE)
     slow: bool = False
-    exhaustive: bool = False
     warnings: int = 1
     """Number of warnings from a step that falls back: 2 if the model cannot be compiled either."""
 
@@ -91,8 +89,6 @@ def params_of(cases, fast_only=False):
 def _marks(case):
     if case.fast:
         return []
-    if case.exhaustive:
-        return [pytest.mark.exhaustive]
     return [pytest.mark.slow if case.slow else pytest.mark.matrix]
 
 

@@ -56,14 +56,6 @@ class Routed(Base):
         return out
 
 
-class Masked(Base):
-    """A network that selects a variable number of rows with a mask."""
-
-    def change(self, x):
-        rows = x[x[:, 0] > 0]
-        return x + rows.sum(0) if rows.shape[0] > 2 else x
-
-
 class Branches(Base):
     """A network that branches on a tensor value."""
 
@@ -84,25 +76,6 @@ class Queue(Base):
         self.queue[ptr] = x.detach().mean(0)
         self.ptr[0] = (ptr + 1) % 4
         return x - self.queue.mean(0)
-
-
-class Expanded(Base):
-    """A network that only reads a buffer whose elements share memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((1,), 0.5, dtype=torch.float64).expand(8))
-
-    def change(self, x):
-        return x * self.scale
-
-
-class ExpandedAssigned(Expanded):
-    """A network that replaces a buffer whose elements share memory."""
-
-    def change(self, x):
-        self.scale = (0.9 * self.scale.mean() + 0.1).expand(8)
-        return x * self.scale
 
 
 class Overlapping(Base):
@@ -147,35 +120,10 @@ class Prints(Item):
         return x
 
 
-class Tries(Item):
-    """A network that catches an error in an operation and continues."""
-
-    def change(self, x):
-        self.calls += 1
-        try:
-            return x @ torch.ones(7, 8, dtype=x.dtype)
-        except RuntimeError:
-            return x * 0.5
-
-
-class ReadsFile(Item):
-    def change(self, x):
-        self.calls += 1
-        return x * len(Path(__file__).read_text().splitlines()[0].split()) / 10
-
-
 class CallsNumpy(Item):
     def change(self, x):
         self.calls += 1
         return x - torch.from_numpy(np.sort(x.detach().numpy(), axis=0)[0])
-
-
-class CallsExtension(Item):
-    """A network that calls NumPy's linear algebra on lists, which torch cannot trace."""
-
-    def change(self, x):
-        self.calls += 1
-        return x / float(np.linalg.svd(x.detach().tolist(), compute_uv=False).max())
 
 
 class _Halved(torch.autograd.Function):
@@ -203,21 +151,6 @@ class _ByNumpy(torch.autograd.Function):
         return grad * torch.tensor(ctx.sign.tolist(), dtype=grad.dtype)
 
 
-class _Counts(torch.autograd.Function):
-    """A function that counts its backward calls in Python and scales the gradient by the count."""
-
-    done = 0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        _Counts.done += 1
-        return grad / _Counts.done
-
-
 class OwnFunction(Base):
     def change(self, x):
         return _Halved.apply(x)
@@ -228,42 +161,22 @@ class OwnByNumpy(Base):
         return _ByNumpy.apply(x)
 
 
-class OwnCounts(Base):
-    def __init__(self):
-        super().__init__()
-        _Counts.done = 0
-
-    def change(self, x):
-        return _Counts.apply(x)
-
-    @property
-    def calls(self):
-        return _Counts.done
-
-
 def item_in_loss(scores, targets):
     return F.mse_loss(scores, targets) / (1 + targets.abs().max().item())
 
 
 CAPTURE = [
     Case("routing with `nonzero()` and `if len(rows)`", of(Routed), FALLS_BACK, line=HERE, fast=True),
-    Case("the number of rows selected by a mask", of(Masked), FALLS_BACK, line=HERE),
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
     Case("`int()` of a buffer as an index", of(Queue), fast=True),
-    Case("an expanded buffer", of(Expanded)),
-    Case("an expanded buffer that forward replaces", of(ExpandedAssigned)),
     Case("buffers that share memory", of(Overlapping)),
     Case("an uninitialized `LazyLinear`", of(Lazy)),
     Case("`.item()` in forward", of(Item), fast=True),
     Case("`.item()` in the loss", of(Base, item_in_loss)),
     Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE),
-    Case("`try` and `except` in forward", of(Tries), FALLS_BACK, line=HERE, warnings=2),
-    Case("a file that forward reads", of(ReadsFile), FALLS_BACK, line=HERE),
     Case("NumPy on detached tensors", of(CallsNumpy)),
-    Case("NumPy on lists", of(CallsExtension), FALLS_BACK, line=HERE),
     Case("an `autograd.Function`", of(OwnFunction), fast=True),
     Case("an `autograd.Function` implemented in NumPy", of(OwnByNumpy), FALLS_BACK, line=HERE),
-    Case("an `autograd.Function` that counts its backward calls", of(OwnCounts), FALLS_BACK, line=HERE),
 ]
 CASES = CAPTURE
 GROUPS = {"Code that torch may not capture": CAPTURE}

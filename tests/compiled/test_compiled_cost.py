@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from compiled_runs import (
     FALLS_BACK,
-    IN_FLOAT32,
     STEPS,
     TOLERANCE,
     Base,
@@ -156,21 +155,12 @@ def batch_norm_momentum():
 
 _LESS = lambda value: value * 0.9  # noqa: E731
 SCHEDULES = [
-    Case("OneCycleLR with NAdam", partial(one_cycle, optim.NAdam), tolerance=IN_FLOAT32, exhaustive=True),
-    Case("OneCycleLR with RMSprop", partial(one_cycle, optim.RMSprop), exhaustive=True),
     Case("OneCycleLR with Adam", partial(one_cycle, optim.Adam), fast=True),
-    Case("OneCycleLR with RAdam", partial(one_cycle, optim.RAdam), tolerance=IN_FLOAT32, exhaustive=True),
     Case("OneCycleLR with SGD", partial(one_cycle, optim.SGD, momentum=0.9)),
-    Case(
-        "weight decay of AdamW",
-        partial(scheduled, "weight_decay", _LESS, optim.AdamW, lr=0.01, weight_decay=0.1),
-        exhaustive=True,
-    ),
     Case(
         "weight decay of SGD", partial(scheduled, "weight_decay", _LESS, optim.SGD, lr=0.05, weight_decay=0.1)
     ),
     Case("eps of Adam", partial(scheduled, "eps", _LESS, optim.Adam, lr=0.01, eps=0.1)),
-    Case("alpha of RMSprop", partial(scheduled, "alpha", _LESS, optim.RMSprop, lr=0.01), exhaustive=True),
     Case("a dropout rate", dropout_rates, FALLS_BACK, "a new graph"),
     Case("a float that forward increments", counted, FALLS_BACK, "a new graph", fast=True),
     Case("a float attribute of the model that the loop sets", set_in_loop),

@@ -99,15 +99,6 @@ _GRADIENT_HOOKS = {
 }
 
 
-def _needed(hook, at, undo):
-    """Return whether no other case covers this kind of hook or the steps at which the hook is added and removed."""
-    if hook is halves:
-        return True
-    if hook in (clips_after, module_backward):
-        return (at, undo) == (5, removed)
-    return at == (0 if hook is prehook_of_accumulation else 5)
-
-
 GRADIENT_HOOKS = [
     Case(
         f"{what}, {when}",
@@ -115,18 +106,19 @@ GRADIENT_HOOKS = [
         FALLS_BACK,
         "hook",
         fast=hook in (halves, clips_after) and at == 5 and undo is None,
-        exhaustive=not _needed(hook, at, undo),
     )
     for what, hook in _GRADIENT_HOOKS.items()
     for when, at, undo in (
         ("from the start", 0, None),
         ("from step 5 on", 5, None),
         ("from step 5 to 9", 5, removed),
-        ("from the start to step 9", 0, removed),
     )
-    if (hook in (halves, clips_after, module_backward) or undo is None)
-    # PyTorch does not report the hooks of this node, so a hook added after the verification is not detected.
-    and (hook is not prehook_of_accumulation or at == 0)
+    if hook is halves
+    or (
+        (at, undo) == (5, removed if hook in (clips_after, module_backward) else None)
+        # PyTorch does not report the hooks of this node, so a hook added after the verification is not detected.
+        and hook is not prehook_of_accumulation
+    )
 ]
 
 
@@ -264,12 +256,11 @@ OTHER_HOOKS = [
             f"{what}, {when}",
             changed(hook, at, undo),
             fast=hook in (scales_output, shrinks_before) and at == 5,
-            exhaustive=hook not in (scales_output, shrinks_before) and at == 0,
         )
         for what, hook in _OTHER_HOOKS.items()
         for when, at, undo in (("from the start", 0, None), ("from step 5 to 9", 5, removed))
+        if at or hook in (scales_output, shrinks_before)
     ),
-    Case("`optimizer.step` replaced, from the start", changed(patched_step, 0), exhaustive=True),
     Case("`optimizer.step` replaced, from step 5 on", changed(patched_step, 5)),
 ]
 

@@ -54,32 +54,6 @@ class PlainInPlace(PlainTensor):
         return x - self.mean
 
 
-class FromNone(PlainTensor):
-    """A network whose attribute is None until the first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = None
-
-    def change(self, x):
-        now = x.detach().mean(0)
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
-        return x - self.mean
-
-
-class InDict(Base):
-    """A dict of tensors, one of which is replaced."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = {"mean": torch.zeros(8, dtype=torch.float64), "steps": 0}
-
-    def change(self, x):
-        self.memory["mean"] = 0.5 * self.memory["mean"] + 0.5 * x.detach().mean(0)
-        self.memory["steps"] += 1
-        return x - self.memory["mean"]
-
-
 class Growing(Base):
     """A network that appends the mean of each step to a list and reads the list."""
 
@@ -90,18 +64,6 @@ class Growing(Base):
     def change(self, x):
         self.seen.append(x.detach().mean(0))
         return x - torch.stack(self.seen).mean(0)
-
-
-class Queue(Base):
-    """A queue of the last three tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.queue = [torch.zeros(8, dtype=torch.float64) for _ in range(3)]
-
-    def change(self, x):
-        self.queue = [*self.queue[1:], x.detach().mean(0)]
-        return x - (self.queue[0] + self.queue[1] + self.queue[2]) / 3
 
 
 class Counter(Base):
@@ -140,25 +102,10 @@ class Every(Base):
         return x * 0.5 if self.calls % 3 == 0 else x
 
 
-class Decaying(Base):
-    """A float that decreases and is used."""
-
-    def __init__(self):
-        super().__init__()
-        self.share = 1.0
-
-    def change(self, x):
-        self.share *= 0.9
-        return x * self.share
-
-
 ATTRIBUTES = [
     Case("a tensor attribute that forward assigns", of(PlainTensor, "mean"), fast=True),
     Case("a tensor attribute that forward changes in place", of(PlainInPlace, "mean")),
-    Case("an attribute that is None before the first step", of(FromNone, "mean")),
-    Case("tensors and numbers in a dict", of(InDict, "memory")),
     Case("a list of tensors that grows", of(Growing, "seen"), FALLS_BACK, "seen|list|Growing"),
-    Case("a queue of three tensors", of(Queue, "queue")),
     Case("an int that forward increments and uses", of(Counter, "calls"), fast=True),
     Case(
         "an int and a float that forward increments but does not use",
@@ -167,13 +114,6 @@ ATTRIBUTES = [
         "a new graph",
     ),
     Case("a branch on an int that forward increments", of(Every, "calls")),
-    Case(
-        "a float that decreases at each step",
-        of(Decaying, "share"),
-        FALLS_BACK,
-        "a new graph",
-        exhaustive=True,
-    ),
 ]
 
 
@@ -202,22 +142,6 @@ class DetachesLater(Recurrent):
         return self.last(self.hidden)
 
 
-class InBuffer(nn.Module):
-    """A network that keeps an LSTM's hidden and cell state in buffers that it overwrites."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.last = nn.LSTMCell(4, 8).double(), nn.Linear(8, 3).double()
-        self.register_buffer("hidden", torch.zeros(6, 8, dtype=torch.float64))
-        self.register_buffer("memory", torch.zeros(6, 8, dtype=torch.float64))
-
-    def forward(self, x):
-        hidden, memory = self.cell(x, (self.hidden.clone(), self.memory.clone()))
-        self.hidden.copy_(hidden.detach())
-        self.memory.copy_(memory.detach())
-        return self.last(hidden)
-
-
 class DetachedByUser(Recurrent):
     """The loop detaches the hidden state between steps."""
 
@@ -237,7 +161,6 @@ def detached_between():
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
     Case("a hidden state that is detached one step later", of(DetachesLater), FALLS_BACK, "requires grad"),
-    Case("hidden states in buffers", of(InBuffer)),
     Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "requires grad"),
 ]
 
@@ -269,13 +192,6 @@ class OwnGenerator(Base):
         return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
-class InitOfGenerator(OwnGenerator):
-    """A network that draws in place with `Tensor.normal_`."""
-
-    def change(self, x):
-        return x + torch.empty_like(x).normal_(generator=self.generator)
-
-
 class NumpyGenerator(Base):
     def __init__(self):
         super().__init__()
@@ -295,33 +211,9 @@ class GlobalPython(Base):
         return x * random.uniform(0.5, 1.5)
 
 
-class PythonChoice(Base):
-    """A network that halves its activations in randomly selected steps."""
-
-    def change(self, x):
-        return x if random.random() < 0.5 else x * 0.5
-
-
-class OwnPython(Base):
-    def __init__(self):
-        super().__init__()
-        self.rng = random.Random(3)
-
-    def change(self, x):
-        return x * self.rng.uniform(0.5, 1.5)
-
-
 class GlobalTorch(Base):
     def change(self, x):
         return F.dropout(x, 0.3) + 0.1 * torch.randn_like(x)
-
-
-def numpy_in_loss(scores, targets):
-    return F.mse_loss(scores, targets) * float(np.random.rand())
-
-
-def python_in_loss(scores, targets):
-    return F.mse_loss(scores, targets) * random.random()
 
 
 def generator_in_loss():
@@ -350,31 +242,10 @@ def drawing(module, loss=F.mse_loss):
 RANDOM = [
     Case("dropout and `torch.randn_like`", drawing(GlobalTorch), fast=True),
     Case("a `torch.Generator` in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
-    Case(
-        "an in-place random operation with a `torch.Generator`",
-        drawing(InitOfGenerator),
-        FALLS_BACK,
-        "Generator",
-        HERE,
-        exhaustive=True,
-    ),
     Case("a `torch.Generator` in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
     Case("a NumPy `Generator` in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("`np.random` in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
-    Case(
-        "`np.random` in the loss",
-        drawing(Base, numpy_in_loss),
-        FALLS_BACK,
-        "numpy|np.random",
-        HERE,
-        exhaustive=True,
-    ),
     Case("Python's `random` in forward", drawing(GlobalPython), FALLS_BACK, "random"),
-    Case(
-        "Python's `random` in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random", exhaustive=True
-    ),
-    Case("a branch on a random number", drawing(PythonChoice), FALLS_BACK, "random", HERE),
-    Case("a `random.Random` in forward", drawing(OwnPython), FALLS_BACK, "random|rng", exhaustive=True),
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]

@@ -13,10 +13,8 @@ from compiled_runs import (
     Base,
     Case,
     Training,
-    assert_equal,
     batches,
     by_hand,
-    by_step,
     check,
     check_plain,
     params_of,
@@ -70,16 +68,6 @@ def masks():
         model.mask = torch.full((8,), 1 + 0.1 * next(count), dtype=torch.float64)
 
     return Training(model, sgd(model), after=replace)
-
-
-def class_weights():
-    model, loss = Base(), nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.float64))
-    data = [(x, y.argmax(1)) for x, y in batches()]
-
-    def replace():
-        loss.weight = loss.weight * torch.tensor([1.0, 1.2, 0.9], dtype=torch.float64)
-
-    return Training(model, sgd(model), loss, data, after=replace)
 
 
 def teacher():
@@ -136,17 +124,6 @@ def swapped():
     return Training(model, two_groups(model), before={6: swap})
 
 
-def other_groups():
-    def replace(training):
-        training.optimizer.param_groups = [dict(group) for group in training.optimizer.param_groups]
-
-    def set_rate(training):
-        training.optimizer.param_groups[0]["lr"] = 0.5
-
-    model = Base()
-    return Training(model, two_groups(model), before={6: replace, 7: set_rate})
-
-
 def scalar_parameter(make):
     """Train a 0-dim parameter."""
     model = Base()
@@ -155,116 +132,14 @@ def scalar_parameter(make):
     return Training(model, make(model.parameters(), lr=0.01), batches=batches(14))
 
 
-def methods(replace):
-    """A method of the class is replaced after the fifth step and again after the ninth."""
-
-    class Block(Base):
-        def change(self, x):
-            return x * self.factor
-
-        @property
-        def factor(self):
-            return 1.5
-
-    class Net(Block):
-        pass
-
-    model = Net()
-    before = {6: lambda _: replace(Block, Net, 0.5), 10: lambda _: replace(Block, Net, 0.1)}
-    return Training(model, sgd(model), before=before)
-
-
-def replaced_forward(block, net, factor):
-    block.forward = lambda self, x: factor * self.last(torch.tanh(self.first(x)))
-
-
-def replaced_helper(block, net, factor):
-    net.change = lambda self, x: x * factor  # override the base class's method
-
-
-def replaced_property(block, net, factor):
-    block.factor = property(lambda self: factor)
-
-
-class LossBase(nn.Module):
-    weight = 1.0
-
-    def distance(self, scores, targets):
-        return F.mse_loss(scores, targets)
-
-    def forward(self, scores, targets):
-        return self.weight * self.distance(scores, targets)
-
-
-def loss_class(name, value):
-    class Loss(LossBase):
-        pass
-
-    model = Base()
-    return Training(model, sgd(model), Loss(), before={6: lambda _: setattr(Loss, name, value)})
-
-
-def other_distance(self, scores, targets):
-    return F.l1_loss(scores, targets)
-
-
-def reloaded():
-    """Like IPython's autoreload, which replaces the code of functions in place."""
-
-    class Loss(LossBase):
-        def distance(self, scores, targets):
-            return F.mse_loss(scores, targets)
-
-    def reload(_):
-        Loss.distance.__code__ = other_distance.__code__
-
-    model = Base()
-    return Training(model, sgd(model), Loss(), before={6: reload})
-
-
-class Scale:
-    """A helper that is not a module."""
-
-    factor = 1.5
-
-    def __call__(self, x):
-        return self.factor * self.change(x)
-
-    def change(self, x):
-        return x
-
-
-def helper_class(name, value):
-    class Helper(Scale):
-        pass
-
-    model = Base()
-    model.change = Helper()
-    return Training(model, sgd(model), before={6: lambda _: setattr(Helper, name, value)})
-
-
 REPLACED = [
-    Case(
-        "a method overridden in the loss's class",
-        partial(loss_class, "distance", other_distance),
-        fast=True,
-    ),
-    Case("a number overridden in the loss's class", partial(loss_class, "weight", 0.3)),
-    Case("the code of a loss method", reloaded),
-    Case("a number in a helper object's class", partial(helper_class, "factor", 0.5), fast=True),
-    Case("a method in a helper object's class", partial(helper_class, "change", lambda self, x: 3 * x)),
-    Case("a forward method replaced in the class", partial(methods, replaced_forward), fast=True),
-    Case("a method overridden in the class during training", partial(methods, replaced_helper)),
-    Case("a property replaced in the class", partial(methods, replaced_property)),
     Case("a tensor attribute that the loop replaces", masks, fast=True),
-    Case("class weights that the loop replaces", class_weights),
     Case("a network in the loss that the loop replaces", teacher),
     Case("buffers that `.float().double()` replaces", moved, fast=True),
     Case("NumPy arrays in the batch", numpy_targets),
     Case("objects in the batch", samples, fast=True),
     Case("tensor subclasses in the batch", subclasses, FALLS_BACK, "Subclass"),
     Case("parameters that move between groups", swapped),
-    Case("parameter groups that are replaced", other_groups),
     Case(
         "a 0-dim float64 parameter",
         partial(scalar_parameter, torch.optim.Rprop),
@@ -369,13 +244,3 @@ def test_label_out_of_range_raises_an_error_and_keeps_the_random_state():
 
     torch.testing.assert_close(found, train(plain), **TOLERANCE)
     assert step.compiled_scope == "step"
-
-
-def test_traced_modules_match_plain_modules():
-    seed()
-    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).double()
-    found, scope, _ = by_step(Training(model, sgd(model)), compile=COMPILE)
-    seed()
-    other = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    assert_equal(found, by_hand(Training(other, sgd(other))), TOLERANCE)
-    assert scope == "step"

@@ -23,23 +23,13 @@ from torch import nn
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 LIBRARY = {
-    "AdamP": dict(lr=1e-2),
-    "Lamb": dict(lr=1e-2),
     "SOAP": dict(lr=1e-2, precondition_frequency=2),
-    "Adan": dict(lr=1e-2),
-    "AdaBelief": dict(lr=1e-2),
-    "AdEMAMix": dict(lr=1e-2),
     "Ranger21": dict(lr=1e-2, num_iterations=12),
-    "ScheduleFreeSGD": dict(lr=0.05),
     "ScheduleFreeAdamW": dict(lr=1e-2),
     "Prodigy": {},
-    "DAdaptAdam": {},
     "Kron": dict(lr=1e-2),
 }
 """Optimizers that count steps in their groups or attributes, with options for a tiny network."""
-
-KINDS = ("SOAP", "Ranger21", "ScheduleFreeAdamW", "Prodigy", "Kron")
-"""Optimizers of different kinds. Only `make exhaustive` runs the others."""
 
 
 def from_library(name):
@@ -75,10 +65,7 @@ def counting_optimizer():
 
 
 OPTIMIZERS = [
-    *(
-        Case(name, partial(from_library, name), fast=name == "SOAP", exhaustive=name not in KINDS)
-        for name in LIBRARY
-    ),
+    *(Case(name, partial(from_library, name), fast=name == "SOAP") for name in LIBRARY),
     Case("Lookahead around SGD", lookahead),
     Case("a custom optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
 ]
@@ -158,9 +145,9 @@ AVERAGED = [
         of(module),
         speed=dict(ema=EMA),
         fast=module is Assigned,
-        exhaustive=module is not InPlace,
     )
     for what, module in _BUFFERS.items()
+    if module in (Assigned, InPlace)
 ]
 
 
@@ -242,14 +229,6 @@ class RunningLoss:
         return (loss / self.running).sum()
 
 
-class RunningInPlace(RunningLoss):
-    def __call__(self, scores, targets):
-        loss = F.mse_loss(scores, targets)
-        self.running.mul_(0.9).add_(0.1 * loss.detach())
-        self.calls += 1
-        return (loss / self.running).sum()
-
-
 class Teacher:
     """A loss that contains another network. Each call updates the BatchNorm statistics of that network."""
 
@@ -306,13 +285,6 @@ def with_loss(make):
     return Training(model, sgd(model), loss, observe=state)
 
 
-def teacher_in_mid_run():
-    """Return a run in which the network in the loss is set to eval mode before step 6."""
-    training = with_loss(Teacher)
-    training.before = {6: lambda t: t.loss.model.eval()}
-    return training
-
-
 LOSSES = [
     Case(
         "a loss module whose 0-dim float64 buffer changes in place",
@@ -324,25 +296,11 @@ LOSSES = [
     Case(
         "a loss module whose buffer changes in place", partial(with_loss, partial(BufferedLoss, False, (1,)))
     ),
-    Case("a loss module that assigns its buffer", partial(with_loss, partial(BufferedLoss, True))),
     Case("a loss object with a running tensor", partial(with_loss, RunningLoss), fast=True),
-    Case(
-        "a loss object that changes a tensor in place",
-        partial(with_loss, partial(RunningInPlace, (1,))),
-        exhaustive=True,
-    ),
     Case("a loss that changes a tensor of the enclosing scope", with_closed_over_tensor),
-    Case(
-        "a loss that changes a 0-dim float64 tensor of the enclosing scope",
-        partial(with_closed_over_tensor, ()),
-        FALLS_BACK,
-        "compute different results",
-        exhaustive=True,
-    ),
     Case("a loss that assigns a global tensor", with_global_tensor),
     Case("a network with BatchNorm in the loss", partial(with_loss, Teacher), fast=True),
     Case("a network in the loss that the loss updates", partial(with_loss, partial(Teacher, True))),
-    Case("a network in the loss whose mode changes before step 6", teacher_in_mid_run),
 ]
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]

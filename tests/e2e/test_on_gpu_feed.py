@@ -122,7 +122,7 @@ def test_tf32_changes_matrix_products_in_its_context():
 
 @cuda_only
 def test_segments_are_expandable_in_their_context():
-    with expandable_segments(lambda line: None):
+    with expandable_segments():
         kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
         assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     assert kept.is_cuda

@@ -1,4 +1,4 @@
-"""Covering arrays: a few training runs that contain all pairs of options, or all triples with `compile=step`.
+"""Covering arrays: a few training runs that contain all pairs of options.
 
 A factor is the network, a set of mutually exclusive options, or an option that is on or off. For every two values of
 different factors that can be combined, a covering array has at least one run with both. A run enables about half of the
@@ -26,14 +26,20 @@ hide a missing average."""
 
 
 def pair_runs(processes):
-    """Return runs, as tuples of a network and options, that cover all pairs of options."""
-    return _runs(processes, _factors(processes))
+    """Return the runs of a covering array, as tuples of a network and options, that cover all pairs of options.
 
-
-def triple_runs(processes):
-    """Return runs with `compile=step` that cover all pairs of other options, and so all triples with that option."""
-    step = "compile=step"
-    return _runs(processes, [[step] if step in values else values for values in _factors(processes)])
+    Each run starts with a pair that does not occur yet. Then each of the other factors gets the value that adds the
+    most new pairs. Of several candidates that start with different pairs, the run with the most new pairs is used.
+    """
+    factors = _factors(processes)
+    missing, runs = dict.fromkeys(_allowed_pairs(processes, factors)), []
+    while missing:
+        candidates = [_run(processes, factors, dict(pair), missing) for pair in list(missing)[:SEEDS]]
+        run, pairs = max(candidates, key=lambda candidate: len(candidate[1] & missing.keys()))
+        for pair in pairs:
+            missing.pop(pair, None)
+        runs.append((run[NET], tuple(option for option in OPTIONS if option in run.values())))
+    return runs
 
 
 def refused_runs(processes):
@@ -54,23 +60,6 @@ def _factors(processes):
     return [list(NETS), *([*group, None] for group in available if group)]
 
 
-def _runs(processes, factors):
-    """Return the runs of a covering array.
-
-    Each run starts with a pair that does not occur yet. Then each of the other factors gets the value that adds the
-    most new pairs. Of several candidates that start with different pairs, the run with the most new pairs is used.
-    """
-    fixed = {number: values[0] for number, values in enumerate(factors) if len(values) == 1}
-    missing, runs = dict.fromkeys(_allowed_pairs(processes, factors, fixed)), []
-    while missing:
-        candidates = [_run(processes, factors, fixed | dict(pair), missing) for pair in list(missing)[:SEEDS]]
-        run, pairs = max(candidates, key=lambda candidate: len(candidate[1] & missing.keys()))
-        for pair in pairs:
-            missing.pop(pair, None)
-        runs.append((run[NET], tuple(option for option in OPTIONS if option in run.values())))
-    return runs
-
-
 def _run(processes, factors, run, missing):
     """Add a value for each missing factor to the run. Return the run and its pairs."""
     needed = Counter(value for pair in missing for value in pair)
@@ -82,11 +71,11 @@ def _run(processes, factors, run, missing):
     return run, set(combinations(sorted(run.items(), key=itemgetter(0)), 2))
 
 
-def _allowed_pairs(processes, factors, fixed):
+def _allowed_pairs(processes, factors):
     values = [[(number, value) for value in values] for number, values in enumerate(factors)]
     for one, other in combinations(values, 2):
         for pair in product(one, other):
-            if any(_allowed(processes, {NET: net, **fixed, **dict(pair)}) for net in NETS):
+            if any(_allowed(processes, {NET: net, **dict(pair)}) for net in NETS):
                 yield pair
 
 

@@ -1,7 +1,5 @@
 """The options of the matrix: their changes to a Runner's configuration, and valid combinations."""
 
-from itertools import combinations, product
-
 from matrix_by_hand import (
     BETA,
     CLIP_FACTOR,
@@ -17,7 +15,6 @@ from matrix_by_hand import (
     STOP,
     WINDOW,
 )
-from matrix_nets import NETS
 
 from slipstream.step.dynamo import why_not_recomputed
 
@@ -161,40 +158,6 @@ def possible(options, processes, net=None):
     if any(alternatives <= chosen for alternatives in ONE_OF):
         return False
     return not (processes == 1 and chosen & OF_SEVERAL) and not (net == "transformer" and "SyncBN" in chosen)
-
-
-def pairs(processes, net):
-    """Return the pairs that are trained on a network with a number of processes.
-
-    A pair that is possible everywhere is trained on one network in one process and on the other network in two
-    processes. Pairs that require several processes are trained on both networks.
-    """
-    return [pair for n, pair in enumerate(combinations(OPTIONS, 2)) if (processes, net) in _places(n, pair)]
-
-
-def _places(number, pair):
-    places = _possible_places(pair)
-    return places if len(places) < 4 else [places[number % 2], places[3 - number % 2]]
-
-
-def triples(processes, net):
-    """Return the triples with `compile=step` for a network and a number of processes. Two processes imply DDP.
-
-    Each triple is trained in only one of its possible places (number of processes, network). The places alternate.
-    """
-    step = "compile=step"
-    others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
-    every = [(step, *two) for two in others if possible((step, *two), 2)]
-    return [triple for n, triple in enumerate(every) if _place(n, triple) == (processes, net)]
-
-
-def _place(number, triple):
-    places = _possible_places(triple)
-    return places[number % len(places)]
-
-
-def _possible_places(options):
-    return [place for place in product((1, 2), NETS) if possible(options, *place)]
 
 
 def everything(processes, net, half=None, compiled="compile=step", parallel="DDP", left_out=()):

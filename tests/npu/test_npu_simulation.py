@@ -1,11 +1,7 @@
 """Test that the simulated NPU detects missing waits, unsafe memory reuse, reads by the host, and mixed devices."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-
-from slipstream.dataset.loading.feed import DeviceFeed, _move, _SideStream
 
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
@@ -38,73 +34,6 @@ def test_use_of_tensors_from_another_stream_without_synchronization_raises_an_er
         x.add_(1)
     torch.accelerator.synchronize()
     assert x.add_(y).cpu().tolist() == [3.0] * 4
-
-
-@pytest.mark.parametrize("remedy", [None, "record_stream", "wait"])
-def test_memory_that_another_stream_may_still_use_is_not_allocated_again(remedy):
-    stream, current = torch.Stream("npu"), torch.accelerator.current_stream()
-    with stream:
-        first = torch.ones(4, device="npu")
-    current.wait_stream(stream)
-    _ = first * 2
-    if remedy == "record_stream":
-        first.record_stream(current)
-    elif remedy == "wait":
-        stream.wait_stream(current)
-    address = first.data_ptr()
-    del first
-    with stream:
-        second = torch.empty(4, device="npu")
-        assert second.data_ptr() == address
-        with pytest.raises(RuntimeError, match="may still read") if remedy is None else nullcontext():
-            second.fill_(1)
-
-
-class NoWait(_SideStream):
-    """Copies without waiting for previous steps, so a copy may overwrite a batch that is still in use."""
-
-    def send(self, batch):
-        with self.stream:
-            moved = _move(batch, self.device)
-        return moved, self.stream.record_event()
-
-
-class RecordsStream(NoWait):
-    """Protects the memory of previous batches with `record_stream` instead of a wait."""
-
-    def receive(self, sent):
-        (inputs,) = super().receive(sent)
-        inputs.record_stream(torch.accelerator.current_stream())
-        return (inputs,)
-
-
-class NoEvent(_SideStream):
-    """Returns a batch without waiting for its copy."""
-
-    def receive(self, sent):
-        return sent[0]
-
-
-@pytest.mark.parametrize(
-    ("copies", "error"),
-    [(_SideStream, None), (RecordsStream, None), (NoWait, "may still read"), (NoEvent, "may still write")],
-)
-def test_prefetching_errors_are_detected(copies, error):
-    device = torch.device("npu", 0)
-    weight = torch.ones(4, device=device)
-    data = DeviceFeed([(torch.ones(4),)] * 6, device, copy_stream=copies(device))
-    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
-        for (inputs,) in data:
-            weight += inputs
-    assert error or weight.cpu().tolist() == [7.0] * 4
-
-
-def test_pinned_buffer_reused_too_early_changes_the_batch():
-    source = torch.ones(4).pin_memory()
-    copied, event = late_copy(source)
-    source.fill_(7)
-    torch.accelerator.current_stream().wait_event(event)
-    assert copied.cpu().tolist() == [7.0] * 4
 
 
 def test_copy_to_the_host_is_nan_until_the_host_waits():

@@ -102,26 +102,6 @@ def test_save_and_load_within_averaged_use_the_training_weights(tmp_path):
     torch.testing.assert_close(step.average.state_dict(), average, rtol=0, atol=0)
 
 
-def test_state_dict_within_averaged_is_rejected():
-    _, step, schedule = parts(dict(ema=dict(type="threshold")))
-    epochs(step, schedule, [0])
-    state = step.state_dict()
-    with step.averaged():
-        with pytest.raises(
-            CheckpointError, match=r"^state_dict\(\) cannot be called inside `with step.averaged"
-        ):
-            step.state_dict()
-        with pytest.raises(CheckpointError, match=r"^load_state_dict\(\) cannot be called inside"):
-            step.load_state_dict(state)
-
-
-def test_file_contains_the_weights_of_the_model(tmp_path):
-    model, step, schedule = parts({})
-    epochs(step, schedule, [0], tmp_path)
-    content = torch.load(tmp_path / "0.pth", weights_only=True)
-    torch.testing.assert_close(content["state_dict"], dict(model.state_dict()), rtol=0, atol=0)
-
-
 def test_file_with_an_average_loaded_without_ema_warns_that_it_is_ignored(tmp_path, caplog):
     model, step, schedule = parts(dict(ema=dict(type="threshold")))
     epochs(step, schedule, [0], tmp_path)
@@ -151,29 +131,6 @@ def test_file_without_an_average_restarts_the_average_from_the_loaded_weights_an
     )  # the first update copies the weights
 
 
-def test_values_may_contain_every_name(tmp_path):
-    _, step, _ = parts({})
-    step.save(tmp_path / "a.pth", path="data", self=1)
-    assert step.load(tmp_path / "a.pth") == {"path": "data", "self": 1}
-
-
-def test_state_of_another_optimizer_suggests_what_accelerate_supports(tmp_path):
-    model, step, schedule = parts({})
-    epochs(step, schedule, [0], tmp_path)
-    groups = [{"params": [param]} for param in model.parameters()]
-    for optimizer in (torch.optim.AdamW(groups), torch.optim.AdamW(model.parameters(), amsgrad=True)):
-        other = accelerate(model, optimizer, F.cross_entropy)
-        state = step.state_dict()
-        if len(optimizer.param_groups) == 1:
-            del state["optimizer"]["state"][0]["exp_avg"]
-        with pytest.raises(
-            CheckpointError, match=r"optimizer.*load only the weights: model\.load_state"
-        ) as error:
-            other.load_state_dict(state)
-        assert "load_from" not in str(error.value)
-        assert "paramwise_cfg" not in str(error.value)
-
-
 def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path):
     _, step, schedule = parts({})
     epochs(step, schedule, [0], tmp_path)
@@ -193,18 +150,6 @@ def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert other.steps == 0
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_file_with_other_names_suggests_what_accelerate_supports(tmp_path):
-    model, step, _ = parts({})
-    step.save(tmp_path / "a.pth")
-    renamed = nn.Sequential(*model, nn.Linear(4, 4))
-    other = accelerate(renamed, torch.optim.AdamW(renamed.parameters()), F.cross_entropy)
-    with pytest.raises(
-        CheckpointError, match=r"different model.* Load it into a step that uses the same model"
-    ) as error:
-        other.load(tmp_path / "a.pth")
-    assert "revise_keys" not in str(error.value)
 
 
 def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
@@ -263,20 +208,6 @@ def test_parameters_outside_the_model_and_the_state_of_the_loss_are_restored(tmp
     torch.testing.assert_close(other_head.state_dict(), head.state_dict())
 
 
-def test_file_without_or_with_other_tensors_outside_the_model(tmp_path):
-    _, step = with_others({})
-    state = step.state_dict()
-    with pytest.raises(CheckpointError, match=r"'other_tensors' has length 1, but .* is 4; load"):
-        step.load_state_dict({**state, "other_tensors": state["other_tensors"][:1]})
-    with pytest.raises(CheckpointError, match=r"other_tensors\.0"):
-        step.load_state_dict({**state, "other_tensors": [torch.zeros(9)] * 4})
-    del state["other_tensors"]
-    with pytest.warns(
-        UserWarning, match="does not contain the 4 tensors outside the model that the optimizer"
-    ):
-        step.load_state_dict(state)
-
-
 # ---- summary ----------------------------------------------------------------------------------------------
 
 
@@ -291,15 +222,6 @@ def test_summary_reports_the_graph_and_the_options():
     assert "accumulation: 2 batches per update; the current accumulation window is unfinished" in text
     assert "average: 2 updates" in text
     assert "warning" not in text
-
-
-def test_summary_distinguishes_a_graph_that_is_still_compiled():
-    _, step, _ = parts(dict(compile=dict(scope="step", cache=False)))
-    for batch in loader():
-        step(batch)
-        assert step.inner.batches == 0
-    text = step.summary()
-    assert "step: eager until its graph is compiled; trained on 4 batches, 0 of them with the graph" in text
 
 
 def test_summary_reports_why_the_step_is_not_compiled():
@@ -340,13 +262,3 @@ def test_summary_of_a_closed_step_describes_the_code_that_trained_the_batches(co
         assert "2 of them with the graph" in step.summary()
     step(next(iter(loader())))  # runs eagerly
     assert f"step: {text}; trained on {count + 1} batch" in step.summary()
-
-
-def test_summary_of_an_eager_step_lists_the_options_that_auto_selects():
-    model = nn.Linear(4, 4)
-    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy)
-    step((torch.ones(2, 4), torch.tensor([0, 1])))
-    text = step.summary()
-    assert "step: eager; trained on 1 batch" in text
-    assert "fused (auto: " in text
-    assert "compile is off: compilation can take minutes" in text

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream import accelerate
-from slipstream.errors import ConfigError, DataError, LossError, ModelError
+from slipstream.errors import LossError
 
 SPEEDS = [
     pytest.param({}, id="eager"),
@@ -132,26 +132,6 @@ def test_loss_function_receives_the_outputs_and_the_dict_batch(speed):
     )
 
 
-class TupleModel(Classifier):
-    def forward(self, ids, labels, mask):
-        return super().forward(ids, labels, mask)["loss"]
-
-
-def test_model_computes_its_own_loss_from_a_tuple():
-    data = [tuple(batch.values()) for batch in text()]
-    assert_trains_like_a_loop({}, TupleModel, data, lambda model, batch: model(*batch))
-
-
-@pytest.mark.parametrize(
-    ("kind", "remedy"), [("dict", "return only the entry 'loss'"), ("object", "return its attribute 'loss'")]
-)
-def test_outputs_of_a_model_are_not_a_result_of_compute_loss(kind, remedy):
-    model = model_of(lambda: Classifier(kind))
-    step = accelerate(model, sgd(model), speed={}, compute_loss=lambda model, batch: model(**batch))
-    with pytest.raises(LossError, match=remedy):
-        step(text()[0])
-
-
 def test_loss_per_sample_is_not_a_scalar():
     model = model_of(Classifier)
     step = accelerate(
@@ -258,11 +238,6 @@ def test_gan_trains_like_a_plain_loop(speed):
 # ---- errors -----------------------------------------------------------------------------------------------
 
 
-def failing(model, batch, **options):
-    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), speed=None, **options)
-    step(batch)
-
-
 @pytest.mark.parametrize("function", ["loss_fn", "compute_loss"])
 def test_a_total_next_to_its_terms_raises_an_error_instead_of_being_added_to_them(function):
     model = nn.Linear(2, 1)
@@ -276,44 +251,6 @@ def test_a_total_next_to_its_terms_raises_an_error_instead_of_being_added_to_the
         LossError, match=r"'loss' and \['loss_a', 'loss_b'\], and all of them would be summed"
     ):
         step((torch.ones(1, 2), torch.ones(1, 1)))
-
-
-def test_errors_describe_what_is_wrong():
-    with pytest.raises(
-        DataError, match=r"the batch has the keys \['image', 'label'\], but Linear.forward accepts"
-    ):
-        failing(nn.Linear(2, 2), {"image": torch.ones(1, 2), "label": torch.zeros(1)}, loss_fn=F.mse_loss)
-    with pytest.raises(LossError, match="the model returned an object of type Output, but no loss"):
-        failing(model_of(NoLoss), torch.ones(1, 2, dtype=torch.float64))
-    with pytest.raises(LossError, match=r"of type tuple, in which the loss has no name; .*return_dict=True"):
-        failing(model_of(lambda: NoLoss(as_tuple=True)), torch.ones(1, 2, dtype=torch.float64))
-    with pytest.raises(LossError, match=r"'loss' has shape \(1, 2\)"):
-        failing(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(ConfigError, match=r"compute_loss: loss_fn and compute_loss are mutually exclusive"):
-        failing(nn.Linear(2, 2), None, loss_fn=F.mse_loss, compute_loss=F.mse_loss)
-    with pytest.raises(ConfigError, match="compute_loss: must be a function"):
-        failing(nn.Linear(2, 2), None, compute_loss=3)
-    with pytest.raises(
-        ConfigError, match=r"loss_fn: must be a function, not \{.*\}; pass speed options as speed="
-    ):
-        failing(nn.Linear(2, 2), None, loss_fn=dict(precision="bf16"))
-    with pytest.raises(ConfigError, match="not 'model'; if the model returns its own loss, omit loss_fn"):
-        failing(nn.Linear(2, 2), None, loss_fn="model")
-    model, other = nn.Linear(2, 2), nn.Linear(2, 1)
-    with pytest.raises(ModelError, match="does not depend on any of the optimizer's parameters"):
-        failing(model, torch.ones(1, 2), compute_loss=lambda model, x: other(model(x).detach()).sum())
-    with pytest.raises(ConfigError, match=r"optimizer: must be a torch\.optim\.Optimizer, not list"):
-        accelerate(model, [torch.optim.SGD(model.parameters())])
-
-
-class NoLoss(nn.Linear):
-    def __init__(self, as_tuple=False):
-        super().__init__(2, 2)
-        self.as_tuple = as_tuple
-
-    def forward(self, x):
-        y = super().forward(x)
-        return (y.mean(), y) if self.as_tuple else Output(None, y)
 
 
 # ---- transformers -----------------------------------------------------------------------------------------

@@ -119,13 +119,6 @@ def test_run_resumes_inside_and_at_the_end_of_a_smaller_window(compiled, stop, t
     assert_same(other.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("value", [0, -3, 2.5, "7"])
-def test_invalid_numbers_of_batches_raise_an_error(value):
-    model = net()
-    with pytest.raises(ConfigError, match="batches_per_epoch"):
-        accelerate(model, sgd(model), F.cross_entropy, batches_per_epoch=value)
-
-
 def test_average_that_counts_batches_is_rejected():
     model = net()
     options = dict(accumulate=2, ema=dict(type="threshold", count="batches"))
@@ -135,7 +128,7 @@ def test_average_that_counts_batches_is_rejected():
 
 @pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
 @pytest.mark.parametrize("accumulate", [1, 3, 8])
-def test_window_resumed_with_a_different_size_uses_the_mean_gradient_and_warns(compiled, accumulate, caplog):
+def test_window_resumed_with_a_different_size_uses_the_mean_gradient(compiled, accumulate):
     data = batches(8)
     model = net()
     step = accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4, **compiled))
@@ -144,28 +137,10 @@ def test_window_resumed_with_a_different_size_uses_the_mean_gradient_and_warns(c
     other = copy.deepcopy(model)
     resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=accumulate, **compiled))
     resumed.load_state_dict(step.state_dict())
-    assert "unfinished accumulation window of 4 batches" in resumed.summary()
-    assert "the window will end after" in caplog.text
     size = {1: 3, 3: 3, 8: 8}[accumulate]  # the window ends at the next multiple of `accumulate`
     for batch in data[2:size]:
         resumed(batch)
     expected, _ = by_hand(data[:size], size, size)
-    assert_same(other.state_dict(), expected.state_dict())
-
-
-@pytest.mark.parametrize(("before", "after"), [(6, 7), (None, 6), (6, None)])
-def test_window_resumed_with_different_total_steps_uses_the_mean_gradient(before, after):
-    data = batches(8)
-    model = net()
-    step = accelerate(model, sgd(model), F.cross_entropy, dict(accumulate=4), total_steps=before)
-    for batch in data[:5]:
-        step(batch)
-    other = copy.deepcopy(model)
-    resumed = accelerate(other, sgd(other), F.cross_entropy, dict(accumulate=4), total_steps=after)
-    resumed.load_state_dict(step.state_dict())
-    for batch in data[5 : after or 8]:
-        resumed(batch)
-    expected, _ = by_hand(data[: after or 8], 4, 8)
     assert_same(other.state_dict(), expected.state_dict())
 
 
@@ -182,7 +157,7 @@ def test_gradients_with_a_loss_scale_are_not_loaded_into_a_step_without_one(befo
     step.save(tmp_path / "a.pth")
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        CheckpointError, match=r"a\.pth: 'gradients' .* loss scale, .* Set the precision with which"
+        CheckpointError, match=r"a\.pth: 'gradients' .* loss scale, .* set the precision with which"
     ):
         other.load(tmp_path / "a.pth")
     assert_same(model.state_dict(), weights)

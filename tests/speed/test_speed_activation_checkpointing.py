@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import pickle
 
 import pytest
@@ -13,12 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 
 from accelerators import DEVICE
-from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import activation_checkpointing as option
 from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
     checkpoint_activations,
-    read_activation_checkpointing,
 )
 from slipstream.step.dynamo import why_not_recomputed
 
@@ -130,10 +127,6 @@ def test_one_graph_with_checkpointing_matches_eager(dtype):
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
 
 
-def test_checkpointing_accumulates_gradients():
-    assert_same(train(checkpointed(Net()), accumulate=4), train(Net(), accumulate=4))
-
-
 def test_compiled_model_with_checkpointing_matches_eager():
     model = checkpointed(Net())
     model.compile(backend="aot_eager", fullgraph=True)
@@ -154,35 +147,6 @@ def test_recomputation_uses_the_buffers_of_the_forward_pass():
 class Mean(nn.Module):
     def forward(self, x):
         return x.square().mean()
-
-
-def test_second_backward_recomputes_again():
-    model, kept = checkpointed(Net()), Net()
-    gradients = []
-    for net in (model, kept):
-        torch.manual_seed(3)
-        loss = net(batches(1)[0])
-        gradients.append([torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for _ in "12"])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-    for name, value in kept.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-def test_frozen_blocks_in_eval_mode_pass_gradients_and_do_not_change():
-    results = []
-    for net in (checkpointed(Net()), Net()):
-        net.blocks.eval().requires_grad_(False)
-        params = [net.stem.weight, net.scale]
-        results.append(torch.autograd.grad(net(batches(1)[0]), params))
-        assert net.blocks[0].inner[1].num_batches_tracked == 0
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_no_grad_forward_does_not_recompute():
-    model = checkpointed(Net()).eval()
-    with torch.no_grad():
-        assert torch.equal(model(batches(1)[0]), Net().eval()(batches(1)[0]))
-    assert model.blocks[0].calls == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -222,29 +186,6 @@ def test_state_dict_keys_do_not_change_and_copies_recompute():
         assert twin.blocks[0].calls == 8
     assert model.blocks[0].calls == 0
     assert_same(train(model, steps=4), train(Net(), steps=4))
-
-
-def test_checkpoint_activations_is_idempotent():
-    model = checkpointed(checkpointed(Net()))
-    train(model, steps=1)
-    assert model.blocks[0].calls == 2
-
-
-def test_forward_that_the_user_has_wrapped_is_called():
-    model, seen = Net(), []
-    inner = model.blocks[0].forward
-    model.blocks[0].forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
-    train(checkpointed(model), steps=1)
-    assert len(seen) == 2
-
-
-def test_compiler_warning_about_context_fn_is_filtered(caplog):
-    with caplog.at_level(logging.WARNING, "torch._higher_order_ops.wrap"):
-        train(checkpointed(Net()), True, steps=1)
-        logging.getLogger("torch._higher_order_ops.wrap").warning("another")
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("torch._higher")] == [
-        "another"
-    ]
 
 
 # ---- memory ------------------------------------------------------------------------------------------
@@ -323,11 +264,6 @@ def test_offload_copies_only_block_inputs(monkeypatch):
     ] * 4  # x and scale of two blocks in two steps
 
 
-def test_offload_does_not_copy_host_tensors():
-    x = torch.randn(2)
-    assert option._from_host(option._to_host(x)) is x
-
-
 @pytest.mark.gpu
 def test_offload_preserves_the_memory_format():
     x = torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last)
@@ -358,59 +294,3 @@ def test_offload_preserves_the_memory_format():
 )
 def test_blocks_are_selected_by_name_class_or_repetition(names, blocks):
     assert checkpoint_activations(Net(), ActivationCheckpointingOptions(names)) == blocks
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["block.*"], r"activation_checkpointing.modules: .*'block\.\*'"),
-        (
-            ["Bottlenec"],
-            "no module name or class in the model matches 'Bottlenec'; did you mean 'Bottleneck'",
-        ),
-        (["blocks.0.iner"], "did you mean 'blocks.0.inner'"),
-        (["blocks"], r"'blocks' is a container that is never called; use 'blocks\.\*'"),
-        (["blocks.0", "Net"], "no module name or class in the model matches 'Net'"),
-    ],
-)
-def test_unknown_block_name_raises_an_error_and_does_not_change_the_model(names, message):
-    model = Net()
-    with pytest.raises(ConfigError, match=message):
-        checkpoint_activations(model, ActivationCheckpointingOptions(names))
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_model_without_repeated_blocks_raises_an_error():
-    with pytest.raises(ConfigError, match="the model has no repeated blocks; list the blocks"):
-        checkpoint_activations(nn.Sequential(nn.Linear(2, 2)), ActivationCheckpointingOptions())
-
-
-def test_activation_checkpointing_is_read_from_a_config():
-    for off in (None, False, []):
-        assert read_activation_checkpointing(off) is None
-    assert read_activation_checkpointing(True) == ActivationCheckpointingOptions()
-    names = ActivationCheckpointingOptions(["backbone.layer1"])
-    assert read_activation_checkpointing(["backbone.layer1"]) == names
-    assert read_activation_checkpointing(dict(modules=["backbone.layer1"])) == names
-    assert read_activation_checkpointing(names) is names
-    assert read_activation_checkpointing(dict(offload=True)).offload
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        ({"module": ["a"]}, UnknownNameError, "activation_checkpointing.module: .*'modules'"),
-        ({"modules": []}, ConfigError, "activation_checkpointing.modules: must not be empty"),
-        (
-            {"modules": "a"},
-            ConfigError,
-            r"activation_checkpointing.modules: must be a list\[str\] or None, not 'a'",
-        ),
-        ([1], ConfigError, r"activation_checkpointing.modules: must be a list\[str\] or None, not \[1\]"),
-        (3, ConfigError, "activation_checkpointing: must be a dict"),
-        ("layer1", ConfigError, "activation_checkpointing: must be a dict"),
-    ],
-)
-def test_invalid_activation_checkpointing_raises_an_error(value, error, message):
-    with pytest.raises(error, match=message):
-        read_activation_checkpointing(value)

@@ -57,15 +57,6 @@ def test_compiled_training_and_validation_match_eager(backend, broken_graph, amp
         assert counting.calls == (6 + 3) * parts
 
 
-def test_compile_keeps_parameters_and_their_names():
-    model = Net()
-    before = {name: id(p) for name, p in model.named_parameters()}
-    compile_model(model, CompileOptions("eager"), pytest.fail)
-    model.train_step(batches(1)[0], OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
-    assert {name: id(p) for name, p in model.named_parameters()} == before
-    Net().load_state_dict(model.state_dict())
-
-
 def test_cuda_graph_outputs_inside_objects_are_copied(monkeypatch):
     static = torch.zeros(2)
 
@@ -100,23 +91,6 @@ def test_compiled_model_can_be_copied_and_pickled():
             other.last.bias.add_(1)  # the copy uses its own weights
         torch.testing.assert_close(other(x, y), expected + 1)
     torch.testing.assert_close(model(x, y), expected)
-
-
-def test_copied_model_remains_compiled():
-    model, counting = Net(), Backend()
-    compile_model(model, CompileOptions(counting), pytest.fail)
-    copy.deepcopy(model)
-    model(*batches(1)[0])
-    assert counting.calls == 1
-
-
-def test_buffers_are_copied_only_in_the_first_calls(monkeypatch):
-    model, counted = Net(), []
-    compile_model(model, CompileOptions("eager"), pytest.fail)
-    buffers = nn.Module.buffers
-    monkeypatch.setattr(Net, "buffers", lambda self: counted.append(1) or buffers(self))
-    run(model, batches())
-    assert len(counted) == 2  # one call in training, one in validation
 
 
 # ---- failed compilation ------------------------------------------------------------------------------
@@ -160,17 +134,6 @@ def test_failure_in_validation_does_not_affect_training():
     compile_model(model, CompileOptions(Backend(fail_at=2)), warnings.append)
     assert_as_eager(model, eager)
     assert len(warnings) == 1
-
-
-def test_recompile_limit_with_fullgraph_falls_back_to_eager():
-    model, warnings = Net(), []
-    eager = copy.deepcopy(model)
-    compile_model(model, CompileOptions("eager", fullgraph=True, dynamic=False), warnings.append)
-    for size in range(2, 14):
-        x = torch.randn(size, 3)
-        torch.testing.assert_close(model(x, None), eager(x, None))
-    assert len(warnings) == 1
-    assert torch.equal(model.first[1].num_batches_tracked, torch.tensor(12))
 
 
 class Branching(Net):
@@ -264,17 +227,6 @@ def test_sizes_beyond_the_recompile_limit_run_eagerly_with_one_warning():
     assert "dynamic=True" in warnings[0]
 
 
-def test_recompile_limit_of_another_model_does_not_warn():
-    first, second, warnings = Net(), Pixels(), []
-    compile_model(first, CompileOptions("eager", dynamic=False), warnings.append)
-    compile_model(second, CompileOptions("eager"), pytest.fail)
-    second.eval()
-    for size in range(2, 14):
-        first(torch.randn(size, 3), None)
-    second(torch.randn(2, 3, 4, 4), None)
-    assert len(warnings) == 1
-
-
 def test_models_of_one_class_do_not_share_a_recompile_limit():
     backends = [Backend() for _ in range(10)]
     for size, backend in enumerate(backends, start=2):
@@ -308,16 +260,6 @@ def test_outer_graph_inlines_the_compiled_model(scope):
 
 
 # ---- parsing the configuration -----------------------------------------------------------------------
-
-
-def test_compile_is_read_from_a_config():
-    assert read_compile(None) is None
-    assert read_compile(False) is None
-    assert read_compile(True) == CompileOptions()
-    assert read_compile({}) == CompileOptions()
-    assert read_compile({"mode": "reduce-overhead"}).mode == "reduce-overhead"
-    assert read_compile({"backend": raises}).backend is raises
-    assert read_compile(how := CompileOptions("eager")) is how
 
 
 @pytest.mark.parametrize(

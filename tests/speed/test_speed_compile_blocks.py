@@ -9,8 +9,8 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.errors import ConfigError, DataError
-from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks
+from slipstream.speed.blocks import find_blocks
+from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_report import CompileReport
 
 
@@ -98,17 +98,6 @@ def test_failed_block_makes_all_blocks_of_its_class_run_eagerly():
     assert warnings[0].startswith("Block cannot be compiled (")
 
 
-def test_copied_compiled_blocks_use_their_own_weights():
-    model = Tower([4, 4])
-    compile_model(model, CompileOptions("eager", scope="block"), pytest.fail)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.zero_()
-    assert torch.equal(other(torch.ones(2, 4)), torch.zeros(2, 4))
-    assert not torch.equal(model(torch.ones(2, 4)), torch.zeros(2, 4))
-
-
 @pytest.fixture
 def alone(tmp_path):
     """Create a process group with one process."""
@@ -121,7 +110,7 @@ def alone(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_compiled_blocks_match_eager_with_ddp_and_fsdp(wrapper):
+def test_find_blocks_match_eager_with_ddp_and_fsdp(wrapper):
     model, counting = Tower([4] * 3), Backend()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(counting, scope="block"), pytest.fail)
@@ -150,37 +139,5 @@ def stages():
 )
 def test_blocks_are_found_by_name_class_or_repetition(names, expected):
     model = stages()
-    blocks = compiled_blocks(model, CompileOptions(scope="block", blocks=names))
+    blocks = find_blocks(model, names, "compile.blocks", containers=False)
     assert [name for name, module in model.named_modules() if module in blocks] == expected
-
-
-@pytest.mark.parametrize(
-    ("model", "names", "message"),
-    [
-        (
-            stages(),
-            ["Blok"],
-            "compile.blocks: no module name or class in the model matches 'Blok'; did you mean 'Block'?",
-        ),
-        (
-            Tower([4]),
-            ["blocks"],
-            "compile.blocks: 'blocks' is a container that is never called; use 'blocks.*'",
-        ),
-        (Net(), [], "compile.blocks: Net has no repeated blocks; set compile.blocks or use scope='model'"),
-    ],
-)
-def test_unknown_blocks_raise_an_error(model, names, message):
-    with pytest.raises(ConfigError) as caught:
-        compile_model(model, CompileOptions("eager", scope="block", blocks=names), pytest.fail)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("how", [CompileOptions("eager"), CompileOptions("eager", fullgraph=True)])
-def test_model_errors_are_raised(how):
-    model = Net()
-    compile_model(model, how, lambda message: None)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.randn(4, 7), None)
-    with pytest.raises(DataError, match="forward accepts"):
-        model.val_step({"image": torch.randn(4, 3)})

@@ -1,7 +1,6 @@
 """Tests of the graph pass that selects the CPU memory layouts of convolutions."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.torch_version import TorchVersion
 
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
@@ -150,19 +148,6 @@ def test_large_weight_remains_contiguous():
     assert all(kinds[32])
 
 
-def test_graph_without_convolutions_or_with_dynamic_shapes_does_not_change():
-    plain, _ = traced(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3))
-    before = str(plain.graph)
-    lay_out_convolutions(plain.graph)
-    assert str(plain.graph) == before
-    variable = make_fx(lambda x, w: F.conv2d(x, w), tracing_mode="symbolic")(
-        torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    )
-    before = str(variable.graph)
-    lay_out_convolutions(variable.graph)
-    assert str(variable.graph) == before
-
-
 def test_stride_dependent_operators_receive_eager_strides():
     def step(x, w):
         return torch.as_strided(F.conv2d(x, w), (2, 5), (7, 1))
@@ -173,44 +158,6 @@ def test_stride_dependent_operators_receive_eager_strides():
     lay_out_convolutions(module.graph)
     module.recompile()
     torch.testing.assert_close(module(x, w), expected)
-
-
-def test_symbols_of_data_dependent_values_are_kept():
-    """Inductor fails if the graph's sizes use a symbol that no node creates."""
-
-    def loss(x, w, labels):
-        out = F.conv2d(x, w, padding=1).relu()
-        valid = (labels != 2).sum().item()  # as in mmsegmentation's cross entropy
-        return out.sum() / valid, out.permute(0, 2, 3, 1)[labels > 1].square().sum()
-
-    def symbols():
-        return [str(n.meta["val"]) for n in module.graph.nodes if n.meta.get("unbacked_bindings")]
-
-    arguments = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randint(0, 5, (2, 8, 8))
-    module = make_fx(loss, tracing_mode="fake")(*arguments)
-    before = symbols()
-    lay_out_convolutions(module.graph)
-    module.recompile()
-    assert symbols() == before
-    assert len(before) == 2
-    torch.testing.assert_close(module(*arguments), loss(*arguments))
-
-
-def test_compiled_code_with_the_pass_can_be_cached():
-    assert LayOutConvolutions().uuid() == LayOutConvolutions().uuid()
-    pickle.dumps(LayOutConvolutions().uuid())
-
-
-def test_inductor_chooses_the_layouts_on_other_devices():
-    assert "layout_optimization" not in inductor_options("cuda")
-    assert inductor_options("cpu")["layout_optimization"] is False
-
-
-@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cpu"])
-def test_loops_are_not_reordered_by_versions_of_inductor_that_fail(version, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    failing = version < "2.13"
-    assert inductor_options("cuda") == ({"loop_ordering_after_fusion": False} if failing else {})
 
 
 @pytest.mark.slow

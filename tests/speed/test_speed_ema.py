@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook
 from slipstream.model import ScheduledEMA, StochasticWeightAverage
 from slipstream.runner.builders import plan_hooks
@@ -22,11 +21,6 @@ def hook_of(value):
     (hook,) = plan_hooks(SpeedPlan.read(dict(ema=value)))
     assert isinstance(hook, EMAHook)
     return hook
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_ema_can_be_disabled(value):
-    assert read_ema(value) is None
 
 
 @pytest.mark.parametrize("value", [True, {}, EmaOptions()])
@@ -51,41 +45,8 @@ def test_all_ema_options_are_passed_to_the_average_and_the_hook():
     assert hook_of(dict(begin_iter=7)).begin_iter == 7
 
 
-@pytest.mark.parametrize(("kind", "decay"), [("constant", 0.99), ("threshold", 8 / 17)])
-def test_type_selects_the_decay_schedule(kind, decay):
-    assert build(dict(decay=0.99, type=kind)).schedule.at(7, 10) == pytest.approx(decay)
-
-
 def test_swa_is_the_arithmetic_mean():
     average = build(dict(type="swa", interval=5))
     assert isinstance(average, StochasticWeightAverage)
     assert average.interval == 5
     assert average.update_buffers
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (3, r"^ema: must be a dict"),
-        ("exp", r"^ema: must be a dict"),
-        (dict(deacy=0.9), r"^ema\.deacy: .*'decay'"),
-        (dict(decay="0.9"), r"^ema\.decay: must be a finite float"),
-        (dict(decay=0.0), r"^ema\.decay: must be between 0 and 1, not 0.0"),
-        (dict(decay=1), r"^ema\.decay: must be between 0 and 1, not 1"),
-        (dict(decay=-0.5), r"^ema\.decay: must be between"),
-        (dict(type="treshold"), r"^ema\.type: .*did you mean 'threshold'"),
-        (dict(type="threshold", beta=15), r"^ema\.beta: only applies to decay_type 'exp'"),
-        (dict(beta=-1), r"^ema\.beta: must be positive"),
-        (dict(type="swa", decay=0.9), r"^ema\.decay: does not apply to type 'swa'"),
-        (dict(type="swa", beta=1), r"^ema\.beta: does not apply to type 'swa'"),
-        (dict(interval=0), r"^ema\.interval: must be an int of at least 1"),
-        (dict(begin_iter=-1), r"^ema\.begin_iter: must be an int of at least 0"),
-        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must be an int of at least 0"),
-        (dict(begin_iter=1, begin_epoch=1), r"^ema\.begin_epoch: .*not both"),
-        (dict(momentum=0.1), r"^ema\.momentum: .*decay"),
-        (dict(momentum=0.1, decay=0.9), r"^ema\.momentum: .*decay"),
-    ],
-)
-def test_invalid_ema_option_error_names_the_key(value, message):
-    with pytest.raises(ConfigError, match=message):
-        read_ema(value)

@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from accelerators import DEVICE, IS_CUDA, no_waiting
 from slipstream.errors import ConfigError
-from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF, build_optim_wrapper
+from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF
 from slipstream.optim import kernels as kernels_module
-from slipstream.speed.fused import fuse, read_fused
+from slipstream.speed.simple_options import fuse
 
 KINDS = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}),
@@ -58,17 +57,6 @@ def assert_close(one, two):
 # ---- the option ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [True, False, None])
-def test_fused_accepts_true_false_and_none(value):
-    assert read_fused(value) is value
-
-
-@pytest.mark.parametrize("value", ["yes", 1, {}, "fused"])
-def test_invalid_fused_raises_an_error(value):
-    with pytest.raises(ConfigError, match=r"^fused: must be True, False or None"):
-        read_fused(value)
-
-
 @by_kind
 @pytest.mark.parametrize("wanted", [True, None])
 def test_fused_steps_match_unfused_steps(name, wanted):
@@ -79,22 +67,6 @@ def test_fused_steps_match_unfused_steps(name, wanted):
     train(OptimWrapper(make(name, plain), clip_grad=clip), plain, batches(10))
     train(OptimWrapper(optimizer, clip_grad=clip), net, batches(10))
     assert_close(net, plain)
-
-
-@by_kind
-def test_fusing_an_optimizer_equals_building_it_with_fused_kernels(name):
-    built, net = make_net(), make_net()
-    optimizer = make(name, net)
-    fuse(optimizer, True)
-    theirs = make(name, built, fused=True)
-    assert optimizer.defaults == theirs.defaults
-    assert optimizer._step_supports_amp_scaling is True
-    # torch 2.11's Adagrad does not set this attribute
-    assert getattr(theirs, "_step_supports_amp_scaling", True) is True
-    train(OptimWrapper(theirs), built, batches(5))
-    train(OptimWrapper(optimizer), net, batches(5))
-    for a, b in zip(net.parameters(), built.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @by_kind
@@ -116,17 +88,6 @@ def test_none_keeps_the_configured_kernels(choice):
     assert all(group[key] is value for group in optimizer.param_groups)
 
 
-@by_kind
-def test_false_does_not_change_the_optimizer(name):
-    assert fuse(make(name, make_net()), False) is False
-    assert fuse(make(name, make_net(), fused=True), False) is True
-
-
-def test_existing_optimizer_can_be_fused():
-    wrapper = build_optim_wrapper(make_net(), {"optimizer": {"type": "SGD", "lr": 0.1}})
-    assert fuse(wrapper.optimizer, True) is True
-
-
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, RMSpropTF])
 def test_class_without_fused_kernels_is_skipped_or_raises_an_error(kind):
     optimizer = kind(make_net().parameters(), lr=0.1)
@@ -136,49 +97,6 @@ def test_class_without_fused_kernels_is_skipped_or_raises_an_error(kind):
     with pytest.raises(
         ConfigError, match=rf"^fused: {kind.__name__} has no fused kernels; .* Adagrad, Adam, AdamW, SGD"
     ):
-        fuse(optimizer, True)
-
-
-@pytest.mark.parametrize(
-    ("param", "options", "reason"),
-    [
-        (torch.zeros(2, device="meta"), {}, "torch has no fused Adam kernel for meta"),
-        (torch.zeros(2, dtype=torch.complex64), {}, "floating-point parameters only, not torch.complex64"),
-        (torch.zeros(2), {"differentiable": True}, "do not support differentiable=True"),
-        (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
-    ],
-)
-def test_unsupported_parameters_are_skipped_or_raise_an_error(param, options, reason):
-    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1)), nn.Parameter(param)], **options)
-    assert fuse(optimizer, None) is False
-    with pytest.raises(ConfigError, match=f"^fused: .*{reason}"):
-        fuse(optimizer, True)
-
-
-def test_sharded_parameters_are_fused_if_supported(monkeypatch):
-    monkeypatch.setattr(kernels_module, "is_sharded", lambda tensor: True)
-    assert fuse(make("AdamW", make_net()), None) is True
-    assert fuse(make("SGD", make_net()), None) is False
-    with pytest.raises(ConfigError, match="no fused SGD kernel for sharded parameters"):
-        fuse(make("SGD", make_net()), True)
-
-
-def test_optimizer_is_not_fused_on_a_device_without_fused_kernels(monkeypatch):
-    monkeypatch.setattr(
-        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: op != "aten::_fused_sgd_"
-    )
-    assert fuse(make("SGD", make_net()), None) is False
-    assert fuse(make("Adam", make_net()), None) is True
-
-
-def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch):
-    monkeypatch.setattr(kernels_module, "_runs_on", lambda kernel, device: True)
-    with FakeTensorMode():
-        optimizer = torch.optim.Adagrad([nn.Parameter(torch.zeros(2, device="cuda"))])
-    assert kernels_module.why_not_fused(optimizer) is None
-    monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulate torch 2.11
-    assert fuse(optimizer, None) is False
-    with pytest.raises(ConfigError, match=r"^fused: the fused Adagrad kernel for cuda requires torch 2\.12"):
         fuse(optimizer, True)
 
 
@@ -201,25 +119,6 @@ def test_resumed_run_uses_its_own_kernels(name, before, after):
     assert [group["lr"] for group in second.param_groups] == [group["lr"] for group in first.param_groups]
     train(second, net, batches(4, start=4))
     assert_close(net, plain)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_step_counts_are_moved_to_the_host(fused, monkeypatch):
-    net = make_net()
-    wrapper = OptimWrapper(make("Adam", net))
-    train(wrapper, net, batches(2))
-    fuse(wrapper.optimizer, fused)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: "on the host")  # simulate a state on another device
-    state = kernels_module.replace_kernel_options(wrapper.optimizer, wrapper.state_dict())["state"]
-    assert [values["step"] == "on the host" for values in state.values()] == [not fused] * 4
-    assert all(isinstance(values["exp_avg"], torch.Tensor) for values in state.values())
-
-
-def test_state_with_a_different_number_of_groups_raises_the_torch_error():
-    wrapper = OptimWrapper(make("SGD", make_net()))
-    saved = OptimWrapper(torch.optim.SGD(make_net().parameters(), lr=0.1)).state_dict()
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        wrapper.load_state_dict(saved)
 
 
 # ---- loss scale ---------------------------------------------------------------------------------
@@ -302,29 +201,6 @@ def test_overflow_with_dampening_is_skipped_on_the_host():
         overflow(wrapper, net)
         trained.append(train(wrapper, net, batches(4)))
     assert_close(*trained)
-
-
-@pytest.mark.parametrize(
-    ("device", "choice", "fused"),
-    [
-        ("cpu", {}, False),
-        ("cuda", {}, True),
-        ("cuda", {"foreach": True}, False),
-        ("cuda", {"fused": False}, False),
-    ],
-)
-def test_float16_on_an_accelerator_uses_fused_kernels_by_default(device, choice, fused):
-    wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net(), **choice), dtype="float16")
-    wrapper.device_type = device  # simulate parameters on this device
-    assert wrapper.loss_scaler is not None
-    assert all(bool(group["fused"]) is fused for group in wrapper.param_groups)
-
-
-def test_bfloat16_does_not_change_the_kernels():
-    wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net()), dtype="bfloat16")
-    wrapper.device_type = "cuda"
-    assert wrapper.loss_scaler is None
-    assert not any(group["fused"] for group in wrapper.param_groups)
 
 
 @pytest.mark.gpu

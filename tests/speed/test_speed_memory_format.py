@@ -1,19 +1,12 @@
 """channels_last does not change results, and weights keep their memory format."""
 
-import copy
-from collections import namedtuple
-
 import pytest
 import torch
 from torch import nn
 
-from slipstream import accelerate
-from slipstream.errors import ConfigError
-from slipstream.model import ExponentialMovingAverage
 from slipstream.optim import OptimWrapper
 from slipstream.optim.layouts import lay_out_states
-from slipstream.speed.fused import fuse
-from slipstream.speed.memory_format import as_channels_last, to_channels_last
+from slipstream.speed.memory_format import to_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -96,28 +89,6 @@ def test_20_steps_match_contiguous_training_and_keep_the_format():
     assert model.positions.is_contiguous()  # only convolution weights are converted
 
 
-def test_batches_are_converted_once_in_training_and_validation():
-    model = laid_out()
-    to_channels_last(model)  # a second call adds no second hook
-    assert len(model._forward_pre_hooks) == 1
-    batch = batches(1)[0]
-    model(batch)
-    with torch.no_grad():
-        model.eval()(inputs=batch)
-    assert model.formats == [True, True]
-    assert not batch["image"].is_contiguous(memory_format=LAST)  # the caller's tensor does not change
-
-
-def test_activations_are_channels_last():
-    model, formats = laid_out(), []
-    for layer in model.body:
-        layer.register_forward_hook(
-            lambda layer, args, y: formats.append(y.is_contiguous(memory_format=LAST))
-        )
-    model(batches(1)[0])
-    assert formats == [True] * 5
-
-
 def test_weights_false_converts_only_batches():
     model = Net()
     to_channels_last(model, weights=False)
@@ -133,30 +104,6 @@ def test_compiled_step_with_channels_last_matches_eager():
     assert_close(train(model, data=batches(5))[0], train(Net(), data=batches(5))[0])
 
 
-def test_nested_batches_keep_their_types_and_other_values():
-    Pair = namedtuple("Pair", ["image", "label"])
-    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
-    labels, boxes = torch.zeros(2, 1, 4, 4, dtype=torch.long).expand(2, 3, 4, 4), torch.zeros(2, 5, 4)
-    batch = {
-        "a": [images.half(), Pair(images, labels)],
-        "b": (boxes, "name", None),
-        "c": torch.zeros(1, 2, 3, 3, 3),
-    }
-    done = as_channels_last(batch)
-    assert done["a"][0].is_contiguous(memory_format=LAST)
-    assert type(done["a"][1]) is Pair
-    assert done["a"][1].image.is_contiguous(memory_format=LAST)
-    assert done["a"][1].image.dtype == torch.uint8
-    assert done["a"][1].label is labels
-    assert done["b"] == (boxes, "name", None)
-    assert done["c"].is_contiguous(memory_format=LAST_3D)
-
-
-def test_channels_last_image_is_not_copied():
-    image = torch.randn(2, 3, 4, 4).to(memory_format=LAST)
-    assert as_channels_last([image])[0] is image
-
-
 def test_volumes_and_layers_without_weights_are_supported():
     lazy, volume = nn.LazyConv2d(4, 3), nn.Conv3d(3, 4, 3)
     shared = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
@@ -168,29 +115,6 @@ def test_volumes_and_layers_without_weights_are_supported():
     assert torch.equal(sentence.weight, before)
     assert lazy(torch.randn(1, 2, 5, 5)).shape == (1, 4, 3, 3)
     assert shared(torch.randn(1, 3, 5, 5)).shape == (1, 4, 3, 3)
-
-
-def test_averages_of_mixed_formats_match():
-    results = []
-    # None: no conversion. True: conversion before the average is created. False: conversion after it is created.
-    for before in (None, False, True):
-        model = Net()
-        if before:
-            to_channels_last(model)
-        average = ExponentialMovingAverage(model, momentum=0.3)
-        if before is False:
-            to_channels_last(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for batch in batches(5):
-            train(model, optimizer, [batch])
-            average.update_parameters(model)
-        results.append(average.module.state_dict())
-    assert_close(results[1], results[0])
-    assert_close(results[2], results[0])
-    copied = copy.deepcopy(model)
-    assert_convolutions_are_last(copied)
-    copied(batches(1)[0])
-    assert copied.formats[-1]
 
 
 @pytest.mark.parametrize("writes_last", [False, True])
@@ -217,15 +141,6 @@ def test_checkpoint_in_the_other_format_resumes_with_the_same_results(kind, fuse
     more = batches(5, seed=2)
     assert_close(train(reader, second, more)[0], train(writer, first, more)[0])
     assert_close(reader.state_dict(), writer.state_dict())
-
-
-def test_converted_states_remain_the_same_tensor_objects():
-    model = laid_out()
-    _, optimizer = train(model, data=batches(2))
-    lay_out_states(optimizer)
-    before = {id(value) for states in optimizer.state.values() for value in states.values()}
-    lay_out_states(optimizer)
-    assert {id(value) for states in optimizer.state.values() for value in states.values()} == before
 
 
 def contiguous_gradients(weight, optim, step):
@@ -282,30 +197,3 @@ def test_fused_kernels_accept_gradients_and_states_with_other_strides(kind, chan
         return weight.detach()
 
     assert_close(trained(fused=True), trained(fused=False))
-
-
-def test_optimizer_with_states_can_be_fused_after_the_memory_format_changes():
-    def trained(**speed):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        inputs, targets = torch.randn(8, 3, 8, 8), torch.arange(8) % 2
-        for _ in range(3):
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        step = accelerate(model, optimizer, nn.functional.cross_entropy, speed=speed)
-        for _ in range(3):
-            step((inputs, targets))
-        return model.state_dict()
-
-    assert_close(trained(channels_last=True, fused=True), trained())
-
-
-@pytest.mark.parametrize("shape", ["gaps", "overlaps"])
-def test_parameter_with_gaps_or_overlaps_in_memory_is_not_fused(shape):
-    values = torch.randn(4, 16)[:, :8] if shape == "gaps" else torch.randn(4, 1).expand(4, 8)
-    optimizer = torch.optim.AdamW([nn.Parameter(values)], lr=0.1)
-    assert fuse(optimizer, None) is False
-    with pytest.raises(ConfigError, match="gaps or overlaps"):
-        fuse(optimizer, True)

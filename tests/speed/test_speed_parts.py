@@ -7,13 +7,10 @@ from test_speed_adaptive_clip import clipped
 from test_speed_gradient_centralization import centralized
 from test_speed_layer_decay import per_layer
 from test_speed_sam import RHO, perturbed
-from torch import nn
 
 from part_runs import HOW, Net, assert_equal, batches, by_hand, run, sgd, trained
 from slipstream.errors import ConfigError
 from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.speed import SpeedPlan
-from slipstream.speed.apply import add_parts
 
 ALL = dict(
     gradient_centralization=True, adaptive_clip=dict(clip_factor=0.02), layer_decay=0.75, sam=dict(rho=RHO)
@@ -33,16 +30,6 @@ def test_all_parts_match_a_plain_training_loop(how, together):
 
 def kinds(optim):
     return [type(part).__name__ for part in optim.parts]
-
-
-def test_parts_are_inserted_in_plan_order_before_existing_ones():
-    model = Net()
-    optim = OptimWrapper(sgd(model.parameters()), clip_grad=dict(max_norm=1.0))
-    plan = SpeedPlan.read(dict(reversed(ALL.items())))
-    for _ in range(2):  # the second call changes nothing
-        add_parts(plan, model, optim)
-        expected = ["CentralizeGradients", "ClipUnits", "DecayLayers", "SharpnessAware", "ClipGradients"]
-        assert kinds(optim) == expected
 
 
 def test_resumed_run_has_each_part_once(tmp_path):
@@ -96,13 +83,6 @@ def test_before_and_after_update_run_for_a_model_that_overrides_train_step(tmp_p
     assert_equal(found, by_hand(change=changed, groups=per_layer()))
 
 
-def test_sam_with_an_overridden_train_step_raises_an_error(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"speed\.sam: this option and OwnStep\.train_step both compute the gradients"
-    ):
-        run(tmp_path, "eager", model=OwnStep(), sam=True)
-
-
 class TwoOptimizers(OwnStep):
     def train_step(self, data, optim_wrapper):
         loss = self(*data, mode="loss")["loss"]
@@ -148,13 +128,3 @@ def test_wrapper_that_ignores_parts_raises_an_error(kind, method, tmp_path):
             optimizer=kind(sgd(model.parameters())),
             gradient_centralization=True,
         )
-
-
-@pytest.mark.parametrize("option", ["gradient_centralization", "adaptive_clip", "sam"])
-def test_sparse_gradient_error_names_the_module(option):
-    model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
-    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(
-        ConfigError, match=rf"speed\.{option}: does not support sparse gradients; build '0' with sparse=False"
-    ):
-        add_parts(SpeedPlan.read({option: True}), model, optim)

@@ -7,8 +7,8 @@ from torch import nn
 from accelerators import cuda_only
 from slipstream.errors import ConfigError
 from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
-from slipstream.speed.auto import choose, convolution_fraction
-from slipstream.speed.plan import IDLE, REFUSED, idle
+from slipstream.speed.auto import convolution_fraction
+from slipstream.speed.plan import idle
 
 CPU = Capabilities()
 H100 = Capabilities(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)
@@ -17,12 +17,6 @@ V100 = Capabilities(device="cuda", capability=(7, 0), bf16=False, convolutions=0
 
 def plan(speed, capabilities=CPU, **front_ends):
     return SpeedPlan.read(speed, **front_ends).complete(capabilities)
-
-
-def test_all_options_are_off_by_default():
-    assert SpeedPlan.read() == SpeedPlan()
-    assert plan({}) == SpeedPlan()
-    assert not plan(None).sources
 
 
 def test_every_option_can_be_set():
@@ -132,22 +126,6 @@ def test_auto_enables_channels_last_only_for_convolutional_models():
     assert not transformer.cudnn_benchmark
 
 
-def test_auto_leaves_compile_off_with_a_reason():
-    on_cpu = plan("auto", Capabilities(convolutions=0.9))
-    assert on_cpu.compile is None
-    assert "step time by" in on_cpu.notes["compile"]
-    assert "compile" in plan("auto", H100).notes
-
-
-def test_auto_keeps_deterministic_runs_deterministic():
-    assert not plan("auto", Capabilities(device="cuda", convolutions=0.9, deterministic=True)).cudnn_benchmark
-
-
-def test_auto_does_not_change_an_existing_optimizer_wrapper():
-    ready = Capabilities(device="cuda", capability=(9, 0), bf16=True, plain_wrapper=False)
-    assert plan("auto", ready).precision.name == "tf32"
-
-
 @pytest.mark.parametrize("front_end", [{}, {"env_cfg": {"cudnn_benchmark": False}}])
 def test_explicit_option_overrides_auto(front_end):
     words = dict(auto=True, precision="fp32", channels_last=False, prefetch=0, compile=dict(backend="eager"))
@@ -159,17 +137,6 @@ def test_explicit_option_overrides_auto(front_end):
     assert explicit.fused is None  # selected by auto, because no front end sets it
     assert explicit.cudnn_benchmark == (not front_end)
     assert not explicit.notes
-
-
-def test_no_option_is_added_without_auto():
-    assert plan(dict(precision="fp32"), H100) == SpeedPlan.read(dict(precision="fp32"))
-
-
-def test_every_choice_of_auto_is_an_option_and_has_a_reason():
-    for capabilities in (CPU, H100, V100):
-        for choice in choose(capabilities):
-            assert choice.option in SpeedPlan.options()
-            assert choice.reason
 
 
 # ---- invalid plans ----------------------------------------------------------------------------------------
@@ -210,38 +177,12 @@ def test_error_for_invalid_plan_contains_config_path_and_remedy(speed, capabilit
         plan(speed, capabilities)
 
 
-@pytest.mark.parametrize(
-    ("speed", "capabilities"),
-    [
-        (dict(precision="fp8"), H100),
-        (dict(cuda_graph=True, compile=True), H100),
-        (dict(compile=True, parallel="fsdp2"), CPU),  # falls back to scope='model'
-        (dict(compile=dict(scope="step"), parallel="ddp"), CPU),
-        (dict(compile=dict(scope="step"), accumulate=4, sync_bn=True), CPU),
-    ],
-)
-def test_valid_plan_does_not_raise_an_error(speed, capabilities):
-    assert plan(speed, capabilities) == SpeedPlan.read(speed)
-
-
-def test_error_names_the_config_path_of_the_option():
-    cfg = dict(compile=dict(scope="step"), parallel="fsdp2")
-    with pytest.raises(ConfigError, match=r"^compile: scope"):
-        plan(None, cfg=cfg)
-
-
 def test_option_without_effect_remains_in_the_plan_and_is_reported():
     words = dict(precision="tf32", cudnn_benchmark=True, expandable_segments=True, prefetch=2, sync_bn=True)
     on_cpu = plan(words)
     assert on_cpu == SpeedPlan.read(words)
     assert {option for option, _ in idle(on_cpu, CPU)} == set(words)
     assert list(idle(plan(words, H100), H100)) == []
-
-
-def test_option_tables_contain_only_existing_options():
-    assert {refusal.option for refusal in REFUSED} | {option for option, _, _ in IDLE} <= set(
-        SpeedPlan.options()
-    )
 
 
 # ---- capabilities ---------------------------------------------------------------------------------------------------
@@ -256,12 +197,6 @@ def test_convolution_fraction_counts_parameters():
     normalized = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 2, 3))  # 54 weights, 2 norms, 2 biases
     parametrized = nn.utils.parametrize.register_parametrization(normalized, "bias", nn.Identity())
     assert convolution_fraction(parametrized) == pytest.approx(56 / 58)
-
-
-def test_capabilities_are_found_without_initializing_a_device():
-    capabilities = Capabilities.here("cpu", nn.Linear(2, 2), world_size=3, deterministic=True)
-    assert capabilities == Capabilities(torchao=capabilities.torchao, world_size=3, deterministic=True)
-    assert not capabilities.tf32
 
 
 @pytest.mark.gpu

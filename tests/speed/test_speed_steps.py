@@ -102,12 +102,6 @@ def assert_trains_as_eager(model, compile=True, **options):
 # ---- selection --------------------------------------------------------------------------------------------
 
 
-def test_eager_step_is_the_default():
-    model = Net()
-    assert type(step_of(model)) is EagerStep
-    assert model._compiled_call_impl is None
-
-
 @pytest.mark.parametrize("how", [True, dict(scope="step")])
 def test_compile_captures_the_step_as_a_single_graph(how):
     step, said, graphs = assert_trains_as_eager(Net(), how)
@@ -214,18 +208,6 @@ def test_ddp_wrapper_supports_one_graph_with_half_precision_communication(change
     assert why_not_one_graph(wrapper, optim) == why
 
 
-def test_custom_wrapper_is_not_supported_in_one_graph():
-    class Own(nn.parallel.DistributedDataParallel):
-        pass
-
-    model = Net()
-    wrapper = object.__new__(Own)
-    nn.Module.__init__(wrapper)
-    wrapper.module = model
-    optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    assert why_not_one_graph(wrapper, optim) == "Own performs its own communication"
-
-
 # ---- failed capture ---------------------------------------------------------------------------------------
 
 
@@ -274,14 +256,6 @@ class Lists(Net):
         return super().forward(x, y)
 
 
-def test_failed_model_compilation_causes_a_second_warning():
-    step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
-    assert type(step._fallback) is EagerStep
-    first, second = said
-    assert "The step cannot be compiled as one graph (" in first
-    assert "Lists cannot be compiled (" in second
-
-
 class Doubles(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -295,11 +269,6 @@ class Doubles(torch.autograd.Function):
 class PlainFunction(Net):
     def forward(self, x, y, **others):
         return {"loss": F.cross_entropy(Doubles.apply(self.body(x)), y)}
-
-
-def test_autograd_function_is_captured():
-    _, said, graphs = assert_trains_as_eager(PlainFunction())
-    assert (said, graphs.count) == ([], 1)
 
 
 class Copies(Net):
@@ -331,13 +300,6 @@ def test_changing_strings_and_numbers_require_few_graphs(kind, graphs):
     assert counted.count <= graphs
 
 
-def test_forward_that_reads_strings_falls_back_with_a_warning():
-    step, said, graphs = assert_trains_as_eager(Named())
-    assert type(step._fallback) is EagerStep
-    assert "cause of the last recompile: inputs['name'] == " in said[0]
-    assert graphs.count <= 20
-
-
 # ---- changes to trained parameters -------------------------------------------------------------------------
 
 
@@ -349,28 +311,6 @@ class Switched(Net):
     def forward(self, x, y, number, **others):
         scores = self.body(x) + (self.extra(x) if self.on else 0)
         return {"loss": F.cross_entropy(scores, y)}
-
-
-@pytest.mark.parametrize("at_first", [False, True])
-def test_head_is_trained_only_while_switched_on(at_first):
-    def run(compile):
-        model = Switched()
-        step = step_of(model, compile)
-        model.on = at_first
-        for batch in batches()[:5]:
-            step(batch)
-        middle = model.extra.weight.clone()
-        model.on = not at_first
-        for batch in batches()[5:]:
-            step(batch)
-        return model, middle, step
-
-    (model, middle, step), (eager, other, _) = run(True), run(None)
-    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(middle, other)
-    assert step._fallback is None
-    # While the head is off, momentum does not change its weight.
-    assert torch.equal(middle, model.extra.weight) == at_first
 
 
 def test_frozen_and_unfrozen_parameters_match_eager():
@@ -409,28 +349,3 @@ def test_parameter_group_added_during_training_is_trained():
     model, eager = run(True), run(None)
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     assert not torch.equal(model.extra.weight, Switched().extra.weight)
-
-
-def test_verified_batch_is_prepared_once():
-    """During verification, the eager step and the graph use the same prepared batch, with the same augmentations."""
-
-    def run(compile):
-        model, drawn = Net(), []
-        optim = OptimWrapper(SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-        def prepare(batch):
-            drawn.append(torch.rand(()))
-            return dict(batch, x=batch["x"] * drawn[-1] + random.random())
-
-        how = compile and dict(backend="eager")
-        training = Training(model, optim, lambda module, batch: module(**batch), prepare)
-        step = build_step(training, SpeedPlan.read(dict(compile=how)), pytest.fail)
-        torch.manual_seed(1)
-        random.seed(1)
-        for batch in batches():
-            step(batch)
-        return model.state_dict(), len(drawn)
-
-    (found, drawn), (expected, _) = run(True), run(False)
-    assert drawn == STEPS
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

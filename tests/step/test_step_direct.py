@@ -97,17 +97,6 @@ def test_unread_tensor_in_the_batch_never_replaces_a_tensor_that_the_step_reads(
     assert direct == [False] * 2 + [True] * 3 + [False] + [True] * 5
 
 
-def test_buffer_in_the_batch_does_not_replace_the_buffer_that_the_step_reads(direct):
-    data, model, other = batches(), net(), net()
-    mean = model[1].running_mean
-    unread = [mean if number < 6 else torch.ones(8) for number in range(len(data))]
-    train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])
-    by_hand(make(0.1), data, model=other)
-    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
-    assert direct.count(True) == 9
-    assert torch.equal(unread[-1], torch.ones(8))
-
-
 class Counts(nn.Module):
     """A module that counts its calls in Python, a side effect that Dynamo applies after the graph."""
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.errors import LossError
 from slipstream.model import BaseModel
-from slipstream.optim import AmpOptimWrapper, OptimWrapper
+from slipstream.optim import OptimWrapper
 from slipstream.step import EagerStep, sum_losses
 
 
@@ -84,27 +84,6 @@ def test_train_step_of_a_model_matches_the_eager_step():
         assert step(batch) == other.train_step(batch, other_optim)
 
 
-def test_logs_are_detached_scalars():
-    net = Net()
-    logs = EagerStep(net.loss_step, net, OptimWrapper(sgd(net)))(batches(1)[0])
-    assert all(value.ndim == 0 and not value.requires_grad for value in logs.values())
-    assert "grad_norm" not in logs
-
-
-def test_forward_runs_inside_optim_context_and_backward_outside():
-    net = Net().float()
-    seen = []
-
-    def forward(batch):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        loss = net.net(batch).mean()
-        loss.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
-        return {"loss": loss}
-
-    EagerStep(forward, net, AmpOptimWrapper(optimizer=sgd(net), dtype="bf16"))(torch.ones(2, 3))
-    assert seen == [True, False]
-
-
 def test_custom_reduction_selects_the_loss():
     weight = nn.Parameter(torch.tensor([1.0, 1.0]))
     optim = OptimWrapper(torch.optim.SGD([weight], lr=1.0))
@@ -133,26 +112,6 @@ def test_only_entries_with_loss_in_their_name_are_summed_and_all_are_logged():
     total.backward()
     assert (a.grad, b.grad, acc.grad) == (1.0, 1.0, None)
     assert list(logs.items()) == [("loss", 3.0), ("loss_a", 1.0), ("acc", 40.0), ("aux_loss", 2.0)]
-
-
-def test_lists_of_losses_are_summed_even_if_nested():
-    parts = [scalar(1.0), scalar(2.0), scalar(4.0)]
-    total, logs = sum_losses({"loss_heads": [parts[0], (parts[1], parts[2])]})
-    assert total.item() == 7.0
-    assert logs == {"loss": 7.0, "loss_heads": 7.0}
-    total.backward()
-    assert all(part.grad == 1.0 for part in parts)
-
-
-def test_entry_named_loss_keeps_its_own_value_in_the_log():
-    total, logs = sum_losses({"loss": scalar(1.0), "loss_aux": scalar(2.0)})
-    assert total.item() == 3.0
-    assert logs == {"loss": 1.0, "loss_aux": 2.0}
-
-
-def test_tensor_with_one_element_counts_as_a_scalar():
-    total, logs = sum_losses({"loss": torch.ones(1, 1)})
-    assert total.ndim == logs["loss"].ndim == 0
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import STEPS, Counting, batches, by_hand, graph_step, in_graph, net, train
-from torch import nn
 from torch.optim import SGD, AdamW
 
 from slipstream.model import BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
-from slipstream.speed import SpeedPlan
-from slipstream.speed.nan_guard import StepGuard
-from slipstream.speed.steps import Training, build_step
 from slipstream.step import EagerStep
 from slipstream.step.average import AveragePart
 from slipstream.step.parts import StepPart
@@ -54,20 +50,6 @@ def test_accumulated_gradients_match_a_plain_loop():
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     assert_same(own, model)
     assert all(p.grad is None for p in optim.parameters())
-
-
-def test_last_window_can_be_smaller():
-    def steps(make):
-        model = net()
-        optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=4)
-        optim.initialize_count_status(model, 0, 6)
-        train(make(model, optim), batches(6))
-        return model
-
-    def eager(model, optim):
-        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
-
-    assert_same(steps(graph_step), steps(eager))
 
 
 def test_scheduler_changes_settings_without_a_new_graph():
@@ -186,28 +168,6 @@ def test_loaded_state_is_used():
     assert_same(other, whole, rtol=0, atol=0)
 
 
-def test_parameter_frozen_later_does_not_change():
-    model = net()
-    step = graph_step(model, OptimWrapper(optimizer=MOMENTUM(model.parameters())))
-    data = batches()
-    train(step, data[:3])
-    model[0].requires_grad_(False)
-    kept = model[0].weight.clone()
-    head = model[-1].weight.clone()
-    train(step, data[3:6])
-    assert torch.equal(model[0].weight, kept)
-    assert not torch.equal(model[-1].weight, head)
-
-
-def test_unused_parameter_has_no_state():
-    model = net()
-    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
-    train(graph_step(model, optim), batches(3))
-    assert torch.equal(model.unused, torch.ones(2))
-    assert model.unused not in optim.optimizer.state
-
-
 class OwnSGD(SGD):
     """A custom optimizer that is not part of torch."""
 
@@ -273,25 +233,6 @@ def test_many_shapes_use_a_single_graph_with_dynamic_shapes():
 # ---- fallbacks --------------------------------------------------------------------------------------------
 
 
-def test_step_that_cannot_be_captured_is_replaced_once():
-    model, other, told = net(), net(), []
-    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
-
-    def loss(scores, targets):
-        return F.cross_entropy(scores, targets) if scores.sum() < 1e9 else scores.sum()
-
-    def recover(error, problem):
-        told.append(str(error))
-        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
-
-    found = train(graph_step(model, optim, recover=recover, loss=loss), batches())
-    _, _, losses = by_hand(MOMENTUM, batches(), model=other)
-    torch.testing.assert_close(found, losses, rtol=0, atol=0)
-    assert_same(model, other, rtol=0, atol=0)
-    assert len(told) == 1
-    assert "Data-dependent branching" in told[0]
-
-
 def drops_gradient(graph, inputs):
     """A compiler with a bug from torch 2.13: one gradient is zero."""
     graph = copy.deepcopy(graph)
@@ -322,39 +263,6 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
     assert told[0].compiler
     assert "'0.weight'" in str(told[0])
     assert next(average.weights, "none left") == "none left"
-
-
-def test_verification_can_be_disabled():
-    model = net()
-    optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.1))
-    step = graph_step(model, optim, drops_gradient, verify=False)
-    step(batches()[0])  # the first batch runs eagerly
-    kept = model[0].weight.clone()
-    train(step, batches()[1:4])
-    torch.testing.assert_close(model[0].weight, kept)
-
-
-def test_first_batch_is_counted_once():
-    model = net()
-    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=2)
-    graph_step(model, optim)(batches()[0])
-    assert int(model[1].num_batches_tracked) == 1
-    assert optim.batches == 1
-
-
-def test_guard_skips_a_nan_loss_without_gradient():
-    """Cross-entropy is NaN if all targets are ignored. Momentum and weight decay would still change the weights."""
-    model = net()
-    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters(), weight_decay=0.1))
-    optim.guard = guard = StepGuard(model, torch.device("cpu"))
-    step = graph_step(model, optim, loss=partial(F.cross_entropy, ignore_index=9))
-    good, (inputs, _) = batches(2)
-    step(good)
-    before = copy.deepcopy((model.state_dict(), optim.state_dict()))
-    losses = [step((inputs, torch.full((6,), 9)))["loss"] for _ in range(3)]
-    assert all(bool(loss.isnan()) for loss in losses)
-    torch.testing.assert_close((model.state_dict(), optim.state_dict()), before, rtol=0, atol=0)
-    assert guard.read() == 3
 
 
 def test_hook_added_after_the_capture_is_called_even_if_another_hook_was_removed():
@@ -421,22 +329,6 @@ def test_error_after_the_graph_is_raised_and_the_batch_is_counted_once():
     assert optim.batches == len(data)
 
 
-class _LogsTwo(StepPart):
-    def before_update(self, params, grads):
-        return {"two": torch.tensor(2.0)}
-
-
-@pytest.mark.parametrize("window", [1, 2])
-def test_parts_log_the_same_values_eagerly_and_in_the_graph(window):
-    model = net()
-    optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05), accumulative_counts=window)
-    optim.parts.append(_LogsTwo())
-    step = graph_step(model, optim)
-    assert [("two" in step(batch)) for batch in batches()] == [
-        (number + 1) % window == 0 for number in range(STEPS)
-    ]
-
-
 def test_verification_without_memory_for_float64_falls_back_to_eager(monkeypatch):
     def no_memory(graph, inputs, double):
         raise torch.OutOfMemoryError("no memory")
@@ -451,40 +343,3 @@ def test_verification_without_memory_for_float64_falls_back_to_eager(monkeypatch
 
     train(graph_step(model, optim, recover=recover), batches())
     assert [type(reason) for reason in reasons] == [torch.OutOfMemoryError]
-
-
-# ---- input preparation ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_inputs_are_prepared_under_autocast(compiled):
-    """As in MMEngine, a matrix product in the data preprocessor runs in lower precision."""
-    colors = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
-    data = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-
-    def net():
-        torch.manual_seed(0)
-        return nn.Linear(4, 3)
-
-    def losses(module, x):
-        return {"loss": module(x).float().square().mean()}
-
-    model = net()
-    optim = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
-    training = Training(model, optim, losses, lambda x: x @ colors)
-    how = dict(compile=dict(scope="step", backend="aot_eager", cache=False)) if compiled else {}
-    step = build_step(training, SpeedPlan.read(how), pytest.fail)
-    found = torch.stack([step(x)["loss"] for x in data])
-
-    other, expected = net(), []
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x in data:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            prepared = x @ colors
-            assert prepared.dtype == torch.bfloat16
-            loss = losses(other, prepared)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.detach())
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the speed plan as a table, then the options that are off and those that this machine does not support."""
     from slipstream.registry import default_scope
     from slipstream.runner.builders import capabilities_of, read_plan
-    from slipstream.speed.table import option_rows
+    from slipstream.speed.plan import option_rows
 
     cfg = configure(args)
     plan = read_plan(cfg, cfg)

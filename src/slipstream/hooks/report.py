@@ -199,7 +199,7 @@ class ReportHook(Hook):
     def _record(self, runner: Runner, status: Status, error: str) -> RunRecord:
         from slipstream.report.files import flat_config, read_log
         from slipstream.report.record import Compute, OptionRow, PhaseSplit, RunRecord
-        from slipstream.speed.table import option_rows
+        from slipstream.speed.plan import option_rows
 
         log, phases, trained = read_log(Path(runner.log_dir)), runner.phases, self._start is not None
         saved = runner.error.iteration if isinstance(runner.error, Preempted) else None

@@ -34,7 +34,7 @@ from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
-from slipstream.step.backward_passes import check_compiled_backward
+from slipstream.step.eager import check_compiled_backward
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
@@ -289,7 +289,7 @@ def prepare(
     model = build_model(arguments["model"], preprocessor, loss_fn)
     capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
     plan = complete_plan(plan, capabilities, logger.info)
-    with process_settings(plan, device, logger.warning):
+    with process_settings(plan, device):
         model = prepare_model(model, plan, device)
     return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
 

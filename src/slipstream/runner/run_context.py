@@ -150,8 +150,8 @@ class RunContext:
                 self._building(),
                 runner.logger.as_current(),
                 runner.message_hub.as_current(),
-                process_settings(runner.speed, runner.device, runner.logger.warning),
-                compiling(runner.speed, runner.model, runner.logger),
+                process_settings(runner.speed, runner.device),
+                compiling(runner.speed, runner.logger),
             ):
                 yield
         except BaseException as error:

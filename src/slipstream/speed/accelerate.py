@@ -34,9 +34,13 @@ from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
 from slipstream.speed.plan import SpeedPlan, idle
-from slipstream.speed.step_file import load_step, save_step
-from slipstream.speed.step_state import check_step_state
-from slipstream.speed.step_summary import describe_compilation, describe_step
+from slipstream.speed.step_state import (
+    check_step_state,
+    describe_compilation,
+    describe_step,
+    load_step,
+    save_step,
+)
 from slipstream.speed.steps import Training, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step
 from slipstream.step.average import AveragePart, update_count
@@ -114,11 +118,6 @@ def accelerate(
     )
 
 
-def _expect_early_schedule(optimizer: Any) -> None:
-    """Suppress torch's warning if a schedule steps before the first update, as in the first accumulation window."""
-    optimizer._opt_called = True
-
-
 def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that `optimizer` is a torch optimizer for the model's parameters.
 
@@ -139,10 +138,9 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
     if get_world_size() > 1 and not all(inside):
-        count = inside.count(False)
         raise ConfigError(
-            f"{count} of its {len(inside)} parameters {'is' if count == 1 else 'are'} not in the model, and DDP "
-            "averages only the model's gradients across processes; put the model and all parameters of the optimizer "
+            f"{inside.count(False)} of its {len(inside)} parameters are not in the model, and DDP averages only the "
+            "model's gradients across processes; put the model and all parameters of the optimizer "
             "into one nn.Module",
             "optimizer",
         )
@@ -225,7 +223,8 @@ class TrainStep:
         select_kernels(self.optim, plan, device)
         add_parts(plan, model, self.optim)
         if self.optim.accumulative_counts > 1:
-            _expect_early_schedule(optimizer)
+            # torch warns if a schedule steps before the first update, as in the first accumulation window.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         self._total_steps = total_steps
         self._is_longer = False  # whether training has continued after total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
@@ -248,8 +247,8 @@ class TrainStep:
         for option, reason in self.no_effect.items():
             logger.info(f"{plan.sources[option]} has no effect here: {reason}")
         self._exit = ExitStack()
-        self._exit.enter_context(process_settings(plan, device, warn))
-        self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
+        self._exit.enter_context(process_settings(plan, device))
+        self._exit.enter_context(compiling(plan, logger))
         self._close = weakref.finalize(self, self._exit.close)
         # The compiled scope and the description of the compilation just before `close`; None if the step is not closed.
         self._at_close: tuple[str | None, str] | None = None
@@ -303,7 +302,7 @@ class TrainStep:
     def summary(self) -> str:
         """Return a summary as a string: whether the step is compiled, the options, and the warnings so far."""
         compilation = describe_compilation(self) if self._at_close is None else self._at_close[1]
-        return describe_step(self, compilation, self._warnings)
+        return "\n".join(describe_step(self, compilation, self._warnings))
 
     @property
     def steps(self) -> int:
@@ -441,17 +440,6 @@ class TrainStep:
         # Call this after loading the gradients, which show whether the accumulation window is unfinished.
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
-        self._warn_of_resized_window(state)
-
-    def _warn_of_resized_window(self, state: Mapping[str, Any]) -> None:
-        saved, now = state.get("window"), self.optim.window
-        if saved is not None and now != saved and self.optim.unfinished:
-            self._warn(
-                f"The loaded state contains the gradients of an unfinished accumulation window of {saved} batches. "
-                f"accumulate, total_steps or batches_per_epoch has changed since then, so the window will end after "
-                f"{now} batches, and its update will use their mean gradient. To load a state without gradients, save "
-                "when step.updated is True"
-            )
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
         saved, average = state.get("average"), self.average
@@ -467,16 +455,11 @@ class TrainStep:
             # The current average belongs to other weights; the first update copies the loaded weights.
             average.steps = 0
             average.module.load_state_dict(unwrap_model(self.model).state_dict())
-            if state["steps"] >= self._first_averaged_batch():
+            if state["steps"] > 0:
                 self._warn_once(
                     "The loaded state contains no average, so the average starts again from the loaded weights at the "
                     "next update. To continue without an average, remove ema"
                 )
-
-    def _first_averaged_batch(self) -> int:
-        options = self.plan.ema
-        begin = options.begin_iter if isinstance(options, EmaOptions) else 0
-        return begin + self.optim.accumulative_counts
 
     def _may_be_averaged(self) -> bool:
         """Return whether the weights are swapped with the average, or the code runs inside `averaged()`."""

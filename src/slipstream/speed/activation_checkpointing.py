@@ -22,10 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.config import optional
-from slipstream.errors import ConfigError
 from slipstream.model.sync_batchnorm import all_reduce_override
-from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.blocks import find_modules
+from slipstream.speed.blocks import find_blocks
 
 __all__ = [
     "ActivationCheckpointingOptions",
@@ -49,11 +47,6 @@ class ActivationCheckpointingOptions:
     offload: bool = False
     """Whether to store block inputs in host memory until the backward pass; compiled code ignores this option."""
 
-    def __post_init__(self) -> None:
-        """Check that `modules` is not empty."""
-        if self.modules is not None and not self.modules:
-            raise ConfigError("must not be empty; remove it to use the model's repeated blocks", "modules")
-
 
 def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions | None:
     """Read `activation_checkpointing`: True, False, None, a list of names or a dict.
@@ -76,44 +69,15 @@ def checkpoint_activations(model: nn.Module, options: ActivationCheckpointingOpt
         ConfigError: a name matches no module or matches a container that is never called, or the model has no
             repeated blocks.
     """
-    blocks = _outermost(model, _select_blocks(model, options.modules))
+    blocks = find_blocks(model, options.modules, f"{_KEY}.modules")
     # torch warns that in-place operations may change saved results. A test verifies that this does not happen here.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
-    for module in blocks.values():
+    for module in blocks:
         if not is_recomputed(module):
             module.forward = update_wrapper(
                 partial(_recomputed, module, module.forward, options.offload), module.forward
             )
-    return list(blocks)
-
-
-# ---- select blocks -----------------------------------------------------------------------------------
-
-
-def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the names and submodules of a model; a shared module occurs once for each of its names."""
-    return list(model.named_modules(remove_duplicate=False))[1:]
-
-
-def _select_blocks(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
-    if patterns is not None:
-        return set(find_modules(model, patterns, f"{_KEY}.modules"))
-    found = {module for module in repeated_blocks(model) if module is not model}
-    if not found:
-        raise ConfigError("the model has no repeated blocks; list the blocks to recompute in `modules`", _KEY)
-    return found
-
-
-def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks by name, without blocks that occur only inside other blocks."""
-    names = [(name, module) for name, module in _named_modules(model) if module in blocks]
-    block_names = {name for name, _ in names}
-    outer: dict[nn.Module, str] = {}
-    for name, module in names:
-        parts = name.split(".")
-        if not any(".".join(parts[:end]) in block_names for end in range(1, len(parts))):
-            outer.setdefault(module, name)
-    return {name: module for module, name in outer.items()}
+    return [name for name, module in model.named_modules() if module in blocks]
 
 
 # ---- run blocks --------------------------------------------------------------------------------------

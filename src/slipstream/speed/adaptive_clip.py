@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
 from slipstream.speed.blocks import find_modules
 from slipstream.step.parts import StepPart
+from slipstream.typecheck import Positive
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
@@ -28,19 +28,13 @@ _KEY = "adaptive_clip"
 class AdaptiveClipOptions:
     """Options of `adaptive_clip=dict(...)`; True selects the defaults."""
 
-    clip_factor: float = 0.01
+    clip_factor: Positive = 0.01
     """Maximum ratio of the gradient norm to the weight norm, for each unit."""
-    eps: float = 1e-3
+    eps: Positive = 1e-3
     """Lower bound for the norm of a unit's weights, so that units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)
     """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
     linear layer (for example, `exclude=['head']`)."""
-
-    def __post_init__(self) -> None:
-        """Check that `clip_factor` and `eps` are positive."""
-        for name in ("clip_factor", "eps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"must be positive, not {getattr(self, name)}", name)
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the step part that clips gradients.

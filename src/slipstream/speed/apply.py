@@ -31,11 +31,11 @@ from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.cpu_fixes import correct_kernels
 from slipstream.speed.front_ends import is_plain_wrapper
-from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
-from slipstream.speed.process import cuda_settings
+from slipstream.speed.process import cudnn_benchmark, expandable_segments
+from slipstream.speed.simple_options import fuse
 from slipstream.step.parts import StepPart
 
 __all__ = [
@@ -178,19 +178,11 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if not changes:
         return cfg
     if not is_plain_wrapper(cfg):
-        is_several = isinstance(cfg, Mapping) and not {"optimizer", "constructor"} & set(cfg)
-        if is_several and not all(isinstance(part, OptimWrapper) for part in cfg.values()):
-            return cfg  # `build_optim` raises the error
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
-        if isinstance(cfg, Mapping):
-            remedy = ", or remove the 'type' key" if "optimizer" in cfg else ""
-        else:
-            several = isinstance(cfg, OptimWrapperDict)
-            remedy = "" if several else ", or set optim_wrapper to a dict with the key 'optimizer'"
         raise ConfigError(
             f"{plan.config_path(options[0])} cannot change an existing or custom optimizer wrapper; pass {kwargs} to "
-            f"{kind}{remedy}",
+            f"{kind}, or set optim_wrapper to a dict with the key 'optimizer' and without 'type'",
             "optim_wrapper",
         )
     return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **changes}
@@ -282,15 +274,17 @@ def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
 
 
 @contextmanager
-def process_settings(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
+def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
     """Enable the plan's process-wide settings for this device type within the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         stack.enter_context(_kept_parameters(device))
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
             stack.enter_context(tf32())
-        expandable = plan.expandable_segments and on_cuda
-        stack.enter_context(cuda_settings(plan.cudnn_benchmark, expandable, warn))
+        if plan.cudnn_benchmark:
+            stack.enter_context(cudnn_benchmark())
+        if plan.expandable_segments and on_cuda:
+            stack.enter_context(expandable_segments())
         yield
 
 
@@ -305,7 +299,7 @@ def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
+def compiling(plan: SpeedPlan, logger: logging.Logger | MMLogger) -> Iterator[None]:
     """Cache the code that is compiled within the context.
 
     When the context ends, log graph breaks and recompiles.
@@ -317,16 +311,11 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     from slipstream.speed.compile_cache import use_cache
     from slipstream.speed.compile_report import CompileReport
 
-    core = unwrap_model(model)
-    folder = use_cache(core, plan.compile, plan, logger.warning)
+    folder = use_cache(plan.compile, logger.warning)
+    cached = f", whose code is cached in {folder}" if folder else ""
+    logger.info(f"torch.compile: training waits for each compilation{cached}; the first one may take minutes")
     report = CompileReport()
     report.start()
-    where = (
-        f"compiled code is cached in {folder}"
-        if folder
-        else "compiled code is not cached in a folder of this model"
-    )
-    logger.info(f"torch.compile: training waits for each compilation, which may take minutes; {where}")
     try:
         yield
     finally:  # count torch's compilations until the context ends

@@ -8,8 +8,34 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.model.wrappers.fully_sharded import repeated_blocks
 
-__all__ = ["find_modules"]
+__all__ = ["find_blocks", "find_modules"]
+
+
+def find_blocks(
+    model: nn.Module, patterns: Sequence[str] | None, path: str, containers: bool = True
+) -> list[nn.Module]:
+    """Return the modules that match the patterns, or the repeated blocks, in model order, without nested blocks.
+
+    Args:
+        model: the model, which is never part of the result.
+        patterns, path: see `find_modules`; without patterns, the blocks are those of `repeated_blocks`.
+        containers: whether a repeated `Sequential` is a block even if it contains other blocks.
+
+    Raises:
+        ConfigError: a pattern matches no module, or the model has no repeated blocks.
+    """
+    found = set(find_modules(model, patterns, path) if patterns else repeated_blocks(model)) - {model}
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no repeated blocks; list the blocks by name or class", path
+        )
+    if not containers and not patterns:
+        found = {m for m in found if type(m) is not nn.Sequential or found.isdisjoint(list(m.modules())[1:])}
+    named = {name: m for name, m in model.named_modules(remove_duplicate=False) if m in found}
+    outer = (m for name, m in named.items() if not any(name.startswith(f"{other}.") for other in named))
+    return list(dict.fromkeys(outer))
 
 
 def find_modules(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:

@@ -11,14 +11,12 @@ from torch import nn
 
 from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.model.wrappers.fully_sharded import repeated_blocks
-from slipstream.speed.blocks import find_modules
+from slipstream.speed.blocks import find_blocks
 
 __all__ = [
     "CompileOptions",
     "backend_problem",
     "compile_model",
-    "compiled_blocks",
     "inductor_problem",
     "read_compile",
 ]
@@ -104,37 +102,13 @@ def compile_model(
     if (problem := backend_problem(model, options)) is not None:
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
-    modules = compiled_blocks(model, options) if options.scope == "block" else [model]
+    modules = [model]
+    if options.scope == "block":
+        modules = find_blocks(model, options.blocks, "compile.blocks", containers=False)
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
     compile_modules(modules, options, warn, warn_limit)
-
-
-def compiled_blocks(model: nn.Module, options: CompileOptions) -> list[nn.Module]:
-    """Return the modules that scope 'block' compiles: the blocks that are not inside another block.
-
-    Raises:
-        ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
-            repeated blocks.
-    """
-    found = (
-        find_modules(model, options.blocks, "compile.blocks") if options.blocks else _repeated_blocks(model)
-    )
-    inner = {child for block in found for child in block.modules() if child is not block}
-    return list(dict.fromkeys(block for block in found if block not in inner))
-
-
-def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    found = repeated_blocks(model)
-    if not found:
-        raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks; set compile.blocks or use scope='model'",
-            "compile.blocks",
-        )
-    blocks = set(found)
-    # Skip every nn.Sequential that contains blocks, because compiling it would require another graph.
-    return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:

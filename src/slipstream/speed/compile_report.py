@@ -1,4 +1,4 @@
-"""Report torch.compile's graph breaks and recompiles, with their locations in user code, and skipped CUDA graphs."""
+"""Report torch.compile's graph breaks and recompiles, with their locations in user code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from slipstream.step.verification import NotCapturedError, UnstableGraphError
 __all__ = ["CompileReport", "CompileSummary", "explain_failure", "failed_line", "limit_cause"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
-_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_LIMIT = "recompile limit exceeded"
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _EXPECTED_RECOMPILES = 4
 """Expected number of recompiles per function: one each for validation, a smaller last batch, different heights and
 different widths."""
@@ -37,11 +36,12 @@ def explain_failure(error: BaseException) -> str:
         The reason, for example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
     own = NotCapturedError.find_in(error) or error
-    recompile_cause = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
-    if isinstance(own, UnstableGraphError):
-        return f"{own}{f'; cause of the last recompile: {recompile_cause}' if recompile_cause else ''}"
+    cause = next(
+        (f"; cause of the last recompile: {why}" for why in map(_recompile_reason, _records()[::-1]) if why),
+        "",
+    )
     if isinstance(own, SlipstreamError):
-        return str(own)
+        return f"{own}{cause if isinstance(own, UnstableGraphError) else ''}"
     if "consumed returned tensor's grad_fn" in str(error):
         return (
             "a module or the loss keeps a tensor that requires grad from one step to the next (for example a hidden "
@@ -54,7 +54,6 @@ def explain_failure(error: BaseException) -> str:
     # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        cause = f"; cause of the last recompile: {recompile_cause}" if recompile_cause else ""
         reason = f"{reason}: torch's recompile limit was reached{cause}"
     line = failed_line(error)
     return f"{type(error).__name__}: {reason}{f', at {line}' if line else ''}"
@@ -73,8 +72,8 @@ def _user_line(stack: Iterable[FrameSummary]) -> str:
 
 def _is_user_file(file: str) -> bool:
     """Return whether a file is user code: not generated, and not part of torch, Slipstream or the standard library."""
-    in_stdlib = file.startswith(_LIBRARY) and "site-packages" not in file
-    return not file.startswith((*_ENGINE, "<")) and not in_stdlib
+    standard = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+    return not standard and not file.startswith((*_ENGINE, "<"))
 
 
 def limit_cause(since: int) -> str:
@@ -85,10 +84,8 @@ def limit_cause(since: int) -> str:
     Args:
         since: a value of `time.time_ns()`; earlier compilations are ignored.
     """
-    for record in _records():
-        if getattr(record, "start_time_us", 0) >= since // 1000 and (recompile_cause := _limit_cause(record)):
-            return recompile_cause
-    return ""
+    new = (record for record in _records() if getattr(record, "start_time_us", 0) >= since // 1000)
+    return next(filter(None, map(_limit_cause, new)), "")
 
 
 def _records() -> list[Any]:
@@ -98,7 +95,7 @@ def _records() -> list[Any]:
 
 
 def _limit_cause(record: Any) -> str:
-    hit = _LIMIT in (getattr(record, "fail_reason", None) or "")
+    hit = "recompile limit exceeded" in (getattr(record, "fail_reason", None) or "")
     return (_recompile_reason(record) or "no reason given") if hit else ""
 
 
@@ -126,13 +123,11 @@ class CompileSummary:
     """Number of recompiles beyond those expected for each function."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """The reasons why torch skipped CUDA graphs."""
 
     @property
     def has_problems(self) -> bool:
         """Whether anything in the report reduces speed. If so, `text()` should be logged as a warning."""
-        return bool(self.breaks or self.unexpected or self.eager or self.skipped)
+        return bool(self.breaks or self.unexpected or self.eager)
 
     def text(self) -> str:
         """Return one line of counts and one line for each cause of reduced speed."""
@@ -141,7 +136,6 @@ class CompileSummary:
             _count(sum(self.breaks.values()), "graph break"),
             _count(sum(self.recompiles.values()), "recompile")
             + (f" ({self.unexpected} more than expected)" if self.unexpected else ""),
-            _count(sum(self.skipped.values()), "skipped CUDA graph"),
         ]
         if self.cache_hits + self.cache_misses:
             counts.append(
@@ -152,7 +146,6 @@ class CompileSummary:
             ("graph break", self.breaks, True),
             ("recompiled", self.recompiles, self.unexpected),
             ("recompile limit reached, so later calls ran eagerly", self.eager, True),
-            ("CUDA graph skipped", self.skipped, True),
         ):
             if include:
                 lines += [f"  {title}{f' {n}x' if n > 1 else ''}: {cause}" for cause, n in causes.items()]
@@ -166,11 +159,8 @@ def _count(number: int, name: str) -> str:
 class CompileReport:
     """Counts torch's compilations between `start` and `finish`, including those of other models in this process."""
 
-    _started = False
-
     def start(self) -> None:
         """Start counting."""
-        self._started = True
         self._latest = next(iter(_records()[-1:]), None)
         self._new: list[Any] = []
         self._before = _counts()
@@ -185,14 +175,7 @@ class CompileReport:
         self._latest = next(iter(records[-1:]), None)
 
     def finish(self) -> CompileSummary:
-        """Stop counting, and return the statistics since `start`.
-
-        Raises:
-            RuntimeError: `start` was not called.
-        """
-        if not self._started:
-            raise RuntimeError("call start() before finish()")
-        self._started = False
+        """Stop counting, and return the statistics since `start`."""
         self._collect()
         handler = torch._dynamo.callback.callback_handler
         if self._collect in handler.start_callbacks:  # torch._dynamo.reset() removes the callbacks
@@ -216,7 +199,6 @@ class CompileReport:
             recompiles=dict(recompiles),
             unexpected=sum(max(0, n - _EXPECTED_RECOMPILES) for n in functions.values()),
             eager=dict(eager),
-            skipped=self._skips(counts["skips"]),
         )
 
     def _new_breaks(self) -> Counter[str]:
@@ -227,16 +209,6 @@ class CompileReport:
             _user_line(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new
         )
 
-    def _skips(self, number: int) -> dict[str, int]:
-        """Return why `number` CUDA graphs were skipped; torch records reasons only at compile time."""
-        reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
-        known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
-        rest = number - sum(known.values())
-        return {
-            **known,
-            **({"at run time; set TORCH_LOGS=cudagraphs to see the reasons": rest} if rest > 0 else {}),
-        }
-
 
 def _counts() -> Counter[str]:
     counters = torch._dynamo.utils.counters
@@ -244,7 +216,6 @@ def _counts() -> Counter[str]:
         graphs=counters["stats"]["unique_graphs"],
         hits=counters["inductor"]["fxgraph_cache_hit"],
         misses=counters["inductor"]["fxgraph_cache_miss"],
-        skips=counters["inductor"]["cudagraph_skips"],
     )
 
 

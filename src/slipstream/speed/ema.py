@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from slipstream.config import optional
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError
 from slipstream.model import BaseAveragedModel, DecaySchedule, ScheduledEMA, StochasticWeightAverage
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 __all__ = ["EmaOptions", "check_begin", "read_ema"]
-
-_TYPES = (*DecaySchedule.types, "swa")
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class EmaOptions:
 
     decay: float | None = None
     """Maximum decay (the weight of the old average in an update); None means 0.9999."""
-    type: str = "exp"
+    type: Literal["constant", "threshold", "exp", "swa"] = "exp"
     """Decay schedule: `constant`, `threshold` or `exp`; or `swa` for the mean of the weights over all updates."""
     beta: float | None = None
     """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
@@ -37,23 +35,16 @@ class EmaOptions:
     """First iteration whose weights are averaged."""
     begin_epoch: NonNegativeInt = 0
     """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
-    count: str = "updates"
+    count: Literal["updates", "batches"] = "updates"
     """Unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients."""
 
     def __post_init__(self) -> None:
-        if self.type not in _TYPES:
-            hint = did_you_mean(self.type, _TYPES)
-            raise ConfigError(f"must be one of {_TYPES}, not {self.type!r}{hint}", "type")
         if self.type != "swa":
             DecaySchedule(decay_type=self.type, **self._schedule_kwargs())
         elif kwargs := self._schedule_kwargs():
             raise ConfigError(
                 "does not apply to type 'swa', which is a plain mean; remove it", next(iter(kwargs))
             )
-        if self.count not in ScheduledEMA.counts:
-            hint = did_you_mean(self.count, ScheduledEMA.counts)
-            raise ConfigError(f"must be one of {ScheduledEMA.counts}, not {self.count!r}{hint}", "count")
-        check(self.interval, PositiveInt, "interval")
         check_begin(self.begin_iter, self.begin_epoch)
 
     def _schedule_kwargs(self) -> dict[str, float]:

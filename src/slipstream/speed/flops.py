@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.checkpoint import get_random_state, set_random_state
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import ModelError
 from slipstream.sharding import is_sharded
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.precision import Precision
@@ -85,39 +84,13 @@ def peak_flops(device_name: str, precision: Precision) -> tuple[float, str] | No
     return 1e12 * best.teraflops[precision], best.source
 
 
-@dataclass(frozen=True)
-class _Metadata:
-    """The metadata of a tensor."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Metadata:
-        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def empty(self) -> Tensor:
-        empty = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return empty.requires_grad_(self.requires_grad)
-
-
 def without_data(inputs: Any) -> Any:
-    """Return the inputs of a batch (nested dicts, lists and tuples) with metadata in place of tensors.
-
-    Raises:
-        DataError: the inputs contain objects other than tensors, numbers, strings and None.
-    """
-    for leaf in tree_leaves(inputs):
-        if not isinstance(leaf, Tensor | bool | int | float | str | None):
-            raise DataError(f"the batch contains an object of type {type(leaf).__name__}")
-    return tree_map_only(Tensor, _Metadata.of, inputs)
+    """Return the inputs of a batch (nested dicts, lists and tuples) with tensors on the meta device, without data."""
+    return tree_map_only(Tensor, _without_data, inputs)
 
 
-_MULTIPLIES = re.compile(r"rnn|lstm|gru|attention|attn|conv|linear|matmul|mm")
-_DOES_NOT_MULTIPLY = re.compile(r"[gh]amm|cumm|convert|upsample|_cell|flatten")
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
 
 
 def training_flops(
@@ -128,11 +101,9 @@ def training_flops(
 ) -> int:
     """Return the number of floating-point operations for the forward and backward passes on a batch.
 
-    Only matrix products and convolutions are counted.
-
-    The model is copied, and neither the copy nor its inputs have data. No values are computed, and the model, its
-    gradients and the random state do not change. Blocks that the `activation_checkpointing` option recomputes are
-    counted once. Recomputation by the model's own `torch.utils.checkpoint` and by fused attention is included.
+    Only matrix products, convolutions and attention are counted, with the formulas of torch's `FlopCounterMode`. The
+    model is copied to the meta device. No values are computed, and the model, its gradients and the random state do not
+    change. Blocks that the `activation_checkpointing` option recomputes are counted once.
 
     Args:
         model: the model, unwrapped.
@@ -141,81 +112,24 @@ def training_flops(
         trained: the parameters whose gradients the training step computes; None for all that require a gradient.
 
     Raises:
-        ModelError: the parameters are sharded, the model or the loss is data-dependent (it reads tensor values, for
-            example to select pixels), or torch has no operation count for an operator.
-        Exception: the model cannot be copied, or cannot run without data, for another reason.
+        ModelError: the parameters are sharded.
+        Exception: the model cannot be copied, or cannot run without data, because it reads values of tensors.
     """
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-    )
-
     if any(is_sharded(param) for param in model.parameters()):
         raise ModelError("the parameters of the model are sharded")
-    state, mode = get_random_state(), FakeTensorMode(allow_non_fake_inputs=True)
-    counter = _counter()
-    operators = _Operators(counter.flop_registry)
-    try:
-        copied = _copy_without_data(model, mode, model.parameters() if trained is None else trained)
-        with mode:
-            batch = tree_map_only(_Metadata, _Metadata.empty, inputs)
-        # The operators are observed below the counter, which decomposes those that it has no formula for.
-        with mode, torch.enable_grad(), operators, counter:
-            loss_of(copied, batch).backward()
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ModelError(f"the model or the loss depends on tensor values ({error.func})") from error
-    finally:
-        set_random_state(state)
-    if operators.uncounted:
-        raise ModelError(f"torch has no operation count for {', '.join(sorted(operators.uncounted))}")
-    return int(counter.get_total_flops())
-
-
-def _counter() -> Any:
-    """Return torch's FLOP counter with additional formulas for CPU attention and matrix-vector products."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    aten = torch.ops.aten
-    products = {
-        aten.mv: lambda matrix, *_, **__: 2 * math.prod(matrix),
-        aten.addmv: lambda bias, matrix, *_, **__: 2 * math.prod(matrix),
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=products)
-    formulas = counter.flop_registry
-    for name in ("", "_backward"):
-        formulas[getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{name}")] = formulas[
-            getattr(aten, f"_scaled_dot_product_flash_attention{name}")
-        ]
-    return counter
-
-
-class _Operators(TorchDispatchMode):
-    """Collects the names of the operators that multiply matrices but are not in `counted`."""
-
-    def __init__(self, counted: Collection[Any]) -> None:
-        super().__init__()
-        self._counted = counted
-        self.uncounted: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = getattr(func, "overloadpacket", func)
-        name = str(packet)
-        if packet not in self._counted and _MULTIPLIES.search(name) and not _DOES_NOT_MULTIPLY.search(name):
-            self.uncounted.add(name)
-        return func(*args, **(kwargs or {}))
-
-
-def _copy_without_data(model: nn.Module, mode: Any, trained: Iterable[nn.Parameter]) -> nn.Module:
-    """Return a copy of a model without data, in training mode; only its parameters in `trained` require a gradient."""
-    with_gradient = {id(param) for param in trained if param.requires_grad}
-    with mode:
-        memo: dict[int, Any] = {id(b): _Metadata.of(b).empty() for b in model.buffers()}
-        for param in model.parameters():
-            memo[id(param)] = nn.Parameter(_Metadata.of(param).empty().detach(), id(param) in with_gradient)
+    wanted = set(model.parameters() if trained is None else trained)
+    memo: dict[int, Any] = {id(buffer): _without_data(buffer) for buffer in model.buffers()}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(_without_data(param).detach(), param in wanted and param.requires_grad)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         if is_recomputed(module):
             recomputed: Any = module.forward
             module.forward = recomputed.args[1]
-    return copied.train()
+    state = get_random_state()
+    try:
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            loss_of(copied.train(), inputs).backward()
+    finally:
+        set_random_state(state)
+    return int(counter.get_total_flops())

@@ -15,7 +15,7 @@ from slipstream.speed.parallel import read_model_wrapper
 __all__ = ["Setting", "UserHook", "is_plain_wrapper", "read_front_ends", "settings"]
 
 _SHORT_NAMES = {"float16": "fp16", "fp16": "fp16", "half": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
-_UNSUPPORTED = ("efficient_conv_bn_eval",)
+_UNSUPPORTED = "efficient_conv_bn_eval"
 FrontEnd = Mapping[str, Any]
 
 
@@ -49,9 +49,8 @@ def read_front_ends(
         ConfigError: `speed` is neither 'auto' nor a dict, `training_params` is not a dict, or `cfg` sets an unsupported
             option.
     """
-    for key in _UNSUPPORTED:
-        if cfg.get(key):
-            raise ConfigError("this option is not supported yet; remove it from cfg", key)
+    if cfg.get(_UNSUPPORTED):
+        raise ConfigError("this option is not supported yet; remove it from cfg", _UNSUPPORTED)
     if not isinstance(params, Mapping):
         raise ConfigError(f"must be a dict, not {params!r}", "training_params")
     return {
@@ -111,24 +110,19 @@ def _kind(kind: Any) -> str:
 def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
     """Return the precision, accumulation and clipping options of an optimizer wrapper or its configuration."""
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
-        counts = wrapper.accumulative_counts
+        amp, counts = isinstance(wrapper, AmpOptimWrapper), wrapper.accumulative_counts
         # Do not read the property `dtype`: it caches the device type of the parameters, which are moved later.
-        dtype = (
-            _short_name(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
-        )
-        return {
-            "dtype": dtype,
+        keys = {
+            "dtype": wrapper._requested_dtype if isinstance(wrapper, AmpOptimWrapper) else None,
             "accumulative_counts": counts if counts > 1 else None,
             "clip_grad": wrapper.clip_grad,
         }
-    if not is_plain_wrapper(wrapper) or not isinstance(wrapper, Mapping):
+    elif is_plain_wrapper(wrapper) and isinstance(wrapper, Mapping):
+        amp = _kind(wrapper.get("type")) == "AmpOptimWrapper"
+        keys = {name: wrapper.get(name) for name in ("dtype", "accumulative_counts", "clip_grad")}
+    else:
         return {}
-    amp = _kind(wrapper.get("type")) == "AmpOptimWrapper"
-    return {
-        "dtype": _short_name(wrapper.get("dtype"), device) if amp else None,
-        "accumulative_counts": wrapper.get("accumulative_counts"),
-        "clip_grad": wrapper.get("clip_grad"),
-    }
+    return {**keys, "dtype": _short_name(keys["dtype"], device) if amp else None}
 
 
 def _short_name(dtype: Any, device: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,6 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
-from slipstream.speed.compile_cache import set_cache_folder
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.step import EagerStep
 from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
@@ -165,14 +163,11 @@ def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tup
         # One CUDA graph of the whole step replaces inductor's CUDA graphs.
         cuda_graph = bool(backend_kwargs.pop("triton.cudagraphs", False)) or cuda_graph
 
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-
     def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
         if options.backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            with set_cache_folder(folder):
-                compiled = compile_fx(graph, inputs, config_patches=backend_kwargs)
+            compiled = compile_fx(graph, inputs, config_patches=backend_kwargs)
             # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
             return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
         own = options.backend

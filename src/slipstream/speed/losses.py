@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, DataError, LossError
 from slipstream.step import sum_losses
 from slipstream.step.eager import Losses
-from slipstream.typecheck import is_real
 
 __all__ = [
     "BatchLoss",
@@ -42,28 +40,19 @@ def read_losses(
         ConfigError: both arguments are set, or one of them is not a function.
     """
     for name, function in {"loss_fn": loss_fn, "compute_loss": compute_loss}.items():
-        if function is not None and not callable(function):
-            raise ConfigError(f"must be a function, not {function!r}{_hint(name, function)}", name)
-        if isinstance(function, type):
-            raise ConfigError(f"must be an instance, not the class; use {function.__name__}()", name)
+        if function is not None and (not callable(function) or isinstance(function, type)):
+            raise ConfigError(
+                f"must be a function, or None if the model returns its loss, not {function!r}", name
+            )
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError(
             "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"
         )
     if compute_loss is not None:
-        return partial(_call_compute_loss, compute_loss), None
+        return (lambda module, batch: _as_dict(compute_loss(module, batch))), None
     if loss_fn is not None:
         return partial(model_losses, loss_fn), None
     return own_loss, _reduce_own
-
-
-def _hint(name: str, value: Any) -> str:
-    """Return a hint for an invalid value of `loss_fn`, or an empty string."""
-    if name == "loss_fn" and isinstance(value, Mapping):
-        return "; pass speed options as speed=..."
-    if name == "loss_fn" and isinstance(value, str):
-        return "; if the model returns its own loss, omit loss_fn"
-    return ""
 
 
 def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses:
@@ -72,15 +61,14 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
     For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
 
     Raises:
-        DataError: the batch has an unsupported type, or the keys of a dict do not match the model's arguments.
+        DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
     if isinstance(batch, Mapping):
         return _as_dict(loss_fn(call_model(module, batch), batch))
     if not isinstance(batch, list | tuple) or len(batch) < 2:
-        length = f" of length {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise DataError(
-            f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}{length}; change the loader's "
-            "dataset or collate_fn"
+            f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
+            "collate_fn of the loader"
         )
     *inputs, targets = batch
     return _as_dict(loss_fn(module(*inputs), targets))
@@ -107,15 +95,11 @@ def own_loss(module: nn.Module, batch: Any) -> Losses:
         return {**scalars, "loss": loss}
     if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
         return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-    if isinstance(outputs, list | tuple):
-        raise LossError(
-            f"the model returned {_describe(outputs)}, in which the loss has no name; return a dict with the key "
-            "'loss' or an object with the attribute 'loss' (transformers' models do so with return_dict=True), or pass "
-            "loss_fn or compute_loss"
-        )
+    keys = f" with the keys {sorted(map(str, entries))}" if entries else ""
     raise LossError(
-        f"the model returned {_describe(outputs)}, but no loss; return a scalar or a dict with the key 'loss', pass "
-        "the labels in the batch if the model requires them, or pass loss_fn or compute_loss"
+        f"the model returned an object of type {type(outputs).__name__}{keys}, but no loss; return a scalar, a "
+        "dict with the key 'loss' or an object with the attribute 'loss' (for transformers, set return_dict=True and "
+        "labels in the batch), or pass loss_fn or compute_loss"
     )
 
 
@@ -123,37 +107,10 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     """Call `module` with a batch: a dict as keyword arguments, a tuple or list as positional arguments.
 
     A tensor is passed as the only argument.
-
-    Raises:
-        DataError: the entries of the batch do not match the model's arguments.
     """
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    if isinstance(batch, Tensor):
-        args = (batch,)
-    try:
-        return module(*args, **kwargs)
-    except TypeError as error:
-        _explain(module, args, kwargs, error)
-        raise
-
-
-def _explain(module: nn.Module, args: Any, kwargs: Any, error: TypeError) -> None:
-    """Raise a DataError if the entries of the batch do not match the signature of `forward`."""
-    inner: nn.Module = getattr(module, "module", module)
-    signature = inspect.signature(inner.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        elements = f"{len(args)} element{'s' * (len(args) != 1)}"
-        content = f"the keys {sorted(kwargs)}" if kwargs else elements
-        raise DataError(
-            f"the batch has {content}, but {type(inner).__name__}.forward accepts {list(signature.parameters)}; change "
-            "the dataset's output, or pass compute_loss=lambda model, batch: ..."
-        ) from error
-
-
-def _call_compute_loss(compute_loss: BatchLoss, module: nn.Module, batch: Any) -> Losses:
-    return _as_dict(compute_loss(module, batch))
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(batch) if isinstance(batch, Tensor) else module(*batch)
 
 
 def _as_dict(loss: Any) -> Losses:
@@ -166,22 +123,9 @@ def _as_dict(loss: Any) -> Losses:
     if isinstance(loss, Tensor):
         return {"loss": loss}
     if not isinstance(loss, Mapping):
-        remedy = "; do not convert the loss to a number, for example with item()" if is_real(loss) else ""
-        if isinstance(getattr(loss, "loss", None), Tensor):
-            remedy = "; return its attribute 'loss'"
         raise LossError(
             "the loss function must return a scalar tensor or a dict of scalar tensors, not "
-            f"{type(loss).__name__}{remedy}"
-        )
-    others = [
-        name
-        for name, value in loss.items()
-        if name != "loss" and isinstance(value, Tensor) and value.numel() != 1
-    ]
-    if others and "loss" in loss:
-        raise LossError(
-            f"the loss function must return a scalar tensor or a dict of scalar tensors, but {others} are not scalars; "
-            "return only the entry 'loss', or log the mean of the other entries"
+            f"{type(loss).__name__}; return its attribute 'loss' if it has one, and do not call item()"
         )
     others = [name for name in loss if name != "loss" and "loss" in name]
     if others and "loss" in loss:
@@ -205,8 +149,3 @@ def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
         **logs,
         **{k: v.detach() for k, v in losses.items() if isinstance(v, Tensor) and k != "loss"},
     }
-
-
-def _describe(outputs: Any) -> str:
-    keys = sorted(map(str, outputs)) if isinstance(outputs, Mapping) else []
-    return f"an object of type {type(outputs).__name__}" + (f" with the keys {keys}" if keys else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["as_channels_last", "to_channels_last"]
+__all__ = ["to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-T = TypeVar("T")
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
@@ -38,15 +36,6 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         model.register_forward_pre_hook(_convert_batch, with_kwargs=True)
 
 
-def as_channels_last(batch: T) -> T:
-    """Convert the images (4-d or 5-d float or uint8 tensors) in nested dicts, lists and tuples to channels_last.
-
-    Images that already have this format, and all other values, are returned unchanged.
-    """
-    converted: T = tree_map_only(Tensor, _convert, batch)
-    return converted
-
-
 def _convert(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _IMAGE_DTYPES or tensor.ndim not in _FORMATS:
         return tensor
@@ -54,4 +43,4 @@ def _convert(tensor: Tensor) -> Tensor:
 
 
 def _convert_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return as_channels_last((args, kwargs))
+    return tree_map_only(Tensor, _convert, (args, kwargs))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from slipstream.config import optional
-from slipstream.errors import ConfigError, ModelError, NonFiniteLossError, did_you_mean
+from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.sharding import is_sharded, local_shard
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, restore_unless
@@ -23,7 +23,7 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["Locator", "NanGuardOptions", "SkipCount", "StepGuard", "guard_step", "poison", "read_nan_guard"]
+__all__ = ["Locator", "NanGuardOptions", "StepGuard", "guard_step", "poison", "read_nan_guard"]
 
 _ACTIONS = ("stop", "skip")
 
@@ -99,31 +99,6 @@ def _nan_unless_finite(loss: Tensor) -> Tensor:
     return torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
-class SkipCount:
-    """Counts skipped steps on the device.
-
-    Args:
-        device: device of the counters.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps. The tensor
-        is changed in place."""
-
-    def add(self, finite: Tensor) -> None:
-        """Count one step; `finite` is a 0-dim bool tensor. `torch.compile` can trace this method."""
-        skipped = (~finite).to(torch.int64)
-        total, consecutive = self.tensor.unbind()
-        self.tensor.copy_(torch.stack([total + skipped, (consecutive + 1) * skipped]))
-
-    def read(self) -> tuple[int, int]:
-        """Return both numbers, and reset the first. This synchronizes with the device."""
-        total, consecutive = self.tensor.tolist()
-        self.tensor[0] = 0
-        return total, consecutive
-
-
 class StepGuard:
     """The `guard` of an `OptimWrapper`, which skips optimizer steps whose loss or gradients are not finite.
 
@@ -143,7 +118,8 @@ class StepGuard:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, max_skipped: PositiveInt = 50) -> None:
-        self.count = SkipCount(device)
+        self.skips = torch.zeros(2, dtype=torch.int64, device=device)
+        """The number of steps skipped since the last `read`, and the number of consecutive skipped steps."""
         self.max_skipped = max_skipped
         self._model = model
         self._saved_buffers: dict[str, Tensor] = {}
@@ -168,27 +144,13 @@ class StepGuard:
     def step(self, optim: OptimWrapper) -> None:
         """Call `optim.step()`, and undo or skip it if the gradients are not finite."""
         params = [p for p in optim.parameters() if p.grad is not None]
-        finite = _finite_everywhere(params, self.count.tensor.device)
+        finite = _finite_everywhere(params, self.skips.device)
         optim.finite = finite
         try:
             self._step(optim, params, finite)
         finally:
             optim.finite = None
-        try:
-            self.finish_step(finite)
-        except RuntimeError as error:
-            raise self._explain(error) from error
-
-    def _explain(self, error: RuntimeError) -> Exception:
-        """Return a ModelError if a buffer cannot be restored because its shape has changed; otherwise `error`."""
-        for name, buffer in self._model.named_buffers():
-            if name in self._saved_buffers and (before := self._saved_buffers[name].shape) != buffer.shape:
-                return ModelError(
-                    f"nan_guard cannot restore the buffer '{name}' when a step is skipped, because forward changed "
-                    f"its shape from {tuple(before)} to {tuple(buffer.shape)}; create it with its final shape, or use "
-                    "nan_guard='stop'"
-                )
-        return error
+        self.finish_step(finite)
 
     def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:
@@ -213,7 +175,9 @@ class StepGuard:
             finite, list(current.values()), [self._saved_buffers[name] for name in current]
         )
         self._saved_buffers = {}
-        self.count.add(finite)
+        skipped = (~finite).to(torch.int64)
+        total, consecutive = self.skips.unbind()
+        self.skips.copy_(torch.stack([total + skipped, (consecutive + 1) * skipped]))
 
     def read(self) -> int:
         """Return the number of skipped steps since the last call. This synchronizes with the device.
@@ -221,7 +185,8 @@ class StepGuard:
         Raises:
             NonFiniteLossError: more than `max_skipped` consecutive steps were skipped.
         """
-        total, consecutive = self.count.read()
+        total, consecutive = self.skips.tolist()
+        self.skips[0] = 0
         if consecutive > self.max_skipped:
             steps = "last step was" if consecutive == 1 else f"last {consecutive} steps were"
             raise NonFiniteLossError(
@@ -230,7 +195,7 @@ class StepGuard:
                 "warm-up, check the data for NaN or wrong labels, or find the module with "
                 "nan_guard=dict(action='stop', locate=True)"
             )
-        return total
+        return int(total)
 
 
 def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) -> None:

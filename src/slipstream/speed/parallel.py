@@ -65,8 +65,6 @@ def read_model_wrapper(cfg: Mapping[str, Any]) -> ParallelOptions | None:
         raise ConfigError(f"must be a dict, not {wrapper!r}", "model_wrapper_cfg")
     kind = wrapper.get("type", "MMDistributedDataParallel")
     check(kind, str | Callable[..., Any], "model_wrapper_cfg.type")
-    for key in ("broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
-        check(wrapper.get(key, False), bool, f"model_wrapper_cfg.{key}")
     name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
     if name == _SHARDED:
         return ParallelOptions("hsdp" if wrapper.get("shard_size") else "fsdp2", wrapper)

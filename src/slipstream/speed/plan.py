@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -20,17 +20,22 @@ from slipstream.speed.auto import Capabilities, choose
 from slipstream.speed.compile import CompileOptions, read_compile
 from slipstream.speed.ema import EmaOptions, read_ema
 from slipstream.speed.front_ends import Setting, UserHook, read_front_ends, settings
-from slipstream.speed.fused import read_fused
 from slipstream.speed.gradient_centralization import GradientCentralizationOptions
 from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay
 from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
-from slipstream.speed.process import read_bool, read_gc
 from slipstream.speed.sam import SamOptions
-from slipstream.speed.simple_options import read_accumulate, read_clip_grad, read_sync_bn
+from slipstream.speed.simple_options import (
+    read_accumulate,
+    read_bool,
+    read_clip_grad,
+    read_fused,
+    read_gc,
+    read_sync_bn,
+)
 
-__all__ = ["CFG_OPTIONS", "IDLE", "PARAMS_OPTIONS", "REFUSED", "Refusal", "SpeedPlan", "idle"]
+__all__ = ["CFG_OPTIONS", "IDLE", "PARAMS_OPTIONS", "REFUSED", "Refusal", "SpeedPlan", "idle", "option_rows"]
 
 CFG_OPTIONS = (
     "compile",
@@ -279,53 +284,26 @@ def _compiles_step(plan: SpeedPlan) -> bool:
 
 
 REFUSED = (
-    Refusal(
-        "precision",
-        lambda plan, capabilities: _has_precision(plan, "fp8") and capabilities.capability < (8, 9),
-        "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'",
-    ),
-    Refusal(
-        "precision",
-        lambda plan, capabilities: _has_precision(plan, "fp8") and not capabilities.torchao,
-        "'fp8' requires torchao; run: pip install 'slipstream[fp8]'",
-    ),
-    Refusal(
-        "cuda_graph",
-        lambda plan, capabilities: plan.cuda_graph and capabilities.device != "cuda",
-        "requires an NVIDIA or AMD GPU; none found. Remove this option",
-    ),
-    Refusal(
-        "cuda_graph",
-        lambda plan, capabilities: plan.cuda_graph and not _compiles_step(plan),
-        "requires a step that is compiled as one graph; add compile=dict(scope='step')",
-    ),
-    Refusal(
-        "compile",
-        lambda plan, capabilities: (
-            plan.compile is not None
-            and plan.compile.scope == "step"
-            and plan.parallel is not None
-            and plan.parallel.kind != "ddp"
-        ),
-        "scope='step' does not support sharded models or custom wrappers; use scope='model' or parallel='ddp'",
-    ),
-    Refusal(
-        "compile",
-        lambda plan, capabilities: (
-            plan.compile is not None
-            and plan.compile.backend == "eager"
-            and plan.activation_checkpointing is not None
-        ),
-        "backend 'eager' does not support activation_checkpointing; use 'aot_eager' or 'inductor'",
-    ),
-    Refusal(
-        "find_unused_parameters",
-        lambda plan, capabilities: (
-            plan.find_unused_parameters and plan.parallel is not None and plan.parallel.sharded
-        ),
-        "applies only to DDP; remove it or use parallel='ddp'",
-    ),
-)
+    Refusal("precision", lambda plan, capabilities: _has_precision(plan, "fp8") and capabilities.capability < (8, 9),
+            "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'"),
+    Refusal("precision", lambda plan, capabilities: _has_precision(plan, "fp8") and not capabilities.torchao,
+            "'fp8' requires torchao; run: pip install 'slipstream[fp8]'"),
+    Refusal("cuda_graph", lambda plan, capabilities: plan.cuda_graph and capabilities.device != "cuda",
+            "requires an NVIDIA or AMD GPU; none found. Remove this option"),
+    Refusal("cuda_graph", lambda plan, capabilities: plan.cuda_graph and not _compiles_step(plan),
+            "requires a step that is compiled as one graph; add compile=dict(scope='step')"),
+    Refusal("compile", lambda plan, capabilities: (
+                plan.compile is not None and plan.compile.scope == "step"
+                and plan.parallel is not None and plan.parallel.kind != "ddp"),
+            "scope='step' does not support sharded models or custom wrappers; use scope='model' or parallel='ddp'"),
+    Refusal("compile", lambda plan, capabilities: (
+                plan.compile is not None and plan.compile.backend == "eager"
+                and plan.activation_checkpointing is not None),
+            "backend 'eager' does not support activation_checkpointing; use 'aot_eager' or 'inductor'"),
+    Refusal("find_unused_parameters", lambda plan, capabilities: (
+                plan.find_unused_parameters and plan.parallel is not None and plan.parallel.sharded),
+            "applies only to DDP; remove it or use parallel='ddp'"),
+)  # fmt: skip
 """The conditions under which `_check` raises an error."""
 
 IDLE = (
@@ -368,3 +346,42 @@ def idle(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str
     for option, when, why in IDLE:
         if when(plan, capabilities):
             yield option, why
+
+
+# ---- description ----------------------------------------------------------------------------------------
+
+
+def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the option, value, source and reason for each option that is set, or that `auto` leaves disabled."""
+    without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
+    for option in plan.options():
+        if option in plan.notes:
+            yield option, "off", "auto", plan.notes[option]
+        elif option in plan.sources:
+            source, _, why = plan.sources[option].partition(": ")
+            value = getattr(plan, option)
+            off = value is None and option != "fused"
+            yield option, "off" if off else _describe(value), source, without_effect.get(option, why)
+
+
+def _describe(value: Any) -> str:
+    """Return an option's value as a short string; for a dataclass, only required fields and non-default values."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "where supported"
+    if not is_dataclass(value):
+        return str(value)
+    texts = []
+    for f in fields(value):
+        current, default = getattr(value, f.name), _default(f)
+        if isinstance(current, Mapping):
+            texts += [f"{key}={item}" for key, item in current.items() if key != "type"]
+        elif current != default:
+            texts.append(str(current) if default is MISSING else f"{f.name}={current}")
+    return ", ".join(texts) or "on"
+
+
+def _default(field: Any) -> Any:
+    """Return the default value of a field, or MISSING if the field is required."""
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -16,17 +15,8 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["Precision", "PrecisionOptions", "convert_to_fp8", "read_precision", "tf32"]
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-_NAMES: dict[str, Precision] = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "tf32": "tf32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "fp8": "fp8",
-    "float8": "fp8",
-}
+_NAMES = get_args(Precision)
+_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
 
@@ -52,12 +42,11 @@ def read_precision(value: Any) -> PrecisionOptions | None:
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value
-    if not isinstance(value, str) or value not in _NAMES:
+    name = _ALIASES.get(value, value) if isinstance(value, str) else None
+    if name not in _NAMES:
         hint = did_you_mean(value, _NAMES) if isinstance(value, str) else ""
-        raise ConfigError(
-            f"must be one of {list(dict.fromkeys(_NAMES.values()))}, not {value!r}{hint}", "precision"
-        )
-    return PrecisionOptions(_NAMES[value])
+        raise ConfigError(f"must be one of {list(_NAMES)}, not {value!r}{hint}", "precision")
+    return PrecisionOptions(cast(Precision, name))
 
 
 @contextmanager
@@ -111,12 +100,8 @@ def convert_to_fp8(model: nn.Module) -> int:
     per tensor) are computed in each step, so checkpoints have no additional entries.
 
     Raises:
-        ConfigError: the GPU does not support float8 (compute capability below 8.9), torchao is not installed, or no
-            layer can be converted.
+        ConfigError: no layer can be converted.
     """
-    _check_fp8_hardware()
-    if find_spec("torchao") is None:
-        raise ConfigError("'fp8' requires torchao; run: pip install 'slipstream[fp8]'", "precision")
     names = {name for name, module in model.named_modules() if name and _fits_fp8(module)}
     if not names:
         raise ConfigError(
@@ -130,19 +115,6 @@ def convert_to_fp8(model: nn.Module) -> int:
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=config)
     return len(names)
-
-
-def _check_fp8_hardware() -> None:
-    remedy = "use 'bf16'"
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise ConfigError(f"'fp8' requires an NVIDIA GPU, but none was found; {remedy}", "precision")
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 9):
-        raise ConfigError(
-            f"'fp8' requires a GPU of compute capability 8.9 or higher (Ada, Hopper), but "
-            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; {remedy}",
-            "precision",
-        )
 
 
 def _fits_fp8(module: nn.Module) -> bool:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
 from slipstream.optim.optim_wrapper import total_norm
 from slipstream.step.parts import StepPart
+from slipstream.typecheck import NonNegative, Positive
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
@@ -28,19 +28,12 @@ _TINY = 1e-12  # avoids NaN for a zero gradient
 class SamOptions:
     """Options of `sam=dict(...)`; True selects the defaults."""
 
-    rho: float = 0.05
+    rho: Positive = 0.05
     """Norm of the weight perturbation. The ASAM paper uses values about ten times those in the SAM paper."""
     adaptive: bool = False
     """Whether to scale the perturbation of each weight by its absolute value (ASAM)."""
-    eta: float = 0.01
+    eta: NonNegative = 0.01
     """With `adaptive`, the number added to each weight's absolute value, so that zero weights are also perturbed."""
-
-    def __post_init__(self) -> None:
-        """Check that rho is positive, and that eta is not negative."""
-        if not self.rho > 0:
-            raise ConfigError(f"must be positive, not {self.rho}; remove sam to disable it", "rho")
-        if not self.eta >= 0:
-            raise ConfigError(f"must not be negative, got {self.eta}", "eta")
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the step part that computes the gradients."""

@@ -5,9 +5,8 @@
 - `parts`, `average`: operations around the optimizer update, shared by the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer update, loss scale and gradient sync inside a graph.
 - `captured`: the state shared by a step's graphs, and checks for changes that invalidate them.
-- `verification`, `reference`: comparison of a new graph with the eager step and a float64 reference.
+- `verification`: comparison of a new graph with the eager step and a float64 reference.
 - `direct`, `cuda_graph`: calls to compiled code that bypass Dynamo, and their replay as CUDA graphs.
-- `backward_passes`: detection of losses that differentiate the model's gradients.
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,28 +11,10 @@ from torch import Tensor, nn
 from slipstream.step.numerics import Scalar, precise_dtype
 from slipstream.step.parts import StepPart
 
+if TYPE_CHECKING:
+    from slipstream.model import BaseAveragedModel
+
 __all__ = ["AveragePart", "copy_to", "update_count"]
-
-
-class _Average(Protocol):
-    """Interface of `slipstream.model.BaseAveragedModel`."""
-
-    interval: int
-    steps: int
-    """Number of updates of the average."""
-
-    @property
-    def every_batch(self) -> bool:
-        """Whether every batch counts as an update, not only the last batch of an accumulation window."""
-
-    def next_weight(self) -> float:
-        """Count an update, and return the weight of the current parameters in the new average."""
-
-    def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the averages and the corresponding model tensors, in the same order."""
-
-    def check_buffers(self, model: nn.Module) -> None:
-        """Raise an error if the shape of a buffer has changed."""
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
@@ -71,7 +53,7 @@ class AveragePart(StepPart):
 
     def __init__(
         self,
-        average: _Average,
+        average: BaseAveragedModel,
         model: nn.Module,
         batch_count: Callable[[], int],
         ends_window: Callable[[int], bool] = lambda batch: True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.cuda_graph import CapturedCalls
 
-__all__ = ["CapturedStep", "Changes", "Shapes", "check_batch", "shapes"]
+__all__ = ["CapturedStep", "Shapes", "check_batch"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -32,10 +33,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FEW_BATCHES = 2
 """A graph that is used for at most this many batches is not worth compiling."""
-_MAX_REBUILDS = 8
-"""Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
-_MAX_SETTING_CHANGES = 2
-"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 
 class CapturedStep:
@@ -56,6 +53,10 @@ class CapturedStep:
     """Calls the compiled code without Dynamo, if possible."""
     cuda_graphs: CapturedCalls | None = None
     """Replays direct calls as CUDA graphs."""
+    uses: Counter[bool]
+    """Number of batches since the last graph of each kind was captured; see `verified`."""
+    has_graphs = False
+    """Whether a graph was captured; its compilation may have failed."""
     logged_no_replay = False
     """Whether the message that direct calls cannot be replayed as CUDA graphs has been logged."""
 
@@ -82,15 +83,14 @@ class CapturedStep:
         self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
         window, and False for all other batches."""
+        self.uses = Counter()
+        self._wasted = 0
         self._hooked = is_hooked(optim.optimizer)
         self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
         self._requires_grad = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
-        self._batches = {True: 0, False: 0}
-        self._graphs = {True: 0, False: 0}
-        self._wasted = 0
 
     def find_change(self) -> str | None:
         """Return a description of a change that invalidates the graph, or None. This method runs at every step."""
@@ -127,30 +127,19 @@ class CapturedStep:
             return [torch.empty_like(param) for param in self.params]
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
-    def count_batch(self, ends_window: bool) -> None:
-        """Count a batch that uses a graph."""
-        self._batches[ends_window] += 1
-
     def count_graph(self, ends_window: bool) -> None:
         """Count a graph before it is compiled.
 
         Raises:
             UnstableGraphError: too many of the previous graphs were used for only a few batches.
         """
-        if 0 < self._batches[ends_window] - 1 <= _FEW_BATCHES and self._graphs[ends_window]:
-            self._wasted += 1
-        self._graphs[ends_window] += 1
-        self._batches[ends_window] = 1
+        self._wasted += 0 < self.uses[ends_window] - 1 <= _FEW_BATCHES
+        self.uses[ends_window], self.has_graphs = 1, True
         if self._wasted >= 3:
             raise UnstableGraphError(
                 "each step needs a new graph, because a value that is a constant in the graph changes, or because "
                 "torch.compiler.reset() is called; store the value in a tensor, or remove the call"
             )
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether a graph was captured; its compilation may have failed."""
-        return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:
         """Return descriptive names for the step's tensors, keyed by tensor id."""
@@ -210,22 +199,24 @@ class CapturedStep:
         Raises:
             NotCapturedError: a parameter or module has such a hook.
         """
-        names = {param: name for name, param in self.model.named_parameters()}
-        for param in self._owned:
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
-                raise NotCapturedError(
-                    f"the parameter '{names.get(param, '?')}' has a hook, which is called only by backward(); remove "
-                    "the hook, or modify the gradients in a StepPart"
-                )
+        params = {param: name for name, param in self.model.named_parameters()}
+        hooked = [
+            f"the parameter '{params.get(param, '?')}'"
+            for param in self._owned
+            if param._backward_hooks or param._post_accumulate_grad_hooks
+        ]
+        hooked += [
+            f"the module '{name}'"
+            for name, module in self.model.named_modules()
+            if module._backward_hooks or module._backward_pre_hooks
+        ]
         if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+            hooked.append("every module")
+        if hooked:
             raise NotCapturedError(
-                "there is a global module backward hook, which is called only by backward(); remove the hook"
+                f"{hooked[0]} has a backward hook, which is called only by backward(); remove the hook, or modify the "
+                "gradients in a StepPart"
             )
-        for name, module in self.model.named_modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise NotCapturedError(
-                    f"the module '{name}' has a backward hook, which is called only by backward(); remove the hook"
-                )
 
 
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -238,7 +229,7 @@ def _global_hooks() -> list[tuple[int, ...]]:
     return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
 
 
-def shapes(inputs: Any) -> list[torch.Size]:
+def _shapes(inputs: Any) -> list[torch.Size]:
     """Return the shapes of a batch's tensors."""
     tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
     try:
@@ -256,19 +247,12 @@ def check_batch(inputs: Any) -> None:
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):
             continue
-        if type(leaf) not in (Tensor, nn.Parameter):
+        if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_nested or leaf.requires_grad:
+            kind = "nested" if leaf.is_nested else type(leaf).__name__
+            requires_grad = " that requires grad" * leaf.requires_grad
             raise OnlyEagerError(
-                f"the batch contains tensors of class {type(leaf).__name__}, which compilation does not support; "
-                "convert them to plain tensors"
-            )
-        if leaf.is_nested:
-            raise OnlyEagerError(
-                "the batch contains a nested tensor, which compilation does not support; pad it to a regular tensor"
-            )
-        if leaf.requires_grad:
-            raise OnlyEagerError(
-                "the batch contains a tensor that requires grad, but a compiled step does not compute its gradient; "
-                "detach the tensor if you do not need the gradient"
+                f"the batch contains a tensor ({kind}){requires_grad}, which a compiled step does not support; convert "
+                "it to a regular tensor, and detach it"
             )
 
 
@@ -283,7 +267,7 @@ class Shapes:
 
     def should_use_graph(self, inputs: Any) -> bool:
         """Count a batch, and return whether it should use a graph."""
-        current = shapes(inputs)
+        current = _shapes(inputs)
         if self._first is None:
             self._first = current
         self._steps += 1
@@ -292,29 +276,3 @@ class Shapes:
             return True
         self._others += 1
         return self._others >= 8 and self._others * 8 >= self._steps
-
-
-class Changes:
-    """Counts changes that invalidate a step's graphs."""
-
-    def __init__(self) -> None:
-        self.rebuilds = 0
-        self._setting_changes = 0
-
-    def count(self, changed: str, captured: CapturedStep | None) -> None:
-        """Count a change, given its description and the step that it invalidates."""
-        self.rebuilds += 1
-        if captured is None or captured.update is None:
-            return
-        if changed in captured.update.optimizer.param_groups[0]:
-            self._setting_changes += 1
-
-    @property
-    def too_many(self) -> bool:
-        """Whether there have been so many changes that compiling another graph is not worthwhile."""
-        return self.rebuilds > _MAX_REBUILDS
-
-    @property
-    def allow_update_inside(self) -> bool:
-        """Whether the next graph may contain the optimizer update, in which some settings are constants."""
-        return self._setting_changes < _MAX_SETTING_CHANGES

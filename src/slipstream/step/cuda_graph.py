@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,6 @@ __all__ = ["CapturedCalls", "CudaCapture"]
 
 _WARM_UPS = 3  # recommended by torch; the warm-up runs select kernels and allocate workspaces
 _MAX_GRAPHS = 16  # capturing a graph takes time, and its inputs and outputs require memory
-
-
-class Capture(Protocol):
-    """Interface for capturing the kernels of a function."""
-
-    def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Run the function so that its allocations do not affect a later capture."""
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Capture the kernels of a function without running them; return its outputs and a function for replay."""
 
 
 class CudaCapture:
@@ -71,7 +61,7 @@ class CapturedCalls:
         warn: called once if there are more than 16 kinds of calls, or if a capture fails.
     """
 
-    def __init__(self, capture: Capture, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, capture: CudaCapture, warn: Callable[[str], None] | None = None) -> None:
         self._capture, self._warn = capture, warn
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -114,9 +104,8 @@ class CapturedCalls:
     def _run_without_graph(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
             self._warn(
-                f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one. Shapes, "
-                "strings or numbers in the batch, or optimizer settings, change too often. Keep them constant, or "
-                "remove cuda_graph to silence this warning"
+                f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one; keep "
+                "shapes, strings and numbers in the batch constant, or remove cuda_graph"
             )
             self._warn = None
         return run(arguments)
@@ -130,7 +119,7 @@ def _release(release: Callable[[], None]) -> None:
 class _Graph:
     """A captured call."""
 
-    def __init__(self, run: Callable[..., Any], arguments: Any, capture: Capture) -> None:
+    def __init__(self, run: Callable[..., Any], arguments: Any, capture: CudaCapture) -> None:
         static = tree_map_only(Tensor, torch.clone, arguments)
         self._static_inputs = _tensors(static)
         versions = [tensor._version for tensor in self._static_inputs]

@@ -10,6 +10,7 @@ checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
@@ -110,30 +111,23 @@ class DirectCalls:
         return call
 
 
+@dataclass(frozen=True, eq=False)
 class _Call:
     """A direct call to the compiled code of a graph, with the guards and the positions of inputs and outputs."""
 
-    def __init__(
-        self,
-        check: Callable[[dict[str, Any]], bool],
-        structure: Any,
-        compiled: CompiledGraph,
-        fixed: list[Any],
-        positions: list[tuple[int, int]],
-        shared: list[tuple[int, int]],
-        logs: dict[str, int],
-        finite: int | None,
-        one_device: bool,
-    ) -> None:
-        self.check, self.structure, self.compiled = check, structure, compiled
-        self.shared = shared
-        """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
-        guards do not check tensors that the step does not read."""
-        self.one_device = one_device
-        """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph
-        does not read the current values of host tensors."""
-        self._fixed, self._positions = fixed, positions
-        self._logs, self._finite = logs, finite
+    check: Callable[[dict[str, Any]], bool]
+    structure: Any
+    compiled: CompiledGraph
+    fixed: list[Any]
+    positions: list[tuple[int, int]]
+    shared: list[tuple[int, int]]
+    """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
+    guards do not check tensors that the step does not read."""
+    logs: dict[str, int]
+    finite: int | None
+    one_device: bool
+    """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
+    not read the current values of host tensors."""
 
     @classmethod
     def of(
@@ -190,16 +184,16 @@ class _Call:
     def tensors_read(self, inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the argument tensors that the code reads."""
         leaves = _leaves(inputs, grad_buffers)
-        return [leaves[leaf] for _, leaf in self._positions]
+        return [leaves[leaf] for _, leaf in self.positions]
 
     def run(self, tensors: Sequence[Tensor]) -> Outputs:
         """Run the code with the tensors that `tensors_read` returns."""
-        inputs = self._fixed.copy()
-        for (position, _), tensor in zip(self._positions, tensors, strict=True):
+        inputs = self.fixed.copy()
+        for (position, _), tensor in zip(self.positions, tensors, strict=True):
             inputs[position] = tensor
         results = self.compiled.call(inputs)
-        logs = {name: results[i] for name, i in self._logs.items()}
-        return logs, None if self._finite is None else results[self._finite]
+        logs = {name: results[i] for name, i in self.logs.items()}
+        return logs, None if self.finite is None else results[self.finite]
 
 
 def _leaves(inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Any]:

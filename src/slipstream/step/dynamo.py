@@ -89,17 +89,10 @@ def refuse_python_random() -> None:
 
 def why_not_recomputed() -> str | None:
     """Return the reason why torch does not recompute checkpointed activations in a step's graph, or None if it does."""
-    if _recomputes():
-        return None
-    return (
-        "activation checkpointing in a step's graph requires torch 2.12 or newer, because older versions do not "
-        "recompute activations in a graph that contains both the forward and the backward pass"
-    )
-
-
-def _recomputes() -> bool:
     # torch 2.11 does not recognize the nodes of `torch.autograd.grad`, and silently keeps all activations.
-    return torch.__version__ >= "2.12"
+    if torch.__version__ >= "2.12":
+        return None
+    return "activation checkpointing in a step's graph requires torch 2.12 or newer, which recomputes activations there"
 
 
 def refuse_checkpoint(graph: fx.GraphModule) -> None:

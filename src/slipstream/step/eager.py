@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.errors import LossError
+from slipstream.errors import LossError, ModelError
 from slipstream.sharding import is_sharded
-from slipstream.step.backward_passes import check_compiled_backward
 from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import StepPart, has_gradients
 
@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     from slipstream.logging import Phase
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["CompiledStep", "EagerStep", "Step", "sum_losses"]
+__all__ = [
+    "BackwardPasses",
+    "CompiledStep",
+    "EagerStep",
+    "Step",
+    "check_compiled_backward",
+    "observe_backward",
+    "sum_losses",
+]
+
+_UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
+"""Parts of torch's error messages for a second backward pass through a compiled model."""
 
 Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
@@ -51,10 +62,6 @@ class CompiledStep(ABC):
     @abstractmethod
     def has_graph(self) -> bool:
         """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
-
-    @abstractmethod
-    def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch."""
 
     @abstractmethod
     def close(self) -> None:
@@ -271,3 +278,62 @@ def _scalar(name: str, value: Any) -> Tensor:
         scalars = [_scalar(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return sum(scalars[1:], start=scalars[0])
     raise LossError(f"'{name}' must be a scalar tensor or a list of scalar tensors, not {value!r}")
+
+
+# ---- losses that a compiled model does not support ------------------------------------------------------
+
+
+class BackwardPasses:
+    """Records properties of the backward passes through the outputs of a model."""
+
+    problem: str | None = None
+    """The reason why a backward pass through the compiled model would raise an error, or None if it would not."""
+
+    def observe(self, outputs: Any) -> None:
+        """Record each backward pass through `outputs`, the outputs of a single call to the model.
+
+        Compiled code has one autograd node for all its outputs, so backward passes through different outputs count as
+        several passes. Computing a gradient with respect to an output does not run that output's autograd node, so
+        such a backward pass is not recorded.
+        """
+        passes: set[int] = set()
+
+        def hook(_: Any) -> None:
+            passes.add(torch._C._current_graph_task_id())
+            if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
+                self.problem = "the loss differentiates the model's gradients (create_graph=True)"
+            elif len(passes) > 1:
+                self.problem = (
+                    "there are several backward passes through the model's outputs (retain_graph=True)"
+                )
+
+        for node in {leaf.grad_fn for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)}:
+            if node is not None:
+                node.register_prehook(hook)
+
+
+@contextmanager
+def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
+    """Record the backward passes through the outputs of calls to `model` inside the context."""
+    passes = BackwardPasses()
+    if isinstance(model, torch.jit.ScriptModule):  # does not support forward hooks in Python
+        yield passes
+        return
+    handle = model.register_forward_hook(lambda _, __, outputs: passes.observe(outputs))
+    try:
+        yield passes
+    finally:
+        handle.remove()
+
+
+def check_compiled_backward(
+    error: RuntimeError,
+    remedy: str = "set compile=dict(scope='step') if the whole step can be compiled as one graph",
+) -> None:
+    """Raise a `ModelError` if a backward pass failed because a compiled model does not support it."""
+    if any(part in str(error) for part in _UNSUPPORTED):
+        raise ModelError(
+            "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
+            "the model's outputs (retain_graph=True), neither of which a compiled model supports; set compile=False, "
+            f"or {remedy}"
+        ) from error

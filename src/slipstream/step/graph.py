@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.step.backward_passes import BackwardPasses, observe_backward
-from slipstream.step.captured import CapturedStep, Changes, Shapes, check_batch
+from slipstream.step.captured import CapturedStep, Shapes, check_batch
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import (
     has_side_effects,
@@ -27,11 +26,18 @@ from slipstream.step.dynamo import (
     refuse_uncompiled,
     tracing,
 )
-from slipstream.step.eager import CompiledStep, EagerStep, Losses, sum_losses
+from slipstream.step.eager import (
+    BackwardPasses,
+    CompiledStep,
+    EagerStep,
+    Losses,
+    observe_backward,
+    sum_losses,
+)
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients, trained_params
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import call_after_load, infer_trained
+from slipstream.step.update import infer_trained
 from slipstream.step.verification import (
     CompiledGraph,
     NotCapturedError,
@@ -45,6 +51,11 @@ if TYPE_CHECKING:
     from slipstream.step.cuda_graph import CapturedCalls
 
 __all__ = ["GraphStep"]
+
+_MAX_REBUILDS = 8
+"""Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
+_MAX_SETTING_CHANGES = 2
+"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -114,12 +125,12 @@ class GraphStep(CompiledStep):
         self.batches = 0
         self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._fallback: EagerStep | None = None
-        self._shapes, self._changes = Shapes(), Changes()
+        self._shapes = Shapes()
+        self._rebuilds = self._setting_changes = 0
         self._trained: list[nn.Parameter] = []
         self._inferred = self._started = False
         self._step: CapturedStep | None = None
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None
-        call_after_load(optim.optimizer, self._infer_trained)
 
     def close(self) -> None:
         """Drop the compiled code; later batches run eagerly."""
@@ -151,10 +162,12 @@ class GraphStep(CompiledStep):
         else:
             changed = None if all(p.requires_grad for p in self._trained) else "a parameter's requires_grad"
         if changed is not None:
-            self._changes.count(changed, self._step)
+            self._rebuilds += 1
+            if self._step is not None and changed in self.optim.optimizer.param_groups[0]:
+                self._setting_changes += 1
             self._reset()
-            if self._changes.too_many:
-                why = f"its graph was invalidated {self._changes.rebuilds} times; last change: {changed}"
+            if self._rebuilds > _MAX_REBUILDS:
+                why = f"its graph was invalidated {self._rebuilds} times; last change: {changed}"
                 return self._fall_back(NotCapturedError(f"{why}; avoid such changes"), inputs)
         if self._step is None and not self._trained:
             if not self._started and self.optim.batches > 0:
@@ -244,7 +257,7 @@ class GraphStep(CompiledStep):
             optim.guard.before_forward()
         if captured.last_compiled is not None:
             captured.last_compiled.running = False
-        captured.count_batch(ends_window)
+        captured.uses[ends_window] += 1
         if call is not None:
             captured.last_compiled = call.compiled
             tensors = call.tensors_read(inputs, grad_buffers)
@@ -362,7 +375,9 @@ class GraphStep(CompiledStep):
         Raises:
             NotCapturedError: the model has hooks that a graph does not support.
         """
-        captured = CapturedStep(self.model, self.optim, self._trained, self._changes.allow_update_inside)
+        captured = CapturedStep(
+            self.model, self.optim, self._trained, self._setting_changes < _MAX_SETTING_CHANGES
+        )
         captured.check_hooks()
         captured.function = self._define(captured)
 
@@ -392,10 +407,9 @@ class GraphStep(CompiledStep):
         # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
         # not participate.
         verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
-        self.info(f"Compiling the step of {type(self.model).__name__}; this may take minutes")
         started = time.monotonic()
         compiled = CompiledGraph(graph, self.backend(graph, inputs), verified, has_side_effects())
-        self.info(f"Compiled the step in {time.monotonic() - started:.1f} s")
+        self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 
         def run(*args: Any) -> Any:
             captured.last_compiled = compiled

@@ -8,7 +8,7 @@ the same for all objects with the same fields.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -61,16 +61,17 @@ def clone_tensors(tree: Any) -> Any:
     Objects with `_batch_fields` and dataclasses are not copied, because other code may hold references to them. Their
     tensors are replaced in place.
     """
+
     changed: set[int] = set()
 
     def clone(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.clone()
-        if id(leaf) not in changed:
-            changed.add(id(leaf))
-            for name, value in _attributes(leaf).items():
-                if (new := tree_map(clone, value)) is not value:
-                    object.__setattr__(leaf, name, new)  # also works for frozen dataclasses
+        if id(leaf) in changed:
+            return leaf
+        changed.add(id(leaf))
+        for name, value in _attributes(leaf).items():
+            object.__setattr__(leaf, name, tree_map(clone, value))  # also works for frozen dataclasses
         return leaf
 
     return tree_map(clone, tree)
@@ -80,6 +81,4 @@ def _attributes(leaf: Any) -> Mapping[str, Any]:
     if hasattr(type(leaf), _FIELDS):
         found: Mapping[str, Any] = leaf._batch_fields()
         return found
-    if is_dataclass(leaf) and not isinstance(leaf, type):
-        return {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
-    return {}
+    return vars(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else {}

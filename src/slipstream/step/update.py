@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from slipstream.step.numerics import precise_dtype
 
-__all__ = ["GraphUpdate", "call_after_load", "can_trace", "infer_trained", "is_hooked", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "infer_trained", "is_hooked", "plain_settings"]
 
 _TENSOR_SETTINGS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
@@ -46,18 +45,6 @@ def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[
         return None  # the optimizer's first step may differ from later steps
     trainable = [param for param in params if param.requires_grad]
     return [param for param in trainable if param in optimizer.state] or trainable
-
-
-def call_after_load(optimizer: Optimizer, method: Callable[[], None]) -> None:
-    """Call a bound method each time the optimizer loads a state dict, as long as the method's object is alive."""
-    reference = weakref.WeakMethod(method)
-
-    def loaded(_: Any) -> None:
-        if (current := reference()) is not None:
-            current()
-
-    if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-        weakref.finalize(method.__self__, optimizer.register_load_state_dict_post_hook(loaded).remove)  # type: ignore[attr-defined]
 
 
 def _is_defined_by_torch(function: Any) -> bool:
