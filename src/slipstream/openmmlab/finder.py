@@ -54,6 +54,7 @@ _PATCHED = MappingProxyType(
     {
         "model.utils": "patch_model_utils",
         "runner.checkpoint": "patch_checkpoint",
+        "structures.base_data_element": "patch_data_elements",
         "utils.package_utils": "patch_packages",
     }
 )

@@ -22,7 +22,7 @@ from slipstream.files import atomic_write
 from slipstream.logging import print_log
 from slipstream.model import convert_sync_batchnorm, revert_sync_batchnorm
 
-__all__ = ["patch_checkpoint", "patch_model_utils", "patch_packages"]
+__all__ = ["patch_checkpoint", "patch_data_elements", "patch_model_utils", "patch_packages"]
 
 
 def patch_checkpoint(module: ModuleType) -> None:
@@ -109,6 +109,16 @@ def patch_packages(module: ModuleType) -> None:
     module.is_installed = is_installed  # type: ignore[attr-defined]
     module.get_installed_path = get_installed_path  # type: ignore[attr-defined]
     module.install_package = get_installed_path  # type: ignore[attr-defined]
+
+
+def patch_data_elements(module: ModuleType) -> None:
+    """Let a compiled step receive the tensors of data elements; see `slipstream.step.leaves`."""
+
+    def batch_fields(self: Any) -> dict[str, Any]:
+        # Omit a property such as `name`, because its value is stored in the `_name` field.
+        return {name: self.__dict__[name] for name in sorted(self._data_fields) if name in self.__dict__}
+
+    module.BaseDataElement._batch_fields = batch_fields
 
 
 def patch_model_utils(module: ModuleType) -> None:
