@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import signal
@@ -85,16 +84,11 @@ class Preemption:
     def __enter__(self) -> Self:
         self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            _protect_sigterm_of_forked_processes()
             for number in SIGNALS:
                 if signal.getsignal(number) in _DEFAULT_HANDLERS:
                     self._previous[number] = signal.signal(number, self._handle)
         if get_world_size() > 1:
-            try:
-                self._agreement = _RankAgreement(self)
-            except BaseException:
-                self._restore()
-                raise
+            self._agreement = _RankAgreement(self)
         return self
 
     def __exit__(
@@ -138,27 +132,6 @@ class Preemption:
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler)
-
-
-@functools.cache
-def _protect_sigterm_of_forked_processes() -> None:
-    """Let SIGTERM end processes that are forked in a `Preemption` block, as `Process.terminate` requires.
-
-    A forked process inherits the handler, and Python discards the signals that arrive before the process has
-    initialized itself. SIGTERM is therefore blocked in the forking thread until the fork is complete.
-    """
-    masks = threading.local()  # a fork and its hooks run in the same thread
-
-    def block() -> None:
-        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), Preemption):
-            masks.before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-
-    def unblock() -> None:
-        if (mask := masks.__dict__.pop("before_fork", None)) is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
 
 def _print(text: str) -> None:

@@ -5,8 +5,7 @@ from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.class_count import ClassCountHook
 from slipstream.hooks.ema import EMAHook
 from slipstream.hooks.gc import GcHook
-from slipstream.hooks.hook import Hook, Priority, get_priority
-from slipstream.hooks.hook_list import HookList
+from slipstream.hooks.hook import Hook, HookList, Priority, get_priority
 from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
 from slipstream.hooks.loss_spike import LossSpikeHook
 from slipstream.hooks.nan_guard import NanGuardHook

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from slipstream.checkpoint import (
-    check_tensors,
     load_checkpoint,
     remove_checkpoint,
     weights_in,
@@ -19,7 +17,6 @@ from slipstream.checkpoint import (
 )
 from slipstream.config import config_text
 from slipstream.dist import broadcast_object_list, is_main_process
-from slipstream.errors import CheckpointError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
@@ -148,11 +145,6 @@ def _mean(paths: Sequence[Path]) -> dict[str, Any]:
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
     for path in paths[1:]:
         state = weights_in(load_checkpoint(path), path)
-        if missing := sorted(sums.keys() - state.keys()):
-            raise CheckpointError(
-                f"{path}: 'state_dict.{missing[0]}' is missing; delete {FOLDER} and train again"
-            )
-        check_tensors(first, state, "state_dict", path, warnings.warn)
         for key, total in sums.items():
             total += state[key]
     return {key: (sums[key] / len(paths)).to(v.dtype) if key in sums else v for key, v in first.items()}

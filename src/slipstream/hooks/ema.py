@@ -96,19 +96,22 @@ class EMAHook(Hook):
                 "counts epochs, but training is iteration-based; use begin_iter", "begin_epoch"
             )
         average = self._average
-        if not runner.knows_length:
-            self._check_without_length(average)
-        else:
+        if runner.knows_length:
             average.total_steps = self._updates(runner)
             average.total_batches = runner.max_iters
+        elif self.begin_epoch or (isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp"):
+            raise self.config_error(
+                "begin_epoch and the decay_type 'exp' depend on the number of training steps, but the training loader "
+                "has no length; use begin_iter and 'threshold', or train by iterations (train_cfg.by_epoch=False)",
+                "begin_epoch" if self.begin_epoch else "decay_type",
+            )
         average.window = _accumulation(runner)
         self._restore()
         if (mean := average.lagging_update()) is not None:
-            updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
             runner.logger.warning(
-                f"EMAHook: the EMA decay is too high for a run of {updates}. The final average will resemble the "
-                f"weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or use "
-                "ema_type='ScheduledEMA' with decay_type='threshold', which starts with a small decay"
+                f"EMAHook: the EMA decay is too high for a run of {average.total_steps} updates. The final average "
+                f"will resemble the weights at update {mean:.0f}. Train longer, use a smaller decay (a larger "
+                "momentum), or ema_type='ScheduledEMA' with decay_type='threshold', which starts with a small decay"
             )
         optim = runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
@@ -150,20 +153,6 @@ class EMAHook(Hook):
         if self._part is not None and not self._in_step:
             self._part.before_batch()
             self._part.after_batch()
-
-    def _check_without_length(self, average: BaseAveragedModel) -> None:
-        """Check that the average can be computed without knowing the number of training steps."""
-        remedy = "use a dataset with a length, or train by iterations (train_cfg.by_epoch=False)"
-        if isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp":
-            raise self.config_error(
-                f"'exp' depends on the number of training steps, but the training loader has no length; {remedy}, or "
-                "use 'threshold'",
-                "decay_type",
-            )
-        if self.begin_epoch:
-            raise self.config_error(
-                f"requires a training loader with a length; {remedy} with begin_iter", "begin_epoch"
-            )
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""
@@ -217,7 +206,12 @@ class EMAHook(Hook):
             return
         self._swap_in(average=False)
         if "ema_state_dict" not in checkpoint:
-            self._warn_if_missing(runner, checkpoint["meta"])
+            begin = self.begin_iter + self._average.interval * _accumulation(runner)
+            if checkpoint["meta"]["iter"] >= begin and checkpoint["meta"]["epoch"] >= self.begin_epoch:
+                runner.logger.warning(
+                    "EMAHook: the checkpoint has no 'ema_state_dict'. The average starts again from the weights in "
+                    "'state_dict'"
+                )
             return
         saved = checkpoint.pop("ema_state_dict")
         prefix = "module."
@@ -231,25 +225,11 @@ class EMAHook(Hook):
         """Check that a saved average matches this model."""
         expected = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
         check_tensors(expected, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
-        names = sorted(expected.keys() ^ average.keys())
-        if names:
-            text = (
-                "the averaged weights in the checkpoint do not match the model; tensors found in only one of them: "
-                f"{names[:5]}"
-            )
+        if names := sorted(expected.keys() ^ average.keys()):
+            text = f"the averaged weights in the checkpoint do not match the model ({', '.join(names[:5])})"
             if self.strict_load or not expected.keys() & average.keys():
                 raise CheckpointError(f"'state_dict': {text}")
-            runner.logger.warning(
-                f"EMAHook: {text}. Averages that are not in the checkpoint start again from the model's weights"
-            )
-
-    def _warn_if_missing(self, runner: Runner, meta: dict[str, Any]) -> None:
-        begin = self.begin_iter + self._average.interval * _accumulation(runner)
-        if meta.get("iter", 0) >= begin and meta.get("epoch", 0) >= self.begin_epoch:
-            runner.logger.warning(
-                "EMAHook: the checkpoint has no 'ema_state_dict'. The average starts again from the weights in "
-                "'state_dict'"
-            )
+            runner.logger.warning(f"EMAHook: {text}; missing averages start again from the model's weights")
 
     @property
     def _average(self) -> BaseAveragedModel:

@@ -1,19 +1,20 @@
-"""Base class, stages and priorities of hooks."""
+"""Base class, stages and priorities of hooks, and the list of a run's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.registry import HOOKS
 from slipstream.typecheck import matches, short_repr
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["Hook", "Priority", "get_priority"]
+__all__ = ["Hook", "HookList", "Priority", "get_priority"]
 
 
 class Priority(IntEnum):
@@ -32,17 +33,13 @@ class Priority(IntEnum):
 
 def get_priority(priority: int | str | Priority) -> int:
     """Return a priority as a number, given a `Priority`, its name, or a number from 0 to 100."""
-    if isinstance(priority, str):
-        if priority.upper() not in Priority.__members__:
-            hint = did_you_mean(priority, Priority.__members__)
-            raise ConfigError(
-                f"unknown hook priority '{priority}'{hint}; use one of {', '.join(Priority.__members__)}"
-            )
+    if isinstance(priority, str) and priority.upper() in Priority.__members__:
         return int(Priority[priority.upper()])
-    if not matches(priority, int) or not 0 <= priority <= 100:
+    if not matches(priority, int) or not 0 <= int(priority) <= 100:
+        hint = did_you_mean(str(priority), Priority.__members__)
         raise ConfigError(
             f"a hook priority must be one of {', '.join(Priority.__members__)}, or an int between 0 and 100, not "
-            f"{short_repr(priority)}"
+            f"{short_repr(priority)}{hint}"
         )
     return int(priority)
 
@@ -221,3 +218,58 @@ class Hook:
         general = f"_{prefix}_{event}"
         has_general = mode in ("train", "val", "test") and hasattr(Hook, general)
         return method if has_general and getattr(type(self), general) is not getattr(Hook, general) else None
+
+
+class HookList:
+    """A list of hooks, sorted by priority and then by order of registration."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+        self._methods: dict[str, list[Callable[..., None]]] = {}
+
+    def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
+        """Add a `Hook`, or build one from a configuration (which may contain `priority`) and add it.
+
+        Raises:
+            ConfigError: if `hook` is neither a hook nor a valid configuration.
+        """
+        source = hook
+        try:
+            if isinstance(source, Mapping):
+                priority = source.get("priority", priority)
+                hook = HOOKS.build({key: value for key, value in source.items() if key != "priority"})
+            if not isinstance(hook, Hook):
+                raise ConfigError(
+                    f"a hook must be a slipstream.hooks.Hook or a dict with a 'type', not {short_repr(hook)}"
+                )
+            if isinstance(source, Mapping):
+                hook.source = source
+            if priority is not None:
+                hook.priority = priority
+            order = _order(hook)
+        except ConfigError as error:
+            if isinstance(source, Mapping):
+                # The identity of this dict is used to locate the error in the user config.
+                error.source = source  # type: ignore[attr-defined]
+            raise
+        position = sum(_order(other) <= order for other in self._hooks)
+        self._hooks.insert(position, hook)
+        self._methods.clear()
+
+    def methods_at(self, stage: str) -> list[Callable[..., None]]:
+        """Return the methods that implement `stage`, in execution order."""
+        if stage not in self._methods:
+            self._methods[stage] = [
+                method for hook in self._hooks if (method := hook.method_at(stage)) is not None
+            ]
+        return self._methods[stage]
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+
+def _order(hook: Hook) -> tuple[bool, int]:
+    return hook.runs_last, get_priority(hook.priority)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
-from slipstream.typecheck import PositiveInt, Rule, check, matches
+from slipstream.typecheck import PositiveInt, check, matches
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 __all__ = ["LossSpikeHook"]
 
-_Positive = Annotated[float, Rule(lambda value: value > 0, "above 0")]
 _MAD_TO_STD = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""
@@ -54,15 +53,13 @@ class LossSpikeHook(Hook):
         self,
         monitor: str = "loss",
         window: PositiveInt = 200,
-        threshold: _Positive = 10.0,
+        threshold: float = 10.0,
         min_history: PositiveInt = 50,
         patience: PositiveInt = 1,
         action: str = "warn",
     ) -> None:
-        check(monitor, str, "monitor")
         for name, value in {"window": window, "min_history": min_history, "patience": patience}.items():
             check(value, PositiveInt, name)
-        check(threshold, _Positive, "threshold")
         if action != "warn":
             raise ConfigError(
                 f"must be 'warn', not {action!r}. Rollbacks were removed: stop the run, and start it again with "

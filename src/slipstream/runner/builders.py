@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
-from slipstream.step.eager import check_compiled_backward
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
@@ -134,18 +133,16 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop, lr_scaled: b
     """
     if lr_scaled:
         _check_no_scheduler_objects(cfg)
-    if isinstance(optim, OptimWrapperDict):
-        is_per_optimizer = isinstance(cfg, Mapping) and not {"type", "scheduler"} & set(cfg)
-        for name in set(cfg) - set(optim) if is_per_optimizer else ():
-            raise ConfigError(f"'{name}' is not an optimizer{did_you_mean(name, optim)}", "param_scheduler")
-        cfg_by_name = {name: cfg.get(name) if is_per_optimizer else cfg for name in optim}
-        return {
-            name: _schedulers(
-                part, optim[name], loop, f"param_scheduler.{name}" if is_per_optimizer else "param_scheduler"
-            )
-            for name, part in cfg_by_name.items()
-        }
-    return _schedulers(cfg, optim, loop, "param_scheduler")
+    if not isinstance(optim, OptimWrapperDict):
+        return _schedulers(cfg, optim, loop, "param_scheduler")
+    if not isinstance(cfg, Mapping) or {"type", "scheduler"} & set(cfg):
+        return {name: _schedulers(cfg, wrapper, loop, "param_scheduler") for name, wrapper in optim.items()}
+    for name in set(cfg) - set(optim):
+        raise ConfigError(f"'{name}' is not an optimizer{did_you_mean(name, optim)}", "param_scheduler")
+    return {
+        name: _schedulers(cfg.get(name), wrapper, loop, f"param_scheduler.{name}")
+        for name, wrapper in optim.items()
+    }
 
 
 def _check_no_scheduler_objects(cfg: Any) -> None:
@@ -266,21 +263,14 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
     return SpeedPlan.read(speed, cfg=cfg, **sources, training_params=params, device=device_type())
 
 
-class PreparedModel(NamedTuple):
-    """A Runner's speed plan, and the model to which the plan has been applied."""
-
-    capabilities: Capabilities
-    plan: SpeedPlan
-    model: nn.Module
-    """The model on the device, wrapped if there are several processes."""
-    interface: ModelInterface
-    """The interface through which the Runner calls the model."""
-
-
 def prepare(
     arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
-) -> PreparedModel:
+) -> tuple[Capabilities, SpeedPlan, nn.Module, ModelInterface]:
     """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
+
+    Returns:
+        The capabilities, the complete plan, the model on its device (wrapped if there are several processes), and the
+        interface through which the Runner calls the model.
 
     Raises:
         ConfigError: an argument, an option, or a combination of options is not supported.
@@ -291,7 +281,7 @@ def prepare(
     plan = complete_plan(plan, capabilities, logger.info)
     with process_settings(plan, device):
         model = prepare_model(model, plan, device)
-    return PreparedModel(capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device))
+    return capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device)
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
@@ -363,13 +353,7 @@ def make_step(
         compile_model(core, plan.compile, warn)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
-        try:
-            logs: dict[str, Tensor] = owner.train_step(batch, optim)
-        except RuntimeError as error:
-            check_compiled_backward(
-                error, "leave the module whose gradients it differentiates out of compile.blocks"
-            )
-            raise
+        logs: dict[str, Tensor] = owner.train_step(batch, optim)
         if not isinstance(logs, Mapping):
             raise LossError(
                 f"{type(owner).__name__}.train_step must return a dict of tensors to log, not {type(logs).__name__}"

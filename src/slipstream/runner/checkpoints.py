@@ -12,7 +12,6 @@ import torch
 
 from slipstream.checkpoint import (
     BackgroundWriter,
-    check_restorable,
     load_weights,
     loaded_names,
     mark_last_checkpoint,
@@ -24,7 +23,6 @@ from slipstream.checkpoint import (
 from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.errors import CheckpointError
-from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.model import unwrap_model
 from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
@@ -87,15 +85,6 @@ class Checkpoints:
             core.load_state_dict(loaded, strict=False)
         self._initialized = True
 
-    def check_state(self) -> None:
-        """Check before training that the model's state can be restored.
-
-        Raises:
-            ModelError: a hook saves checkpoints, and a part of the model's state cannot be saved or loaded.
-        """
-        if any(isinstance(hook, CheckpointHook | PreemptionHook) for hook in self._runner.hooks):
-            check_restorable(unwrap_model(self._runner.model).state_dict())
-
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect."""
         runner = self._runner
@@ -149,7 +138,8 @@ class Checkpoints:
             runner.call_hook("after_load_checkpoint", checkpoint=checkpoint)
             optim = runner.optim_wrapper if resume_optimizer else None
             schedulers = runner.param_schedulers if resume_param_scheduler else None
-            resume.check_matches(checkpoint, source, runner.model, optim, schedulers, warn)
+            fixed_rates = not any(hook.sets_learning_rate for hook in runner.hooks)
+            resume.check_matches(checkpoint, source, runner.model, optim, schedulers, warn, fixed_rates)
             resume.check_stream(checkpoint["meta"], runner.train_loop, source)
             resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
@@ -192,11 +182,8 @@ class Checkpoints:
             with restoring("message_hub", source):
                 runner.message_hub.load_state_dict(checkpoint["message_hub"])
         if optim is not None:
-            rates = resume.learning_rates(optim)
             with restoring("optimizer", source):
                 resume.restore_optimizer(runner.model, optim, checkpoint)
-            if not any(hook.sets_learning_rate for hook in runner.hooks):
-                resume.warn_of_learning_rates(rates, resume.learning_rates(optim), warn)
             counts = {key: checkpoint.get(key, {}) for key in ("batches", "unfinished", "windows")}
             self._counts = counts, checkpoint["meta"]["iter"]
         if schedulers:

@@ -27,14 +27,7 @@ from slipstream.dist import (
 from slipstream.dist.placement import unused_launcher
 from slipstream.typecheck import NonNegativeInt, Rule
 
-__all__ = [
-    "EnvOptions",
-    "MpOptions",
-    "Randomness",
-    "collect_env",
-    "set_random_seed",
-    "setup_env",
-]
+__all__ = ["EnvOptions", "MpOptions", "Randomness", "collect_env", "set_random_seed", "setup_env"]
 
 
 Seed = Annotated[int, Rule(lambda seed: 0 <= seed < 2**63, "between 0 and 2**63 - 1")]
@@ -59,9 +52,7 @@ class MpOptions:
 
     mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
     """How data loader workers are started; None keeps the process's current setting."""
-    opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
-        None
-    )
+    opencv_num_threads: int | None = None
     """Number of OpenCV threads in this process and in forked workers, if OpenCV has already been imported; None keeps
     the current setting."""
 
@@ -145,6 +136,6 @@ def _raise_file_limit(minimum: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = hard == resource.RLIM_INFINITY
     if soft < minimum:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (minimum if unlimited else min(minimum, hard), hard))
+        limit = minimum if hard == resource.RLIM_INFINITY else min(minimum, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -101,7 +101,7 @@ class LogProcessor:
             ]
             scalars = {k: v for k, v in scalars.items() if k.startswith("loss") and k not in outdated}
         if mode != "test":
-            parts += self._items(scalars)
+            parts += [f"{name}: {self._format(value)}" for name, value in scalars.items()]
         return tag, "  ".join(part for part in parts if part)
 
     def get_log_after_epoch(
@@ -119,14 +119,15 @@ class LogProcessor:
         scalars = self._scalars(runner, mode, batch_idx)
         for name in ("time", "data_time"):
             history = runner.message_hub.log_scalars.get(f"{mode}/{name}")
-            if history is not None and not self._is_custom(name):
+            if history is not None and all(_log_name(entry) != name for entry in self.custom_cfg):
                 scalars[name] = history.mean(max(batch_idx, 1))
         infos: Tag = dict(_select_mode(runner.message_hub.runtime_info.items(), mode))
         tag = self._with_hierarchy((infos | scalars) if with_non_scalar else scalars, mode)
         tag = {_unique_name(runner.message_hub.log_scalars, mode, name): value for name, value in tag.items()}
         times: Tag = {name: scalars.pop(name) for name in ("data_time", "time") if name in scalars}
-        parts = [self._header(runner, None, mode), *self._items({**scalars, **infos, **times})]
-        return tag, "  ".join(parts)
+        shown = {**scalars, **infos, **times}
+        items = [f"{name}: {self._format(value)}" for name, value in shown.items()]
+        return tag, "  ".join([self._header(runner, None, mode), *items])
 
     def _scalars(self, runner: Any, mode: str, num_batches: int) -> Tag:
         histories = dict(_select_mode(runner.message_hub.log_scalars.items(), mode))
@@ -151,9 +152,6 @@ class LogProcessor:
             {f"{mode}/{name}": value for name, value in tag.items()} if self.log_with_hierarchy else dict(tag)
         )
 
-    def _is_custom(self, name: str) -> bool:
-        return any(_log_name(entry) == name for entry in self.custom_cfg)
-
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
         """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete."""
         if mode == "train" and not self.by_epoch:
@@ -165,10 +163,6 @@ class LogProcessor:
             epoch = f"[{_epoch(runner, mode)}]"
             progress = epoch.rjust(len(str(runner.max_epochs)) + len("[]")) + progress
         return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {progress}"
-
-    def _items(self, scalars: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in scalars.items():
-            yield f"{name}: {self._format(value)}"
 
     def _format(self, value: Any) -> str:
         if isinstance(value, float):

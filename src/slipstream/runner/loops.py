@@ -35,7 +35,7 @@ from slipstream.dataset.loading.lockstep import (
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_mean
+from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.evaluator import Evaluator
 from slipstream.evaluator.loss import LossMetric
 from slipstream.logging import Phase
@@ -59,10 +59,6 @@ _NOTES = {
         "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
     ),
     "is out of bounds.": "(a target is not one of the network's classes; set num_classes or ignore_index)",
-    "device-side assert triggered": (
-        "(an index on the device is out of range, often a target that is not one of the network's classes; run on the "
-        "CPU with CUDA_VISIBLE_DEVICES='' to see it)"
-    ),
 }
 """Maps a part of torch's error message to a note for errors with this message."""
 
@@ -269,6 +265,20 @@ class _TrainLoop(BaseLoop):
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated, self._validation_start = start, validated, None
 
+    def run(self) -> torch.nn.Module:
+        """Train and validate; return the model."""
+        runner = self._runner
+        runner.call_hook("before_train")
+        runner.model.train()
+        with self._annotate_errors():
+            self._train()
+        runner.phases.switch("other")
+        runner.call_hook("after_train")
+        return runner.model
+
+    def _train(self) -> None:
+        raise NotImplementedError
+
     def _begin(self) -> None:
         """Run a missed validation, and warn if there is nothing to train."""
         if self._progress >= self._goal:
@@ -416,19 +426,11 @@ class EpochBasedTrainLoop(_TrainLoop):
     def _goal(self) -> int:
         return self.max_epochs
 
-    def run(self) -> torch.nn.Module:
-        """Train and validate; return the model."""
-        runner = self._runner
-        runner.call_hook("before_train")
-        runner.model.train()
-        with self._annotate_errors():
-            self._begin()
-            while self._epoch < self.max_epochs and not self.stop_training:
-                self.run_epoch()
-                self._validate()
-        runner.phases.switch("other")
-        runner.call_hook("after_train")
-        return runner.model
+    def _train(self) -> None:
+        self._begin()
+        while self._epoch < self.max_epochs and not self.stop_training:
+            self.run_epoch()
+            self._validate()
 
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
@@ -480,23 +482,16 @@ class IterBasedTrainLoop(_TrainLoop):
     def _goal(self) -> int:
         return self.max_iters
 
-    def run(self) -> torch.nn.Module:
-        """Train and validate; return the model."""
-        runner = self._runner
-        runner.call_hook("before_train")
-        runner.model.train()
-        runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
-        runner.model.train()
-        with self._annotate_errors():
-            self._begin()
-            batches = self._batches()
-            while self._iter < self.max_iters and not self.stop_training:
-                self.run_iter(*next(batches))
-                self._validate()
-        runner.phases.switch("other")
-        runner.call_hook("after_train_epoch")
-        runner.call_hook("after_train")
-        return runner.model
+    def _train(self) -> None:
+        self._runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
+        self._runner.model.train()
+        self._begin()
+        batches = self._batches()
+        while self._iter < self.max_iters and not self.stop_training:
+            self.run_iter(*next(batches))
+            self._validate()
+        self._runner.phases.switch("other")
+        self._runner.call_hook("after_train_epoch")
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         while True:
@@ -630,16 +625,13 @@ class LazyLoops:
         self._runner = runner
         self._loops: dict[str, Any] = {mode: _loop_options(mode, arguments) for mode in _ARGUMENTS}
 
-    def __contains__(self, mode: str) -> bool:
-        return self._loops[mode] is not None
-
     def require(self, mode: str) -> None:
         """Check that the arguments define the loop for `mode`.
 
         Raises:
             ConfigError: the arguments do not define the loop.
         """
-        if mode not in self:
+        if self._loops[mode] is None:
             *others, last = _ARGUMENTS[mode]
             call = "training" if mode == "train" else f"{mode}()"
             raise ConfigError(f"{call} requires {', '.join(others)} and {last}", "Runner")
@@ -711,10 +703,8 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
                 options["type"] = LOOPS.resolve(options["type"])
         return options
     if "by_epoch" not in options:
-        known = ("by_epoch", "type", "max_epochs", "max_iters")
-        hint = next((h for key in options if key not in known and (h := did_you_mean(key, known))), "")
         raise ConfigError(
-            f"requires by_epoch=True (with max_epochs) or by_epoch=False (with max_iters){hint}", "train_cfg"
+            "requires by_epoch=True (with max_epochs) or by_epoch=False (with max_iters)", "train_cfg"
         )
     by_epoch = options.pop("by_epoch")
     check(by_epoch, bool, "train_cfg.by_epoch")

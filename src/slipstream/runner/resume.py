@@ -385,6 +385,7 @@ def check_matches(
     optim: OptimWrapper | None,
     schedulers: Schedulers,
     warn: Warn,
+    compare_rates: bool = True,
 ) -> None:
     """Check that the checkpoint matches the model, the optimizer and the schedulers.
 
@@ -395,6 +396,7 @@ def check_matches(
         optim: the optimizer wrapper to restore; None if the optimizer state is not restored.
         schedulers: the schedulers to restore; None if their states are not restored.
         warn: called with a message about each difference that does not prevent resuming.
+        compare_rates: whether to warn of a configured learning rate that the resumed run does not use.
 
     Raises:
         CheckpointError: an entry is missing, or belongs to a different model, optimizer or schedule.
@@ -408,6 +410,9 @@ def check_matches(
         # Before the first optimizer step, the optimizer has no state.
         has_stepped = "batches" not in checkpoint or checkpoint["batches"] != checkpoint.get("unfinished")
         _check_optim(optim, _required(checkpoint, "optimizer"), source, warn, has_stepped)
+        for name, wrapper in _wrappers(optim).items() if compare_rates else ():
+            saved = checkpoint["optimizer"][name] if name else checkpoint["optimizer"]
+            _compare_learning_rates(wrapper.param_groups, saved["param_groups"], warn)
         _check_gradients(dict(core.named_parameters()), checkpoint, source, warn)
         check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
     if schedulers:
@@ -465,6 +470,19 @@ def _check_optim(
         check_like(scaler.state_dict(), saved["loss_scaler"], f"{path}.loss_scaler", source)
 
 
+def _compare_learning_rates(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], warn: Warn
+) -> None:
+    for group, other in zip(groups, saved, strict=True):
+        now, before = (float(each.get("initial_lr", each["lr"])) for each in (group, other))
+        if not math.isclose(now, before, rel_tol=1e-6):
+            warn(
+                f"The configured learning rate {now:g} is not used: the resumed run continues with the checkpoint's "
+                f"optimizer, whose learning rate is {before:g}. To train with {now:g}, start a new run with load_from"
+            )
+            return
+
+
 def _check_gradients(
     parameters: Mapping[str, nn.Parameter], checkpoint: Mapping[str, Any], source: Any, warn: Warn
 ) -> None:
@@ -498,10 +516,7 @@ def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> No
             expected["scheduler"] = {k: v for k, v in inner.items() if k != "milestones"}
         check_like(expected, state, f"{path}[{index}]", source)
         if hasattr(scheduler, "check_attributes"):
-            try:
-                scheduler.check_attributes(state)
-            except CheckpointError as error:
-                raise CheckpointError(f"{source}: '{path}[{index}]': {error}") from None
+            scheduler.check_attributes(state)
 
 
 def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
@@ -544,21 +559,3 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
             f"({', '.join(changed)}) continue and do not start again; for a complete schedule, start a new run from "
             "these weights with load_from"
         )
-
-
-def learning_rates(optim: OptimWrapper) -> list[float]:
-    """Return the learning rate of each parameter group, without the factor of a schedule."""
-    wrappers = list(optim.values()) if isinstance(optim, OptimWrapperDict) else [optim]
-    groups = [group for wrapper in wrappers for group in wrapper.param_groups]
-    return [float(group.get("initial_lr", group["lr"])) for group in groups]
-
-
-def warn_of_learning_rates(configured: list[float], restored: list[float], warn: Warn) -> None:
-    """Warn if a resumed run continues with another learning rate than the configured one."""
-    for now, before in zip(configured, restored, strict=True):
-        if not math.isclose(now, before, rel_tol=1e-6):
-            warn(
-                f"The configured learning rate {now:g} is not used: the resumed run continues with the checkpoint's "
-                f"optimizer, whose learning rate is {before:g}. To train with {now:g}, start a new run with load_from"
-            )
-            return

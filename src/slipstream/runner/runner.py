@@ -163,9 +163,9 @@ class Runner:
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source)
         self.device = default_device()
-        prepared = builders.prepare(arguments, plan, self._randomness.deterministic, self.device, self.logger)
-        self.capabilities, self.speed, self.model = prepared.capabilities, prepared.plan, prepared.model
-        self._interface = prepared.interface
+        self.capabilities, self.speed, self.model, self._interface = builders.prepare(
+            arguments, plan, self._randomness.deterministic, self.device, self.logger
+        )
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch, arguments["custom_hooks"])
@@ -313,7 +313,6 @@ class Runner:
             self._build_training()
             self.call_hook("before_run")
             self.checkpoints.initialize()
-            self.checkpoints.check_state()
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
