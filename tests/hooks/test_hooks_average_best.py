@@ -6,17 +6,14 @@ import pytest
 import torch
 from ema_runs import SCHEDULED, History, average_of
 
-from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks import Hook
 from slipstream.runner import Runner
 from tiny_runs import (
     LOCAL,
-    Accuracy,
     Net,
     Scripted,
     assert_same,
     loader,
-    run,
     scalars,
     training,
     validation,
@@ -24,19 +21,6 @@ from tiny_runs import (
 )
 
 NORM = dict(type=Net, norm=True)
-
-
-class Snapshots(Hook):
-    """A hook that records the modification times of each snapshot, which show how often it is written."""
-
-    priority = "LOWEST"
-
-    def __init__(self):
-        self.written = {}
-
-    def after_val_epoch(self, runner, metrics=None):
-        for path in snapshots(runner.work_dir):
-            self.written.setdefault(path.name, set()).add(path.stat().st_mtime_ns)
 
 
 class Stop(Hook):
@@ -127,21 +111,6 @@ def test_epoch_with_non_finite_metric_is_not_averaged(tmp_path):
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_4.pth"]
 
 
-@pytest.mark.parametrize("rule", ["greater", "less"])
-def test_nan_among_many_epochs_does_not_change_the_ranking(tmp_path, rule):
-    nan = float("nan")
-    averaged(tmp_path, [nan, 0.3, nan, 0.1, 0.2, nan], name="x", rule=rule, count=2)
-    best = ["epoch_2.pth", "epoch_5.pth"] if rule == "greater" else ["epoch_4.pth", "epoch_5.pth"]
-    assert written(tmp_path)["meta"]["averaged"] == best
-
-
-def test_snapshot_is_written_only_once(tmp_path):
-    watching = Snapshots()
-    averaged(tmp_path, [0.1, 0.7, 0.5, 0.9, 0.2, 0.4], hooks=[watching])
-    assert sorted(watching.written) == ["epoch_1.pth", "epoch_2.pth", "epoch_3.pth", "epoch_4.pth"]
-    assert all(len(times) == 1 for times in watching.written.values())
-
-
 @pytest.mark.parametrize(
     "hook", [dict(type="EMAHook", momentum=0.3), dict(SCHEDULED, decay=0.7, decay_type="constant")]
 )
@@ -155,11 +124,6 @@ def test_ema_weights_are_averaged_with_an_ema_hook(tmp_path, hook):
     assert not torch.equal(history.validated[3]["first.weight"], history.steps[-1]["first.weight"])
 
 
-def test_average_is_saved_after_early_stopping(tmp_path):
-    averaged(tmp_path, [0.3, 0.6, 0.0], hooks=[Stop(2)], epochs=5)
-    assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_1.pth"]
-
-
 def test_iteration_based_training_averages_the_best_validations(tmp_path):
     cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
     _, history = averaged(tmp_path, [0.1, 0.5, 0.4, 0.0], count=2, train_cfg=cfg)
@@ -167,7 +131,7 @@ def test_iteration_based_training_averages_the_best_validations(tmp_path):
     assert_same(written(tmp_path)["state_dict"], mean(history.validated[1:3]))
 
 
-@pytest.mark.parametrize("epoch", [1, 2, 3, 4])
+@pytest.mark.parametrize("epoch", [2, 4])
 def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     values = [0.1, 0.7, 0.5, 0.9, 0.2]
     averaged(tmp_path / "a", [*values, 0.0])
@@ -183,38 +147,12 @@ def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     assert len(snapshots(tmp_path / "b")) == 3
 
 
-def test_extended_training_keeps_the_previous_best_epochs(tmp_path):
-    averaged(tmp_path, [0.8, 0.7, 0.0], count=2)
-    averaged(tmp_path, [0.7, 0.75, 0.1, 0.0], count=2, epochs=4, resume=True)
-    assert written(tmp_path)["meta"]["averaged"] == ["epoch_1.pth", "epoch_3.pth"]
-
-
 def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
     averaged(tmp_path, [0.8, 0.7, 0.0], log_level="WARNING")
     (tmp_path / "average_best" / "epoch_1.pth").unlink()
     averaged(tmp_path, [0.7, 0.1, 0.0], epochs=3, resume=True, log_level="WARNING")
     assert "epoch_1.pth does not exist" in "".join(capsys.readouterr())
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_3.pth"]
-
-
-@pytest.mark.parametrize("change", ["rows", "missing", "no weights"])
-def test_changed_snapshot_raises_an_error_that_names_it(tmp_path, change):
-    class Change(Hook):
-        priority = "LOWEST"
-
-        def after_train_epoch(self, runner):
-            if runner.epoch == 2:
-                path = snapshots(tmp_path)[0]
-                content = torch.load(path, weights_only=True)
-                state = content["state_dict"]
-                if change == "rows":
-                    state["first.weight"] = torch.zeros(2, 2)
-                elif change == "missing":
-                    del state["first.weight"]
-                torch.save({} if change == "no weights" else content, path)
-
-    with pytest.raises(CheckpointError, match=r"\.pth: 'state_dict\."):
-        averaged(tmp_path, [0.1, 0.2, 0.3, 0.4], hooks=[Change()])
 
 
 def test_average_file_works_with_load_from(tmp_path):
@@ -225,32 +163,3 @@ def test_average_file_works_with_load_from(tmp_path):
     )
     runner.val()
     assert_same(weights(runner), written(tmp_path / "a")["state_dict"])
-
-
-# ---- invalid input ------------------------------------------------------------------------------------
-
-
-def test_run_without_a_finite_metric_has_no_average_and_warns(tmp_path, capsys):
-    hook = dict(type="AverageBestHook", metric="acc")
-    run(tmp_path, custom_hooks=[hook], log_level="WARNING")
-    assert "no validation run returned a finite 'acc', or the files" in "".join(capsys.readouterr())
-    assert not (tmp_path / "average_model.pth").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(metric="score"), r"^custom_hooks\[0\]\.rule: .*metric's name 'score'"),
-        (dict(metric="acc", rule="more"), r"^custom_hooks\[0\]\.rule: must be 'greater' or 'less'"),
-        (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be an int of at least 1"),
-    ],
-)
-def test_invalid_options_are_rejected(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        Runner(**training(tmp_path, custom_hooks=[dict(type="AverageBestHook", **options)]))
-
-
-def test_unknown_metric_error_suggests_the_closest_name(tmp_path):
-    hook = dict(type="AverageBestHook", metric="accu")
-    with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.metric: .*did you mean 'acc'"):
-        run(tmp_path, custom_hooks=[hook], **validation(dict(type=Accuracy)))

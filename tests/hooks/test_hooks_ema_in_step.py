@@ -35,12 +35,9 @@ def averages_in_step(runner):
 @pytest.mark.parametrize(
     "hook",
     [
-        dict(type="EMAHook", momentum=0.2),
-        dict(type="EMAHook", momentum=0.2, begin_iter=4),
         dict(type="EMAHook", momentum=0.2, begin_epoch=2, update_buffers=True),
         dict(type="EMAHook", ema_type="MomentumAnnealingEMA", momentum=0.2, gamma=3),
         dict(type="EMAHook", ema_type="StochasticWeightAverage"),
-        dict(SCHEDULED, decay=0.8, beta=3.0),
         dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4),
     ],
 )
@@ -77,22 +74,10 @@ def test_resumed_run_with_an_average_is_bitwise_identical(tmp_path, hooks):
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-def test_average_with_an_interval_is_updated_on_the_host(tmp_path):
-    hook = dict(type="EMAHook", momentum=0.2, interval=3)
-    plain, _ = ema_run(tmp_path / "a", custom_hooks=[hook])
-    runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, UseOtherStep()])
-    assert next(part for part in plain.optim_wrapper.parts if isinstance(part, AveragePart)).on_host
-    assert_same(average_of(plain).state_dict(), average_of(runner).state_dict())
-
-
-def test_second_training_has_only_one_average(tmp_path):
-    runner, _ = ema_run(tmp_path, custom_hooks=[dict(type="EMAHook", momentum=0.2)])
-    runner.train()
-    assert len(runner.optim_wrapper.parts) == 1
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("hook", [dict(type="EMAHook", momentum=0.2), dict(SCHEDULED, decay=0.8, beta=3.0)])
+@pytest.mark.parametrize(
+    ("hook", "accumulate"),
+    [(dict(type="EMAHook", momentum=0.2), 1), (dict(SCHEDULED, decay=0.8, beta=3.0), 3)],
+)
 def test_compiled_step_and_hook_have_the_same_average(tmp_path, hook, accumulate):
     torch._dynamo.reset()
     changes = dict(

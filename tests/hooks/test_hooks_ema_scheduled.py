@@ -11,7 +11,6 @@ from ema_runs import (
     StopAfter,
     StoppedError,
     assert_close,
-    average,
     average_of,
     ema_run,
     scheduled,
@@ -55,13 +54,6 @@ def test_exp_decay_counts_updates_from_begin_iter(tmp_path):
     assert_close(wanted, history.validated[1])
 
 
-def test_exp_decay_counts_updates_from_begin_epoch(tmp_path):
-    hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_epoch=2), History()
-    ema_run(tmp_path, custom_hooks=[hook, history])
-    wanted = scheduled(history.steps[5:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
-    assert_close(wanted, history.validated[1])
-
-
 def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     history = History()
     hook = dict(SCHEDULED, decay=0.8, beta=3.0)
@@ -75,13 +67,6 @@ def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
         history.validated[1],
     )
     assert average_of(runner).steps == 4
-
-
-def test_mmengine_average_is_updated_per_batch(tmp_path):
-    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
-    runner, history = ema_run(tmp_path, optim_wrapper=optim)
-    assert_close(average(history.steps, 0.2), history.validated[1])
-    assert average_of(runner).steps == 10
 
 
 def test_step_skipped_on_overflow_counts_as_an_update(tmp_path):
@@ -107,19 +92,8 @@ def test_step_skipped_on_overflow_counts_as_an_update(tmp_path):
     assert_close(scheduled(history.steps, lambda s, total: 0.7), history.validated[-1])
 
 
-def test_swa_averages_buffers_with_update_buffers(tmp_path):
-    history = History()
-    hook = dict(type="EMAHook", ema_type="StochasticWeightAverage", update_buffers=True)
-    ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, history])
-    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
-    for name in ("last.weight", "norm.running_var"):
-        wanted = torch.stack([step[name].double() for step in history.steps]).mean(0)
-        torch.testing.assert_close(saved[name].double(), wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("stop", [3, 5, 7])
-@pytest.mark.parametrize("options", [options for options, _ in DECAYS[:3]])
+@pytest.mark.parametrize(("stop", "accumulate"), [(3, 1), (5, 3), (7, 3)])
+@pytest.mark.parametrize("options", [DECAYS[1][0], DECAYS[2][0]])
 def test_run_resumed_within_an_epoch_restores_the_average_exactly(tmp_path, options, stop, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True, dropout=0.2),
@@ -149,7 +123,7 @@ def test_run_resumed_within_an_epoch_restores_the_average_exactly(tmp_path, opti
         dict(type="StochasticWeightAverage"),
     ],
 )
-@pytest.mark.parametrize("total", [1, 2, 40, 100, 190])
+@pytest.mark.parametrize("total", [1, 40, 190])
 def test_mean_update_matches_the_average_of_update_numbers(average, total):
     number = torch.nn.Linear(1, 1, bias=False)
     model = MODELS.build(average, default_args={"model": number})

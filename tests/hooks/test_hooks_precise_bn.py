@@ -4,14 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ema_runs import SCHEDULED, History, average_of
-from torch import nn
 from torch.utils.data import TensorDataset
 
-from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
-from slipstream.model import BaseModel
-from slipstream.runner import Runner
-from tiny_runs import Net, Noisy, assert_same, loader, run, samples, training, validation, weights
+from tiny_runs import Net, Noisy, assert_same, loader, run, samples, validation, weights
 
 STATISTICS = ("norm.running_mean", "norm.running_var")
 
@@ -66,15 +62,6 @@ def test_smaller_last_batch_is_weighted_by_its_samples(tmp_path):
     assert_statistics(saved(tmp_path), [samples()[0]])
 
 
-def test_validation_and_checkpoint_use_the_new_statistics(tmp_path):
-    history = History()
-    precise(tmp_path, hooks=[history], **validation())
-    for epoch in (1, 2):
-        for name in STATISTICS:
-            assert torch.equal(history.validated[epoch - 1][name], saved(tmp_path, epoch)[name])
-    assert_statistics(history.validated[1], [samples()[0]])
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_hook_does_not_change_training(tmp_path, workers):
     options = dict(
@@ -91,49 +78,6 @@ def test_hook_does_not_change_training(tmp_path, workers):
     own, plain = weights(one), weights(other)
     changed = {name for name, value in own.items() if not torch.equal(value, plain[name])}
     assert changed == set(STATISTICS)
-
-
-class Others(BaseModel):
-    """A model in which some BatchNorm statistics must not change. It counts its forward passes in training mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 8)
-        self.norm, self.twice = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-        self.cumulative, self.frozen = nn.BatchNorm1d(8, momentum=None), nn.BatchNorm1d(8)
-        self.untracked, self.idle = nn.BatchNorm1d(8, track_running_stats=False), nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 3)
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, inputs, targets, mode):
-        if self.training:
-            self.forwards += 1
-        x = self.norm(self.first(inputs))
-        x = self.twice(2 * self.twice(x + 1)) + self.cumulative(x) + self.frozen(x) + self.untracked(x)
-        return {"loss": F.cross_entropy(self.last(x), targets)}
-
-
-def test_other_buffers_and_layers_without_moving_average_are_unchanged(tmp_path):
-    model = dict(type=Others)
-    one, other = weights(precise(tmp_path / "a", model=model)), weights(run(tmp_path / "b", model=model))
-    changed = {name for name, value in one.items() if not torch.equal(value, other[name])}
-    assert changed == {*STATISTICS, "twice.running_mean", "twice.running_var"}
-
-
-def test_shared_layer_uses_the_inputs_of_both_calls(tmp_path):
-    state = weights(precise(tmp_path, model=dict(type=Others), train_dataloader=loader(batch_size=40)))
-    double = {name: value.double() for name, value in state.items()}
-    x = F.linear(samples()[0].double(), double["first.weight"], double["first.bias"])
-    x = F.batch_norm(x, None, None, double["norm.weight"], double["norm.bias"], training=True) + 1
-    again = 2 * F.batch_norm(x, None, None, double["twice.weight"], double["twice.bias"], training=True)
-    both = torch.cat([x, again])
-    torch.testing.assert_close(double["twice.running_mean"], both.mean(0), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(double["twice.running_var"], both.var(0, correction=0), rtol=1e-5, atol=1e-5)
 
 
 def test_large_values_with_small_variance_are_accurate(tmp_path):
@@ -208,45 +152,3 @@ def test_resumed_run_matches_an_uninterrupted_run(tmp_path):
 
 
 # ---- invalid input ------------------------------------------------------------------------------------
-
-
-def test_model_without_batch_norm_logs_one_warning(tmp_path, capsys):
-    plain = run(tmp_path / "a", log_level="WARNING")
-    capsys.readouterr()
-    precise_run = precise(tmp_path / "b", model=dict(type=Net), log_level="WARNING")
-    assert "".join(capsys.readouterr()).count("the model has no BatchNorm layer with a moving average") == 1
-    assert_same(weights(plain), weights(precise_run))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(num_samples=0), r"^custom_hooks\[0\]\.num_samples: must be an int of at least 1"),
-        (dict(num_samples=8, interval=0), r"^custom_hooks\[0\]\.interval: must be an int of at least 1"),
-        (dict(), "num_samples"),
-    ],
-)
-def test_invalid_options_are_rejected(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        Runner(**training(tmp_path, custom_hooks=[dict(type="PreciseBNHook", **options)]))
-
-
-def test_iteration_based_training_is_rejected(tmp_path):
-    with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.interval: counts epochs"):
-        precise(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2))
-
-
-class Bare(nn.Module):
-    """A model that defines `train_step` but not `loss_step`."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def train_step(self, data, optim_wrapper):
-        raise AssertionError("train_step was called")
-
-
-def test_model_without_loss_step_is_rejected(tmp_path):
-    with pytest.raises(ModelError, match="loss_step"):
-        precise(tmp_path, model=Bare())

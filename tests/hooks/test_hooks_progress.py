@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from slipstream.hooks import ProgressBarHook
 from slipstream.runner import Runner
-from tiny_runs import Net, Scripted, loader, samples, training, validation
+from tiny_runs import Net, loader, samples, training, validation
 
 
 @pytest.fixture
@@ -71,28 +71,6 @@ def test_no_value_is_cut_off(tmp_path, monkeypatch, width):
     for word in ("10/10", "loss", "lr", "acc", "images/s", "waiting", "data"):
         assert word in last
     assert max(map(len, lines)) <= width
-
-
-def test_no_color_removes_colors_and_keeps_the_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    console = Console(force_terminal=True, file=io.StringIO(), width=120, color_system="truecolor")
-    _, text = bar(tmp_path, monkeypatch, console)
-    assert "images/s" in text
-    assert not re.search(r"\x1b\[[0-9;]*(3[0-7]|38|9[0-7])[0-9;]*m", text)
-
-
-def test_metric_that_selects_the_best_checkpoint_is_shown(tmp_path, monkeypatch):
-    _, text = bar(
-        tmp_path,
-        monkeypatch,
-        **validation([dict(type=Scripted, values=[n, n + 1], name=name) for name, n in dict(first=1, own=3.5).items()]),
-        default_hooks=dict(
-            logger=dict(type="LoggerHook", interval=1),
-            checkpoint=dict(type="CheckpointHook", save_best="own", rule="greater"),
-        ),
-    )  # fmt: skip
-    assert "own 3.5" in text
-    assert "first" not in text
 
 
 def test_without_a_terminal_there_is_no_bar(tmp_path, monkeypatch):

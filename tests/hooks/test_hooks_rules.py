@@ -1,12 +1,9 @@
 """Tests of inferred metric rules, of intervals in epochs or iterations, and of hooks after a failure."""
 
-import json
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from slipstream.errors import ConfigError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
 from slipstream.hooks.schedule import infer_rule
@@ -26,13 +23,6 @@ def test_rule_is_inferred_from_the_metric_name(name, rule):
     assert infer_rule(name, None) == rule
 
 
-@pytest.mark.parametrize("name", ["power", "score", "loss_of_accuracy"])
-def test_ambiguous_metric_name_requires_a_rule(name):
-    with pytest.raises(ConfigError, match=r"rule: cannot infer the rule .* set rule to 'greater' or 'less'"):
-        infer_rule(name, None)
-    assert infer_rule(name, "less") == "less"
-
-
 def make(tmp_path, **options):
     torch.manual_seed(0)
     return Runner(
@@ -44,29 +34,6 @@ def make(tmp_path, **options):
         randomness=dict(seed=0),
         **options,
     )
-
-
-def test_checkpoint_hook_uses_the_unit_of_the_training_loop(tmp_path):
-    hook = dict(type="CheckpointHook", interval=4)
-    make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=10), default_hooks=dict(checkpoint=hook)).train()
-    assert sorted(p.name for p in tmp_path.glob("*.pth")) == ["iter_10.pth", "iter_4.pth", "iter_8.pth"]
-
-
-def test_by_epoch_checkpoints_require_epoch_based_training(tmp_path):
-    hook = dict(type="CheckpointHook", by_epoch=True)
-    runner = make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=4), default_hooks=dict(checkpoint=hook))
-    with pytest.raises(
-        ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: is True, but training is iteration-based"
-    ):
-        runner.train()
-
-
-def test_epochs_shorter_than_the_log_interval_are_logged(tmp_path):
-    make(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=2)).train()
-    lines = [
-        json.loads(line) for line in next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines()
-    ]
-    assert [line["iter"] for line in lines if "loss" in line] == [5, 10]
 
 
 def test_training_weights_are_restored_after_a_failed_validation(tmp_path):

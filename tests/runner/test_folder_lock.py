@@ -70,15 +70,6 @@ def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     assert only_copy.exists()
 
 
-def test_different_paths_to_a_folder_share_a_lock(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "runs")
-    lock = FolderLock(tmp_path / "runs", pytest.fail)
-    lock.lock(tmp_path / "runs", "work_dir")
-    lock.lock(tmp_path / "runs" / ".." / "runs", "out_dir")
-    lock.lock(tmp_path / "link", "out_dir")
-    lock.release()
-
-
 def test_lock_can_be_released_while_a_forked_child_is_alive(tmp_path):
     lock = FolderLock(tmp_path, pytest.fail)
     lock.lock(tmp_path, "work_dir")

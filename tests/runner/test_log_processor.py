@@ -63,22 +63,6 @@ def test_training_line_of_iteration_based_training_contains_no_epoch(runner):
     assert "epoch" not in tag
 
 
-def test_several_learning_rates_are_shown_in_scientific_form(runner):
-    runner.message_hub.update_scalars({"train/lr": 0.01, "train/base_lr": 0.1})
-    tag, line = LogProcessor().get_log_after_iter(runner, 4, "train")
-    assert line.endswith("  lr: 1.0000e-02 base_lr: 1.0000e-01")
-    assert (tag["lr"], tag["base_lr"]) == (0.01, 0.1)
-
-
-def test_device_memory_is_shown_in_mebibytes(runner, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 1203.7 * 2**20)
-    fill(runner.message_hub)
-    tag, line = LogProcessor().get_log_after_iter(runner, 99, "train")
-    assert "data_time: 0.0012  memory: 1203  loss:" in line
-    assert tag["memory"] == 1203
-
-
 def test_validation_line_within_the_epoch_shows_only_losses(runner):
     runner.epoch = 1
     fill(runner.message_hub, "val")
@@ -86,13 +70,6 @@ def test_validation_line_within_the_epoch_shows_only_losses(runner):
     assert line.startswith("Epoch(val)  [1][10/50]  lr: 1.0000e-03  eta: 0:01:02")
     assert line.endswith("loss: 14.5000")
     assert (tag["iter"], tag["epoch"]) == (99, 1)
-
-
-def test_test_line_has_no_epoch(runner):
-    fill(runner.message_hub, "test")
-    tag, line = LogProcessor().get_log_after_iter(runner, 9, "test")
-    assert line == "Epoch(test) [10/60]  lr: 1.0000e-03  eta: 0:01:02  time: 0.0123  data_time: 0.0012"
-    assert "epoch" not in tag
 
 
 def test_line_after_validation_averages_times_over_the_epoch(runner):
@@ -155,13 +132,6 @@ def test_custom_statistics_accept_every_kind_of_window_size(runner):
     assert tag["acc"] == 1.99
     assert "loss_max: 199.0000" in line
     assert "absent" not in tag
-
-
-def test_mean_pattern_selects_the_averaged_scalars(runner):
-    fill(runner.message_hub)
-    tag, _ = LogProcessor(mean_pattern="acc").get_log_after_iter(runner, 99, "train")
-    assert tag["loss"] == 19
-    assert tag["acc"] == pytest.approx(0.145)
 
 
 def test_stream_without_length_is_shown_with_a_question_mark(runner):

@@ -86,18 +86,6 @@ def test_training_and_validation_use_the_compiled_model(tmp_path):
     run(tmp_path / "c", **changes, cfg=dict(compile=dict(backend="eager")))
 
 
-def test_validation_without_training_uses_the_compiled_model(tmp_path):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    runner = Runner(**training(tmp_path, **validation(), cfg=dict(compile=dict(backend=backend))))
-    runner.val()
-    assert graphs
-
-
 def test_one_runner_can_train_validate_and_test(tmp_path):
     runner = Runner(**training(tmp_path, **validation(Scripted([0.1, 0.2, 0.3]))))
     runner.train()

@@ -1,15 +1,10 @@
 """Tests of evaluating and loading checkpoints before training, and of model state that cannot be resumed."""
 
-from io import BytesIO
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import slipstream
-from slipstream.errors import ModelError
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
@@ -69,13 +64,6 @@ def test_evaluation_before_training_does_not_change_training(tmp_path, mode):
     assert_equal_training(alone, after)
 
 
-def test_evaluation_with_load_from_before_training_does_not_change_training(tmp_path, checkpoint):
-    alone = evaluated(tmp_path / "alone", load_from=checkpoint)
-    after = evaluated(tmp_path / "after", load_from=checkpoint)
-    after[0].val()
-    assert_equal_training(alone, after)
-
-
 @pytest.mark.parametrize("partial", [False, True])
 def test_load_checkpoint_before_training_equals_load_from(tmp_path, checkpoint, partial):
     if partial:  # init_weights must initialize the layer that the checkpoint does not contain
@@ -96,15 +84,6 @@ def test_weights_changed_after_load_checkpoint_are_kept(tmp_path, checkpoint):
     expected = weights(runner)
     runner.train()
     assert_same(weights(runner), expected)
-
-
-def test_load_checkpoint_before_training_replaces_load_from(tmp_path, checkpoint):
-    other = tmp_path / "other.pth"
-    torch.save({"state_dict": Drawn().state_dict()}, other)
-    expected = evaluated(tmp_path / "expected", load_from=checkpoint)
-    called = evaluated(tmp_path / "called", load_from=other)
-    called[0].load_checkpoint(checkpoint)
-    assert_equal_training(expected, called)
 
 
 def complete(work_dir, **changes):
@@ -176,63 +155,6 @@ def test_state_that_hooks_of_the_model_save_and_load_is_restored(tmp_path, hooks
     resumed = run(tmp_path / "run", **options, resume=True)
     assert resumed.model.steps == 10
     assert_same(weights(whole), weights(resumed))
-
-
-def test_resume_of_a_runner_without_training_raises_an_error(tmp_path, checkpoint):
-    runner = Runner(model=dict(type=Net), work_dir=tmp_path, log_level="ERROR", **validation())
-    with pytest.raises(ValueError, match="training requires train_dataloader, train_cfg and optim_wrapper"):
-        runner.resume(checkpoint)
-
-
-class Keeps(nn.Module):
-    """A module with extra state."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self):
-        return self.value
-
-    def set_extra_state(self, state):
-        self.value = state
-
-
-@pytest.mark.parametrize(
-    "value", [BytesIO(), np.ones(2), {"seen": [{3}]}, Path("a")], ids=lambda value: type(value).__name__
-)
-def test_extra_state_that_cannot_be_restored_is_refused(tmp_path, value):
-    net = Net()
-    net.dropout = Keeps(value)
-    message = "'dropout._extra_state' contains an object of type (BytesIO|ndarray|set|PosixPath)"
-    with pytest.raises(ModelError, match=message):
-        run(tmp_path, model=net)
-    step = slipstream.accelerate(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ModelError, match=message):
-        step.save(tmp_path / "step.pth")
-
-
-class Grows(Net):
-    """A model whose `forward` changes the shapes of its buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(0, 4))
-        self.register_buffer("seen", None)
-
-    def forward(self, inputs, targets, mode):
-        self.queue = torch.cat([self.queue, inputs])
-        self.seen = torch.ones(1)
-        return super().forward(inputs, targets, mode)
-
-
-@pytest.mark.parametrize("buffers", [False, True])
-def test_weight_average_of_a_model_with_a_growing_buffer_is_refused(tmp_path, buffers):
-    hooks = dict(custom_hooks=[dict(type="EMAHook", update_buffers=buffers)])
-    with pytest.raises(
-        ModelError, match=r"buffer '\w+' has changed from .* create the buffer with its final shape"
-    ):
-        run(tmp_path, model=dict(type=Grows), **hooks)
 
 
 @pytest.mark.parametrize(

@@ -101,39 +101,6 @@ def test_evaluation_in_a_hook_does_not_change_training(tmp_path, mode, stage):
     assert (runner.is_training, runner.folder_lock._files) == (False, {})
 
 
-def test_modules_that_are_frozen_during_training_stay_frozen_after_an_evaluation_in_a_hook(tmp_path):
-    modes = []
-
-    def evaluate(runner):
-        runner.model.norm.eval()
-        runner.val()
-        modes.append((runner.model.training, runner.model.norm.training))
-
-    evaluated(tmp_path, AtStage("before_train_iter", evaluate, 2))[0].train()
-    assert modes == [(True, False)]
-
-
-class Broken(Accuracy):
-    def process(self, data_batch, data_samples):
-        raise RuntimeError("broken metric")
-
-
-def test_evaluation_error_that_a_hook_handles_does_not_change_training(tmp_path):
-    plain, expected = evaluated(tmp_path / "plain")
-    plain.train()
-
-    def evaluate(runner):
-        with pytest.raises(RuntimeError, match="broken metric"):
-            runner.test()
-
-    broken = dict(test_evaluator=dict(type=Broken))
-    runner, losses = evaluated(tmp_path / "hook", AtStage("after_train_iter", evaluate, 3), **broken)
-    runner.train()
-    assert runner.error is None
-    assert_same(losses, expected)
-    assert_same(weights(runner), weights(plain))
-
-
 def test_train_in_a_hook_raises_an_error(tmp_path):
     runner, _ = evaluated(tmp_path, AtStage("before_train_epoch", lambda runner: runner.train()))
     with pytest.raises(ConfigError, match=r"train\(\) cannot be called while this Runner is running"):

@@ -222,17 +222,6 @@ def test_no_worker_survives_an_error_whose_traceback_is_kept(how, kind, persiste
         assert caught.value.__traceback__ is not None
 
 
-def test_no_worker_survives_a_run_that_ends_in_the_middle_of_a_pass(tmp_path):
-    hook, before = Interrupt(lambda: None), children()
-    data = loader(sampler="InfiniteSampler", num_workers=2)
-    runner = run(
-        tmp_path, train_dataloader=data, train_cfg=dict(by_epoch=False, max_iters=3), custom_hooks=[hook]
-    )
-    assert runner.iter == 3
-    assert len(hook.pids - before) == 2
-    assert not [pid for pid in hook.pids - before if is_alive(pid)]
-
-
 class Recorded(Dataset):
     """A dataset that creates a file named after the pid of the reading process for each sample, and then sleeps."""
 

@@ -82,11 +82,6 @@ def test_device_transforms_match_host_transforms(tmp_path, finished):
         assert np.asarray(picture).std() > 0
 
 
-def test_image_preprocessor_applies_device_transforms(tmp_path, finished):
-    model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), dict(type="ImgDataPreprocessor"))
-    torch.testing.assert_close(weights(train(tmp_path, Squares(TRANSFORMS), model=model)), finished)
-
-
 @pytest.mark.parametrize("compile", [dict(scope="step", backend="aot_eager"), dict(backend="eager")])
 def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
     torch._dynamo.reset()
@@ -103,11 +98,3 @@ def test_normalizing_twice_is_rejected(tmp_path):
         ConfigError, match=r"data_preprocessor: the dataset's transforms already normalize the images"
     ):
         train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
-
-
-def test_preprocessor_can_normalize_after_color_transforms(tmp_path, finished):
-    mean, std = [127.5, 102.0, 76.5], [51.0, 76.5, 102.0]
-    pre = dict(type="ImgDataPreprocessor", mean=mean, std=std)
-    model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), pre)
-    runner = train(tmp_path, Squares(TRANSFORMS[:5]), model=model)
-    torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)

@@ -162,19 +162,6 @@ def test_general_hook_methods_apply_to_modes_that_are_not_overridden(tmp_path):
     assert calls == ["before train 0", "after train", "epoch train", "before val 0", "own", "epoch val"]
 
 
-def test_custom_stages_are_called_with_their_arguments(tmp_path):
-    calls = []
-
-    class Custom(Hook):
-        def after_pseudo_labels(self, runner, share):
-            calls.append(share)
-
-    runner = Runner(**training(tmp_path, custom_hooks=[Custom()]))
-    runner.call_hook("after_pseudo_labels", share=0.5)
-    runner.call_hook("an_undefined_stage")
-    assert calls == [0.5]
-
-
 @pytest.mark.parametrize(
     ("cfg", "validated"),
     [
@@ -275,17 +262,6 @@ def test_from_cfg_keeps_keys_that_are_not_runner_arguments(tmp_path):
     runner = Runner.from_cfg(cfg)
     assert runner.cfg.my_variable == 3
     assert runner.work_dir == str(tmp_path)
-
-
-def test_two_runs_started_within_one_second_have_separate_folders(tmp_path):
-    one, two = (Runner(**training(tmp_path)) for _ in range(2))
-    assert one.log_dir != two.log_dir
-    assert one.experiment_name != two.experiment_name
-
-
-def test_experiment_name_is_followed_by_a_timestamp(tmp_path):
-    runner = Runner(**training(tmp_path, experiment_name="mine"))
-    assert runner.experiment_name == f"mine_{runner.timestamp}"
 
 
 def test_validation_and_testing_use_the_loaded_weights(tmp_path):

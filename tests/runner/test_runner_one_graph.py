@@ -1,14 +1,12 @@
 """Test that a Runner with `compile` scope 'step' matches an eager Runner in training, validation and resuming."""
 
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook, NanGuardHook
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
@@ -195,28 +193,6 @@ def test_parameter_group_added_during_training_is_trained(tmp_path):
     assert len(graph.optim_wrapper.param_groups) == 2
 
 
-def test_auto_scale_lr_applies_to_the_graph_step(tmp_path):
-    graph, eager = both(
-        tmp_path, auto_scale_lr=dict(enable=True, base_batch_size=32), optim_wrapper=dict(optimizer=SGD)
-    )
-    assert graph.optim_wrapper.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
-    close(graph, eager)
-
-
-def test_schedulers_emit_no_warnings(tmp_path):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*optimizer.step.*")
-        run(tmp_path, speed=dict(compile=GRAPH), **everything())
-
-
-def test_parameter_group_with_zero_learning_rate_does_not_change(tmp_path):
-    optim = dict(optimizer=SGD, paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.0)}))
-    graph, eager = both(tmp_path, optim_wrapper=optim)
-    close(graph, eager)
-    fresh = Runner(**training(tmp_path / "fresh"))
-    assert torch.equal(graph.model.first.weight, fresh.model.first.weight)
-
-
 # ---- non-finite values --------------------------------------------------------------------------
 
 
@@ -272,26 +248,6 @@ def test_bad_batches_are_skipped_counted_and_located(tmp_path):
     assert "came from module 'square' (Square); the module's inputs were finite" in said
 
 
-def test_bad_first_batch_is_skipped(tmp_path):
-    speed = dict(nan_guard="skip")
-    one_epoch = dict(by_epoch=True, max_epochs=1)
-    data = loader(spoiled(0), shuffle=False)
-    graph, eager = both(
-        tmp_path, speed=speed, train_dataloader=data, train_cfg=one_epoch, model=dict(type=Squares)
-    )
-    close(graph, eager)
-    assert all(value.isfinite().all() for value in weights(graph).values())
-
-
-def test_float16_skips_the_same_first_steps(tmp_path):
-    optim = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**24), optimizer=SGD)
-    graph, eager = both(tmp_path, optim_wrapper=optim)
-    mine, theirs = (r.optim_wrapper.loss_scaler.state_dict() for r in (graph, eager))
-    assert mine == theirs
-    assert mine["scale"] < 2.0**24
-    close(graph, eager, rtol=2e-2, atol=2e-3)
-
-
 # ---- models ------------------------------------------------------------------------------------------------
 
 
@@ -335,33 +291,3 @@ def test_model_with_an_overridden_train_step_rejects_step_scope(tmp_path):
         run(tmp_path, model=dict(type=Own), speed=dict(compile=GRAPH))
     own = run(tmp_path / "own", model=dict(type=Own), speed=dict(compile=dict(backend="eager")))
     close(own, run(tmp_path / "plain"))
-
-
-class CallsModules(Net):
-    def train_step(self, data, optim_wrapper):
-        loss = F.cross_entropy(self.last(self.first(data[0])), data[1])
-        optim_wrapper.update_params(loss)
-        return {"loss": loss.detach()}
-
-
-@pytest.mark.parametrize(("kind", "count"), [(Own, 0), (CallsModules, 1)])
-def test_warning_for_a_step_that_does_not_call_forward_lists_the_modules(tmp_path, capsys, kind, count):
-    run(tmp_path, model=kind(), speed=dict(compile=dict(backend="eager")), log_level="INFO")
-    said = "".join(capsys.readouterr())
-    assert said.count(f"train_step of {kind.__name__} does not call the model's forward") == count
-    assert said.count("compile=dict(scope='block', blocks=['first', 'last'])") == count
-
-
-class Penalized(Net):
-    def train_step(self, data, optim_wrapper):
-        x = data[0].clone().requires_grad_()
-        scores = self(x, data[1], mode="tensor")
-        (grads,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
-        loss = F.cross_entropy(scores, data[1]) + grads.square().mean()
-        optim_wrapper.update_params(loss)
-        return {"loss": loss.detach()}
-
-
-def test_own_step_with_a_gradient_penalty_raises_an_error_with_a_remedy(tmp_path):
-    with pytest.raises(ModelError, match=r"create_graph=True.*set compile=False"):
-        run(tmp_path, model=Penalized(), speed=dict(compile=dict(backend="aot_eager")))

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from slipstream import Runner
-from slipstream.errors import ConfigError, DataError, LossError, ModelError
 from tiny_runs import Accuracy, loader, samples, scalars, training
 
 
@@ -175,46 +174,3 @@ def test_metrics_receive_outputs_and_targets(tmp_path):
     expected = (runner.model.eval()(inputs).argmax(1) == targets).double().mean().item()
     assert runner.val()["acc"] == pytest.approx(expected)
     assert runner.message_hub.get_scalar("val/acc").current() == pytest.approx(expected)
-
-
-class Scaled(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, outputs, targets):
-        return self.scale * F.cross_entropy(outputs, targets)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (dict(loss_fn=None), ModelError, "Sequential has no train_step. Pass loss_fn to the Runner"),
-        (dict(loss_fn=Scaled()), ConfigError, "loss_fn: has trainable parameters"),
-        (dict(loss_fn="modle"), ConfigError, "loss_fn: must be a function, a dict with a 'type', or 'model'"),
-        (dict(loss_fn=3), ConfigError, "loss_fn: must be a function, not 3"),
-        (dict(loss_fn=lambda outputs, targets: outputs), LossError, r"'loss' has shape \(8, 3\)"),
-        (
-            dict(loss_fn="model", train_dataloader=dicts()),
-            DataError,
-            r"the keys \['labels', 'x'\], but Sequential",
-        ),
-        (
-            dict(model=OwnLoss(), train_dataloader=dicts(), loss_fn=lambda a, b: {}),
-            LossError,
-            "no entry has 'loss'",
-        ),
-    ],
-)
-def test_errors_describe_what_is_wrong(tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        Runner(**arguments(tmp_path, **changes)).train()
-
-
-def test_loss_fn_for_a_base_model_raises_an_error(tmp_path):
-    with pytest.raises(
-        ConfigError, match="loss_fn: does not apply to Net, which computes its losses in train_step"
-    ):
-        Runner(**training(tmp_path, loss_fn=F.cross_entropy))

@@ -1,8 +1,6 @@
 """Test that a resumed run ends with the same weights as an uninterrupted run."""
 
-import os
 import random
-from contextlib import suppress
 
 import pytest
 import torch
@@ -68,27 +66,6 @@ def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
     trained(tmp_path / "parts", first, stop)
     parts = trained(tmp_path / "parts", other, 10, resume=True)
     assert_same(weights(whole), weights(parts))
-
-
-def test_resume_continues_in_a_later_pass_of_an_epoch_that_consists_of_several(tmp_path):
-    data = loader(sampler="InfiniteSampler", num_batch_per_epoch=12)  # a pass has five batches
-    cfg = dict(train_dataloader=data, train_cfg=dict(by_epoch=True, max_epochs=2))
-    whole = run(tmp_path / "whole", **cfg)
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
-    with suppress(StoppedError):
-        run(tmp_path / "parts", **cfg, default_hooks=hooks, custom_hooks=[Stop(8)])
-    parts = run(tmp_path / "parts", **cfg, resume=True)
-    assert parts.iter == 24
-    assert_same(weights(whole), weights(parts))
-
-
-def test_resume_in_an_epoch_whose_length_has_changed_logs_a_warning(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
-    with suppress(StoppedError):
-        run(tmp_path, custom_hooks=[Stop(2)], default_hooks=hooks)
-    run(tmp_path, train_dataloader=loader(TensorDataset(*samples(24))), resume=True)
-    log = max(tmp_path.glob("*/*.log"), key=os.path.getmtime).read_text()
-    assert "in the middle of an epoch of 5 batches, but an epoch of this run has 3" in log
 
 
 def logs(work_dir):
@@ -213,17 +190,6 @@ def test_resume_repeats_the_validation_in_which_the_checkpoint_was_saved(whole, 
     resumed = full(tmp_path, loop, losses=after, resume=str(tmp_path / "saved.pth"), **values)
     resumed.train()
     check_equal(whole[loop], resumed, before, after)
-
-
-def test_resuming_from_the_best_checkpoint_does_not_validate_again(tmp_path):
-    with pytest.raises(StoppedError):
-        full(tmp_path, by_epoch=True, stop=Stop(8)).train()
-    best = tmp_path / "best_acc_epoch_1.pth"
-    metric = Scripted([0.9, 0.8])
-    resumed = full(tmp_path, by_epoch=True, resume=str(best), **validation(metric))
-    resumed.train()
-    assert metric.values == []
-    assert resumed.message_hub.get_info("best_ckpt/acc") == "best_acc_epoch_2.pth"
 
 
 def test_worker_count_does_not_change_results(whole, tmp_path):
@@ -358,16 +324,6 @@ def test_resume_restores_the_position_in_a_stream(tmp_path):
     assert_same(one.by_iter, {**before.by_iter, **after.by_iter})
 
 
-def test_validation_before_training_does_not_prevent_resuming(tmp_path):
-    changes = dict(**validation(), default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)))
-    with pytest.raises(StoppedError):
-        run(tmp_path, **changes, custom_hooks=[Stop(7)])
-    runner = Runner(**training(tmp_path, **changes, resume=True))
-    runner.val()
-    runner.train()
-    assert_same(weights(runner), weights(run(tmp_path / "whole", **changes)))
-
-
 @pytest.mark.parametrize("key", ["optimizer", "param_schedulers"])
 def test_error_for_a_checkpoint_without_training_state_names_the_key(tmp_path, key):
     option = {"optimizer": "save_optimizer", "param_schedulers": "save_param_scheduler"}[key]
@@ -376,18 +332,6 @@ def test_error_for_a_checkpoint_without_training_state_names_the_key(tmp_path, k
     run(tmp_path, **schedule, default_hooks=hooks)
     with pytest.raises(CheckpointError, match=key):
         run(tmp_path, **schedule, resume=True)
-
-
-def test_different_number_of_schedulers_raises_an_error(tmp_path):
-    run(tmp_path, param_scheduler=dict(type="StepLR", step_size=1))
-    with pytest.raises(CheckpointError, match="1 parameter schedulers, but the configuration has 2"):
-        run(tmp_path, param_scheduler=[dict(type="StepLR", step_size=s) for s in (1, 2)], resume=True)
-
-
-def test_resuming_averaged_weights_without_ema_hook_warns(tmp_path, capsys):
-    run(tmp_path, custom_hooks=[dict(type="EMAHook")])
-    run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3), log_level="WARNING")
-    assert "contains averaged weights" in capsys.readouterr().out
 
 
 class OwnGenerator(Sampler):

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.runner import Runner
 from tiny_runs import (
     Net,
     assert_same,
     run,
-    training,
     weights,
 )
 
@@ -71,16 +69,6 @@ def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
     assert before <= {path.name for path in folder.glob("*.pth")}
 
 
-def test_moved_run_resumes_from_its_own_checkpoint(tmp_path):
-    """After the move, another run writes files with the same names to the original folder."""
-    four = dict(train_cfg=dict(by_epoch=True, max_epochs=4))
-    whole = run(tmp_path / "whole", **four)
-    run(tmp_path / "run")
-    (tmp_path / "run").rename(tmp_path / "moved")
-    run(tmp_path / "run", optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.5)))
-    assert_same(weights(whole), weights(run(tmp_path / "moved", **four, resume=True)))
-
-
 @pytest.mark.parametrize("problem", ["damaged", "deleted", "origin deleted"])
 def test_resume_uses_the_highest_iteration_of_the_run_regardless_of_file_times(tmp_path, problem, capsys):
     """The folder also contains checkpoints of later iterations, from an earlier run and from another model."""
@@ -120,23 +108,3 @@ def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
         damage(path)
     with pytest.raises(CheckpointError, match=r"epoch_2\.pth is damaged"):
         run(tmp_path, resume=True)
-
-
-def test_search_for_a_checkpoint_ignores_dangling_links_and_finds_the_out_dir(tmp_path):
-    work_dir, out_dir = tmp_path / "run", tmp_path / "out"
-    hooks = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, out_dir=str(out_dir))))
-    run(work_dir, **hooks)
-    (work_dir / "best.pth").symlink_to(work_dir / "gone.pth")
-    latest = out_dir / "run" / "epoch_2.pth"
-    latest.write_bytes(latest.read_bytes()[:-500])
-    assert (
-        Runner(**training(work_dir, resume=True, **hooks)).checkpoints.resume_from
-        == out_dir / "run" / "epoch_1.pth"
-    )
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["binary", "long"])
-def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
-    run(tmp_path)
-    (tmp_path / "last_checkpoint").write_bytes(content)
-    assert Runner(**training(tmp_path, resume=True)).checkpoints.resume_from == tmp_path / "epoch_2.pth"

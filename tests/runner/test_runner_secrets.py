@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from slipstream.cli.parser import parse
-from slipstream.cli.submit import batch_file
 from slipstream.config import Config
-from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
 from slipstream.registry import DATASETS, HOOKS, MODELS, VISBACKENDS
 from slipstream.runner import Runner
@@ -78,13 +75,3 @@ def test_no_file_of_a_run_contains_its_secrets(tmp_path, monkeypatch, capfd):
     assert checkpoint["message_hub"]["runtime_info"]["note"] == "{{ $TRACKER_API_KEY }}"
     dump = next(path for path in files if path.name == "config.py")
     assert Config.fromfile(dump).visualizer.vis_backends[0].api_key == KEY
-
-
-def test_a_batch_script_with_a_secret_is_rejected(tmp_path):
-    args = parse(["submit", "recipe", "lr=1", f"visualizer.init_kwargs.api_key={KEY}"])
-    message = r"visualizer.init_kwargs.api_key: the batch script.*\{\{ \$NAME \}\}"
-    with pytest.raises(ConfigError, match=message) as caught:
-        batch_file(args, tmp_path)
-    assert KEY not in str(caught.value)
-    args = parse(["submit", "recipe", "visualizer.init_kwargs.api_key=${oc.env:TRACKER_API_KEY}"])
-    assert "oc.env:TRACKER_API_KEY" in batch_file(args, tmp_path)

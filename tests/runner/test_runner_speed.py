@@ -1,7 +1,6 @@
 """Tests of speed options in a Runner."""
 
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from torch.optim import SGD
 from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, GcHook, Hook, NanGuardHook
-from slipstream.model import MMDistributedDataParallel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.runner import Runner
 from slipstream.speed import SpeedPlan
-from slipstream.speed.apply import plan_optim, prepare_model
-from tiny_runs import Net, assert_same, run, training, validation, weights
+from slipstream.speed.apply import prepare_model
+from tiny_runs import Net, assert_same, run, training, weights
 
 
 def hook_of(runner, kind):
@@ -56,27 +54,11 @@ def test_plan_error_is_raised_before_any_file_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_unsupported_plan_is_rejected_at_construction(tmp_path):
-    with pytest.raises(ConfigError, match=r"^speed.cuda_graph: "):
-        Runner(**training(tmp_path, speed=dict(cuda_graph=True, compile=dict(scope="model"))))
-
-
 def test_auto_selects_options_and_trains(tmp_path):
     runner = run(tmp_path, speed="auto")
     assert runner.iter == 10
     assert runner.speed.sources["fused"].startswith("auto: ")
     assert runner.optim_wrapper.param_groups[0]["fused"] is True
-
-
-def test_log_lists_options_sources_and_options_without_effect(tmp_path):
-    speed = dict(auto=True, sync_bn=True)
-    runner = Runner(**training(tmp_path, speed=speed, log_level="INFO"))
-    (log,) = Path(runner.log_dir).glob("*.log")
-    text = log.read_text()
-    assert "Options: sync_bn (speed.sync_bn), fused (auto: " in text
-    assert (
-        "speed.sync_bn has no effect here: a single process already normalizes over the whole batch" in text
-    )
 
 
 # ---- the optimizer wrapper --------------------------------------------------------------------------------
@@ -119,40 +101,6 @@ def test_plain_optimizer_is_wrapped_according_to_the_plan(tmp_path):
     assert runner.optim_wrapper.accumulative_counts == 5
 
 
-@pytest.mark.parametrize(
-    "speed", [dict(precision="bf16"), dict(accumulate=2), dict(clip_grad=dict(max_norm=1.0))]
-)
-def test_plan_that_contradicts_an_existing_wrapper_is_rejected(tmp_path, speed):
-    def ready():
-        return OptimWrapper(SGD(nn.Linear(1, 1).parameters(), lr=0.1))
-
-    word = next(iter(speed))
-    for wrapper in (ready(), dict(one=ready()), dict(type=Plain, optimizer=dict(type="SGD", lr=0.1))):
-        with pytest.raises(
-            ConfigError, match=rf"^optim_wrapper: speed.{word} cannot change an existing"
-        ) as caught:
-            Runner(**training(tmp_path, optim_wrapper=wrapper, speed=speed))
-        has_type = isinstance(wrapper, dict) and "type" in wrapper
-        assert ("the key 'optimizer'" in str(caught.value)) is isinstance(wrapper, OptimWrapper)
-        assert ("remove the 'type' key" in str(caught.value)) is has_type
-        assert ("pass dtype='bfloat16' to AmpOptimWrapper" in str(caught.value)) is (word == "precision")
-
-
-def test_existing_wrapper_that_matches_the_plan_is_accepted():
-    wrapper = AmpOptimWrapper(
-        optimizer=SGD(Net().parameters(), lr=0.1), dtype="bfloat16", accumulative_counts=2
-    )
-    plan = SpeedPlan.read(dict(precision="bf16", accumulate=2), optim_wrapper=wrapper)
-    assert plan_optim(wrapper, plan, torch.device("cpu")) is wrapper
-
-
-def test_fused_is_rejected_for_optimizers_without_a_fused_kernel(tmp_path):
-    adadelta = dict(optimizer=dict(type="Adadelta", lr=0.1))
-    with pytest.raises(ConfigError, match=r"^speed.fused: Adadelta has no fused kernel"):
-        run(tmp_path, optim_wrapper=adadelta, speed=dict(fused=True))
-    assert run(tmp_path, optim_wrapper=adadelta, speed="auto").iter == 10
-
-
 # ---- the model ------------------------------------------------------------------------------------------------
 
 
@@ -185,22 +133,6 @@ def test_activation_checkpointing_recomputes_the_named_modules(tmp_path):
     assert_same(weights(plain), weights(checkpointed))
 
 
-def test_unknown_module_name_error_contains_the_config_path(tmp_path):
-    with pytest.raises(ConfigError, match=r"^speed.activation_checkpointing.modules: .*'firts'.*'first'"):
-        Runner(**training(tmp_path, speed=dict(activation_checkpointing=["firts"])))
-
-
-@pytest.mark.parametrize("option", ["sync_bn", "channels_last", "activation_checkpointing"])
-def test_wrapped_model_rejects_options_for_its_layers(option):
-    # The constructor requires a process group.
-    wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)
-    nn.Module.__init__(wrapped)
-    device = torch.device("cpu")
-    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model is already wrapped in MMDistributed"):
-        prepare_model(wrapped, SpeedPlan.read({option: True}), device)
-    assert prepare_model(wrapped, SpeedPlan(), device) is wrapped
-
-
 # ---- hooks and switches -----------------------------------------------------------------------------------------
 
 
@@ -212,12 +144,6 @@ def test_ema_option_registers_its_hook(tmp_path):
         assert not torch.equal(value, dict(runner.model.named_parameters())[name])
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     assert torch.equal(saved["state_dict"]["first.weight"], average.module.first.weight)
-
-
-def test_user_ema_hook_is_not_duplicated(tmp_path):
-    hooks = [dict(type="EMAHook", momentum=0.1)]
-    runner = Runner(**training(tmp_path, custom_hooks=hooks))
-    assert hook_of(runner, EMAHook)
 
 
 def test_nan_guard_and_gc_hooks_are_registered_and_restore_state(tmp_path):
@@ -244,32 +170,6 @@ def test_garbage_collector_is_restored_after_a_failure(tmp_path):
     assert gc.isenabled()
 
 
-class Switches(Hook):
-    def __init__(self):
-        self.seen = set()
-
-    def after_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.seen.add(torch.backends.cudnn.benchmark)
-
-    after_train_iter = after_val_iter = after_iter
-
-
-@pytest.mark.parametrize(
-    ("words", "on"),
-    [
-        (dict(speed=dict(cudnn_benchmark=True)), True),
-        (dict(env_cfg=dict(cudnn_benchmark=True)), True),
-        (dict(), False),
-        (dict(env_cfg=dict(cudnn_benchmark=True), randomness=dict(seed=1, deterministic=True)), False),
-    ],
-)
-def test_cudnn_benchmark_is_enabled_only_during_the_run(tmp_path, words, on):
-    hook = Switches()
-    run(tmp_path, custom_hooks=[hook], **validation(), **words)
-    assert hook.seen == {on}
-    assert not torch.backends.cudnn.benchmark
-
-
 # ---- SuperGradients' training_params in a Runner's configuration -------------------------------------------------
 
 
@@ -282,19 +182,3 @@ def test_training_params_can_contain_speed_options(tmp_path):
         ConfigError, match=r"training_params\.batch_accumulate: 2 conflicts with speed\.accumulate=4"
     ):
         Runner(**training(tmp_path), cfg=cfg, speed=dict(accumulate=4))
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (
-            dict(max_epochs=3),
-            r"training_params\.max_epochs: a Runner supports only the speed options .*slipstream\.Trainer",
-        ),
-        (dict(batch_acumulate=2), r"training_params\.batch_acumulate: .*did you mean 'batch_accumulate'"),
-        ("fast", r"training_params: must be a dict, not 'fast'"),
-    ],
-)
-def test_unsupported_training_params_are_rejected(tmp_path, params, message):
-    with pytest.raises(ConfigError, match=message):
-        Runner(**training(tmp_path), cfg=dict(training_params=params))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from slipstream import Runner
-from slipstream.errors import CheckpointError, ConfigError, DataError
+from slipstream.errors import CheckpointError
 from slipstream.hooks import Hook
 from tiny_runs import assert_same, samples, scalars, training, weights
 
@@ -92,12 +92,6 @@ def test_epoch_ends_with_the_stream(tmp_path, speed):
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == [5, 9, 12]
 
 
-def test_weight_average_in_training_on_a_stream_matches_a_plain_loop(tmp_path):
-    Runner(**arguments(tmp_path, speed=dict(ema=dict(type="constant", decay=0.8)))).train()
-    found = torch.load(tmp_path / "epoch_3.pth", weights_only=True)["state_dict"]
-    assert_close(found, by_hand(decay=0.8)[1])
-
-
 def halving(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
 
@@ -165,13 +159,6 @@ def test_resumed_run_repeats_the_random_numbers_of_a_streams_workers(tmp_path, a
     assert losses[0] == losses[1]
 
 
-def test_resume_with_persistent_workers_of_a_stream_warns(tmp_path, capfd):
-    persistent = dict(persistent_workers=True)
-    augmented(tmp_path, epochs=1, loader=persistent)
-    augmented(tmp_path, loader=persistent, resume=True, log_level="WARNING")
-    assert "set train_dataloader.persistent_workers=False" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("loader", "change"),
     [
@@ -193,29 +180,3 @@ def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, lo
         torch.save(checkpoint, file)
     with pytest.raises(CheckpointError, match=rf"iter_7\.pth .*{change}.* NoisyStream"):
         augmented(tmp_path, loader=loader, resume=True)
-
-
-def test_unapplied_gradients_of_the_last_batches_are_reported(tmp_path, capfd):
-    Runner(**arguments(tmp_path, speed=dict(accumulate=5), log_level="WARNING")).train()
-    assert "not a multiple of accumulate=5" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            dict(speed=dict(ema=True)),
-            ConfigError,
-            "'exp' depends on the number of training steps, but the training",
-        ),
-        (
-            dict(param_scheduler=dict(type="CosineAnnealingLR", by_epoch=True, convert_to_iter_based=True)),
-            ConfigError,
-            "param_scheduler: .*epoch_length",
-        ),
-        (dict(dataset=Stream(0)), DataError, "train_dataloader yields no batches"),
-    ],
-)
-def test_options_that_require_a_length_are_rejected(tmp_path, changes, error, message):
-    with pytest.raises(error, match=message):
-        Runner(**arguments(tmp_path, **changes)).train()
