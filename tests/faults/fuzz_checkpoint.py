@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from faults.fuzz_results import summary
+from faults.mutations import summary
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner

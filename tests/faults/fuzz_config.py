@@ -32,8 +32,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from faults.fuzz_results import summary
-from faults.mutations import Mutation, every_replacement, mutated, paths
+from faults.mutations import Mutation, every_replacement, mutated, paths, summary
 from slipstream.errors import SlipstreamError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from faults.fuzz_results import summary
-from faults.mutations import misspelled
+from faults.mutations import misspelled, summary
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.errors import SlipstreamError

@@ -104,3 +104,8 @@ def misspelled(word: str, rng: random.Random) -> str:
     at = rng.randrange(len(word)) if word else 0
     tails = (word[at + 1 :], word[at:], word[at + 1 : at + 2] + word[at : at + 1] + word[at + 2 :])
     return word[:at] + rng.choice([*tails, word[at : at + 1].swapcase() + word[at + 1 :]])
+
+
+def summary(name: str, inputs: int, findings: int) -> str:
+    """Return the last line of a fuzzer's output."""
+    return f"{name}: {inputs} inputs, {findings} findings"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from faults import fuzz_config, fuzz_files, fuzz_results
+from faults import fuzz_config, fuzz_files
 from faults.fuzz_config import BASES, inputs, prepare, run, tried
 from faults.mutations import copied, misspelled, mutated
 from slipstream.cli.configure import load_config
@@ -91,17 +91,3 @@ def test_foreign_errors_and_errors_without_a_key_are_found(monkeypatch):
     monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("lr: must be positive")))
     assert tried({"lr": 1}, [], "base") is None
     monkeypatch.setattr(fuzz_config, "run", run)
-
-
-def test_results_are_summed_by_fuzzer(tmp_path):
-    logs = [tmp_path / name for name in ("a", "b", "c")]
-    logs[0].write_text(f"x\n{fuzz_results.summary('fuzz_files', 30, 2)}\n")
-    logs[1].write_text(f"{fuzz_results.summary('fuzz_files', 12, 1)}\n")
-    logs[2].write_text("#9 NEW\nDone 500 runs in 3 second(s)\n")
-    table = fuzz_results.markdown(fuzz_results.read(logs))
-    assert "| `fuzz_files` | damaged files, and overrides | 42 | 3 | none |" in table
-    assert "| 500 | none | none |" in table
-    assert "| all | | 542 | 3 | none | |" in table
-    logs[2].write_text("#9 NEW\n")
-    with pytest.raises(SystemExit, match="not the complete output"):
-        fuzz_results.read(logs)
