@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from slipstream.cli.predict_inputs import find_inputs
 
 from slipstream.cli.main import main
-from slipstream.cli.predict_inputs import find_inputs
 from slipstream.dataset.sources.decode import read_mask
 from slipstream.errors import DataError, ModelError
 from slipstream.registry import MODELS

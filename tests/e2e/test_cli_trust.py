@@ -6,7 +6,6 @@ from slipstream import train_from_recipe
 from slipstream.cli.configure import command_args
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
-from slipstream.cli.submit import batch_file
 
 MODULE = """
 from pathlib import Path
@@ -41,11 +40,10 @@ def test_explain_executes_code_from_a_data_file_only_with_trust(tmp_path, monkey
     assert (tmp_path / "was_here").exists()
 
 
-def test_the_option_is_passed_to_child_processes_and_batch_scripts(tmp_path):
+def test_the_option_is_passed_to_child_processes():
     args = parse(["train", "a.yaml", "--trust"])
     assert "--trust" in command_args(args)
     assert "--trust" not in command_args(parse(["train", "a.yaml"]))
-    assert " --trust\n" in batch_file(parse(["submit", "a.yaml", "--trust"]), tmp_path)
 
 
 def test_hydra_options_do_not_execute_code_from_a_recipe(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import pytest
-from fakes import ClockedProcess, FakeProcess
+from fakes import FakeProcess
 
 from slipstream.tune import batch_size, search
 
@@ -19,20 +19,6 @@ def fake_process(monkeypatch):
     monkeypatch.setattr(batch_size, "Process", Counted)
     yield Counted
     assert Counted.started == Counted.ended
-
-
-@pytest.fixture
-def clocked_process(monkeypatch):
-    """Replace trial processes with scripted fakes on a simulated clock, and check that each has been terminated."""
-
-    class Clocked(ClockedProcess):
-        now: ClassVar = [0.0]
-        hung: ClassVar = []
-
-    monkeypatch.setattr(search, "Process", Clocked)
-    monkeypatch.setattr(search.time, "monotonic", lambda: Clocked.now[0])
-    yield Clocked
-    assert Clocked.started == Clocked.ended
 
 
 @pytest.fixture

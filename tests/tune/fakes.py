@@ -31,11 +31,7 @@ class Script:
     accumulate: int = 1
     buffered: int = 0
     fail_when_timed: BaseException | None = None
-    batch_size: int | None = 8
     shapes: int = 1
-    counts_steps: bool = False
-    startup: float = 0.0
-    """Startup time of the trial in seconds, excluding its warm-up steps."""
 
 
 class FakeProcess:
@@ -56,9 +52,6 @@ class FakeProcess:
     def __exit__(self, *_):
         type(self).ended += 1
 
-    def end(self):
-        """Do nothing. The search calls this method before `__exit__`, to measure how long ending a process takes."""
-
     def wait_for(self, event, seconds):
         script = self.script
         if script.error is not None:
@@ -72,10 +65,7 @@ class FakeProcess:
             "sources": script.sources,
             "steps_per_epoch": 100,
             "num_workers": 0,
-            "batch_size": script.batch_size,
             "shapes": script.shapes,
-            "counts_steps": script.counts_steps,
-            "auto": {},
             "buffered": self.script.buffered,
             "accumulate": self.script.accumulate,
         }
@@ -85,39 +75,3 @@ class FakeProcess:
             raise self.script.fail_when_timed
         type(self).requests.append((steps, untimed))
         return {"seconds": self.script.seconds, "peak_mib": self.script.peak_mib}
-
-
-class ClockedProcess(FakeProcess):
-    """A process whose trials advance the simulated clock `now` by the times in their scripts."""
-
-    now: ClassVar = [0.0]
-    end_seconds = 0.5
-    hung: ClassVar = []
-    """The scripts of the trials that timed out."""
-
-    def __init__(self, job, make_observer=None):
-        super().__init__(job)
-        self.living = True
-
-    def pass_time(self, needed, seconds):
-        self.now[0] += min(needed, seconds)
-        if needed > seconds:
-            self.hung.append(self.script)
-            raise TrialError("timed out", f"no result in {seconds:.0f} s")
-
-    def wait_for(self, event, seconds):
-        self.pass_time(self.script.startup + 8 * self.script.seconds, seconds)
-        return super().wait_for(event, seconds)
-
-    def time(self, steps, untimed, seconds):
-        self.pass_time((steps + untimed) * self.script.seconds, seconds)
-        return super().time(steps, untimed, seconds)
-
-    def end(self):
-        if self.living:
-            self.now[0] += self.end_seconds
-        self.living = False
-
-    def __exit__(self, *_):
-        self.end()
-        super().__exit__()

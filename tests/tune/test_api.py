@@ -2,29 +2,24 @@
 
 import copy
 import math
-import threading
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from fakes import alive
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
 import tiny_runs
 from slipstream.checkpoint import get_random_state
-from slipstream.dist import get_rank
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.hooks import CheckpointHook, Hook, ProfilerHook
 from slipstream.tune import find_batch_size, find_lr, parse_budget, tune, tune_config
 from slipstream.tune.api import config_job
-from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting, changed_loader
+from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import sweep_lr
 from slipstream.tune.observer import Timer
-from slipstream.tune.process import WARMUP, Process, TrialError, descendants
-from slipstream.tune.search import Outcome
+from slipstream.tune.process import WARMUP, Process, TrialError
 
 
 @pytest.fixture
@@ -52,9 +47,7 @@ def assert_unchanged(before, own):
 def test_tune_measures_options_and_leaves_the_objects_unchanged(own, short_rounds):
     before = state(own)
     rows = []
-    result = slipstream.tune(
-        *own, budget="5m", options=["fused", "precision"], cache=False, report=rows.append
-    )
+    result = slipstream.tune(*own, budget="5m", options=["fused", "precision"], report=rows.append)
     assert_unchanged(before, own)
     assert [row.label for row in rows] == ["fused", "precision=bf16"]
     for row in rows:
@@ -68,39 +61,11 @@ def test_tune_measures_options_and_leaves_the_objects_unchanged(own, short_round
     )
 
 
-def test_tune_stores_its_result(own, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
-    options = dict(budget=100, options=["cudnn_benchmark"])
-    assert not tune(*own, **options).cached
-    assert tune(*own, **options).cached
-    assert not tune(*own, **options, cache=False).cached
-
-
-def test_nothing_is_stored_without_a_cache_or_a_complete_key(own, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
-    monkeypatch.setattr("slipstream.tune.api.Search.run", lambda self: Outcome())
-    assert not tune(*own, cache=False).cached
-    assert not list(tmp_path.iterdir())
-    own[0].lock = threading.Lock()
-    assert not tune(*own).cached
-    nested = own[0].lock = []
-    for _ in range(10_000):
-        nested.append([])
-        nested = nested[0]
-    assert not tune(*own).cached
-    cfg = tiny_runs.training(tmp_path / "run", custom_hooks=[own[0]])
-    assert not tune_config(cfg).cached
-    assert not list(tmp_path.iterdir())
-    del own[0].lock
-    assert not tune(*own).cached
-    assert tune(*own).cached
-
-
 def test_a_loader_that_can_be_iterated_only_once_raises_an_error_with_the_remedy(own):
     model, loader, optimizer, loss = own
     once = (batch for batch in list(loader))
     with pytest.raises(SlipstreamError, match="can be iterated only once; pass a DataLoader or a list"):
-        tune(model, once, optimizer, loss, budget=100, options=["fused"], cache=False)
+        tune(model, once, optimizer, loss, budget=100, options=["fused"])
 
 
 def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
@@ -108,7 +73,7 @@ def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
     with pytest.raises(
         SlipstreamError, match=r"training the baseline failed \(failed\): RuntimeError: .*shape"
     ):
-        tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100, cache=False)
+        tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +89,6 @@ def test_errors_name_wrong_arguments(own, index, value, message):
     arguments[index] = value
     with pytest.raises(ConfigError, match=message):
         find_lr(*arguments)
-
-
-def test_error_for_several_processes_names_the_remedy(own, monkeypatch):
-    monkeypatch.setattr("slipstream.tune.api.get_world_size", lambda: 4)
-    message = r"must run in a single process, but the world size is 4; start it without torchrun or srun"
-    for measure in (find_lr, tune):
-        with pytest.raises(ConfigError, match=message):
-            measure(*own)
 
 
 def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
@@ -165,52 +122,6 @@ def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):
     assert max(found.losses) > 2 * min(found.losses)  # training diverges at a learning rate of 100
 
 
-def test_error_for_a_budget_too_short_for_the_lr_sweep_names_the_minimum(own):
-    message = (
-        r"budget: 0.5 s is too short: the learning rate range test finished \d+ of 100000 steps .* it needs"
-    )
-    with pytest.raises(ConfigError, match=message):
-        find_lr(*own, start=1e-7, end=1e-6, steps=100_000, budget=0.5)
-
-
-@pytest.mark.parametrize(
-    "measure",
-    [
-        lambda own: find_lr(*own, start=1e-2, end=10.0, steps=10, budget=60),
-        lambda own: find_batch_size(*own, max_size=2, budget=60),
-        lambda own: tune(*own, budget=60, options=["cudnn_benchmark"], cache=False),
-    ],
-    ids=["find_lr", "find_batch_size", "tune"],
-)
-def test_weights_and_optimizer_state_in_shared_memory_do_not_change(own, measure):
-    model, _, optimizer, _ = own
-    flat = torch.cat([p.detach().flatten() for p in model[0].parameters()]).share_memory_()
-    size = model[0].weight.numel()
-    model[0].weight.data, model[0].bias.data = flat[:size].view(8, 4), flat[size:]  # two views of one storage
-    model.share_memory()
-    for value in optimizer.state.values():
-        for tensor in value.values():
-            tensor.share_memory_()
-    before, grads = state(own), [p.grad.clone() for p in model.parameters()]
-    measure(own)
-    assert_unchanged(before, own)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
-    assert model[0].weight.is_shared()
-    assert model[0].weight.data_ptr() == flat.data_ptr()
-
-
-def test_tensors_that_leave_shared_memory_keep_their_values_and_common_storage(own):
-    model, loader, optimizer, loss = own
-    flat = torch.arange(12.0).share_memory_()
-    model[0].weight.data, model[0].bias.data = flat[:8].view(2, 4).t(), flat[8:]
-    ObjectsJob(model, loader, optimizer, loss, None, get_random_state())._unshare()
-    assert torch.equal(model[0].weight, flat[:8].view(2, 4).t())
-    assert torch.equal(model[0].bias, flat[8:])
-    assert not model[0].weight.is_shared()
-    assert model[0].weight.untyped_storage().data_ptr() == model[0].bias.untyped_storage().data_ptr()
-    assert optimizer.param_groups[0]["params"][0] is model[0].weight
-
-
 class Diverging(tiny_runs.Net):
     """A model whose loss is NaN from the tenth step on. A Runner logs the tenth step."""
 
@@ -233,7 +144,7 @@ def test_lr_sweep_of_a_runner_ends_at_a_loss_that_is_not_finite(tmp_path):
 
 def test_tune_config_measures_a_runner(tmp_path, short_rounds):
     cfg = tiny_runs.training(tmp_path / "never", **tiny_runs.validation())
-    result = tune_config(cfg, 300, ["num_workers", "fused"], cache=False)
+    result = tune_config(cfg, 300, ["num_workers", "fused"])
     rows = {row.label.partition("=")[0]: row for row in result.rows}
     assert rows["fused"].status in ("adopted", "slower", "no gain", "inconclusive")
     # The sample order and the augmentation do not depend on the number of workers.
@@ -273,20 +184,6 @@ def test_trials_start_from_the_same_weights_even_without_a_seed(tmp_path):
         with Process(RunnerJob(cfg)) as process:
             losses.append(process.wait_for("warm", 60)["losses"])
     assert losses[0] == losses[1]
-
-
-def test_a_runner_with_a_data_loader_object_is_measured(tmp_path):
-    loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8)
-    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=loader))) as process:
-        warm = process.wait_for("warm", 60)
-    assert (warm["steps_per_epoch"], warm["buffered"], warm["accumulate"]) == (5, 0, 1)
-
-
-def test_a_trial_reports_the_batches_that_can_be_buffered_and_the_steps_per_update(tmp_path):
-    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(num_workers=1, prefetch_factor=3))
-    with Process(RunnerJob(cfg, Setting({"accumulate": 2}))) as process:
-        warm = process.wait_for("warm", 60)
-    assert (warm["buffered"], warm["accumulate"]) == (3, 2)
 
 
 class Stream(IterableDataset):
@@ -363,126 +260,6 @@ def test_a_trial_can_be_longer_than_the_run_and_repeats_the_first_batches(tmp_pa
     assert len({float(batch.sum()) for batch in inputs}) == 6
 
 
-def test_runs_with_a_batch_limit_or_a_loader_without_batch_size_are_measured(tmp_path):
-    data = TensorDataset(*tiny_runs.samples())
-    limited = dict(dataloader=DataLoader(data, batch_size=8), num_batch_per_epoch=3)
-    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=limited))) as process:
-        assert process.wait_for("warm", 60)["steps_per_epoch"] == 3
-        assert process.time(10, 1, 60)["seconds"] > 0
-    whole = DataLoader(
-        [tuple(part[i : i + 8] for part in data.tensors) for i in range(0, 40, 8)], batch_size=None
-    )
-    with Process(RunnerJob(tiny_runs.training(tmp_path, train_dataloader=whole))) as process:
-        assert process.wait_for("warm", 60)["steps_per_epoch"] == 5
-        assert process.time(10, 1, 60)["seconds"] > 0
-
-
-def halves(process):
-    """Return the mean loss of each pair of consecutive half batches."""
-    losses = process.wait_for("warm", 60)["losses"]
-    return [sum(losses[i : i + 2]) / 2 for i in range(0, len(losses), 2)]
-
-
-SPLIT = Setting({"accumulate": 2}, batch_size=4, split=2)
-
-
-def test_half_batches_of_a_runner_have_the_same_samples_and_losses_as_whole_batches(tmp_path):
-    cfg = tiny_runs.training(tmp_path, train_dataloader=tiny_runs.loader(tiny_runs.Noisy(80)))
-    with Process(RunnerJob(cfg)) as process:
-        warm = process.wait_for("warm", 60)
-    assert (warm["batch_size"], warm["shapes"], warm["counts_steps"]) == (8, 1, False)
-    with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
-        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, dict(drop_last=True)])
-@pytest.mark.parametrize("samples", [20, 25])
-def test_half_batches_of_a_short_epoch_have_the_same_losses_as_whole_batches(tmp_path, samples, options):
-    data = tiny_runs.loader(tiny_runs.Noisy(samples), **options)
-    cfg = tiny_runs.training(tmp_path, train_dataloader=data)
-    with Process(RunnerJob(cfg)) as process:
-        losses = process.wait_for("warm", 60)["losses"]
-    with Process(RunnerJob(cfg, SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
-        assert halves(process) == pytest.approx(losses, rel=1e-5)
-
-
-@pytest.mark.parametrize("samples", [20, 17])
-def test_half_batches_of_a_custom_loop_have_the_same_samples_and_losses_as_whole_batches(own, samples):
-    loss = own[3]
-    loader = DataLoader(TensorDataset(*tiny_runs.samples(samples)), batch_size=8)
-    # The outputs of BatchNorm and dropout would depend on how the samples are divided into batches.
-    plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    job = ObjectsJob(plain, loader, optimizer, loss, None, get_random_state())
-    with Process(job) as process:
-        warm = process.wait_for("warm", 60)
-    assert warm["batch_size"] == 8
-    with Process(replace(job, setting=SPLIT), partial(Timer, warmup=2 * WARMUP)) as process:
-        assert halves(process) == pytest.approx(warm["losses"], rel=1e-5)
-
-
-def test_an_empty_dataset_raises_an_error():
-    loader = DataLoader(TensorDataset(torch.empty(0, 4)))
-    with pytest.raises(ConfigError, match="loader: the dataset is empty"):
-        changed_loader(loader, Setting(batch_size=2))
-
-
-def test_data_parallel_processes_report_the_losses_of_the_global_batch(tmp_path):
-    model = dict(type=tiny_runs.Net, norm=True)
-    data = tiny_runs.loader(tiny_runs.Noisy(80))
-    cfg = tiny_runs.training(tmp_path, model=model, train_dataloader=data)
-    with Process(RunnerJob(cfg)) as process:
-        losses = process.wait_for("warm", 60)["losses"]
-    parallel = Setting({"parallel": "ddp", "sync_bn": True}, batch_size=4, processes=2)
-    with Process(RunnerJob(cfg, parallel)) as process:
-        warm = process.wait_for("warm", 120)
-        assert process.time(3, 1, 60)["seconds"] > 0
-        children = descendants(process.pid)
-    assert warm["losses"] == pytest.approx(losses, rel=1e-4)
-    assert len(children) >= 1
-    assert not any(map(alive, children))
-
-
-def test_an_error_in_another_rank_ends_the_trial(tmp_path):
-    cfg = tiny_runs.training(tmp_path, model=dict(type=FailsOnRankOne))
-    parallel = Setting({"parallel": "ddp"}, batch_size=4, processes=2)
-    with Process(RunnerJob(cfg, parallel)) as process, pytest.raises(TrialError) as caught:
-        process.wait_for("warm", 120)
-    assert caught.value.status == "failed"
-
-
-class FailsOnRankOne(tiny_runs.Net):
-    """A model that fails in the second process."""
-
-    def forward(self, inputs, targets, mode):
-        if get_rank() == 1:
-            raise RuntimeError("rank 1 fails")
-        return super().forward(inputs, targets, mode)
-
-
-@pytest.mark.parametrize(
-    ("changes", "counts_steps"),
-    [
-        (dict(param_scheduler=[dict(type="LinearLR", by_epoch=False)]), True),
-        (dict(param_scheduler=dict(type="StepLR", step_size=3)), False),
-        (dict(train_cfg=dict(by_epoch=False, max_iters=9)), True),
-        (dict(train_dataloader=tiny_runs.loader(num_batch_per_epoch=3)), True),
-    ],
-)
-def test_a_trial_reports_whether_the_run_counts_steps(tmp_path, changes, counts_steps):
-    with Process(RunnerJob(tiny_runs.training(tmp_path, **changes))) as process:
-        assert process.wait_for("warm", 60)["counts_steps"] is counts_steps
-
-
-def test_a_loader_that_ends_is_iterated_again(own):
-    model, loader, optimizer, loss = own
-    batches = [next(iter(loader))]
-    job = ObjectsJob(model, batches, optimizer, loss, None, get_random_state())
-    with Process(job) as process:
-        process.wait_for("warm", 60)
-        assert process.time(10, 1, 60)["seconds"] > 0
-
-
 def test_persistent_workers_of_this_process_remain_usable(own):
     model, loader, optimizer, loss = own
     persistent = DataLoader(loader.dataset, batch_size=8, num_workers=1, persistent_workers=True)
@@ -492,20 +269,9 @@ def test_persistent_workers_of_this_process_remain_usable(own):
     assert torch.equal(torch.cat([targets for _, targets in persistent]), expected)
 
 
-@pytest.mark.slow
-def test_the_row_names_a_missing_compiler_as_the_reason(own, short_rounds):
-    # When the test ends, monkeypatch would delete the setting, and later compilations would fail.
-    with torch._inductor.config.patch({"cpp.cxx": ("/nonexistent/g++",)}):
-        result = tune(*own, budget="10m", options=["compile"], cache=False)
-    assert [row.status for row in result.rows] == ["failed", "failed"]
-    for row in result.rows:
-        assert "/nonexistent/g++" in row.reason or "C++ compiler" in row.reason
-    assert result.speed == {}
-
-
 def test_a_configuration_without_training_is_rejected():
     with pytest.raises(
-        ConfigError, match="train_dataloader: is required, because tuning measures training steps"
+        ConfigError, match="train_dataloader: is required, because training steps are measured"
     ):
         tune_config({"model": dict(type=tiny_runs.Net)})
 

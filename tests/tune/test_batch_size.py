@@ -3,9 +3,9 @@
 import pytest
 from fakes import Script
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import SlipstreamError
 from slipstream.tune import batch_size
-from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, available_mib, search_batch_sizes
+from slipstream.tune.batch_size import search_batch_sizes
 from slipstream.tune.process import TrialError
 
 OUT = TrialError("out of memory", "full")
@@ -61,17 +61,6 @@ def test_out_of_memory_at_one_sample_raises_an_error(fake_process):
         find(lambda size: False)
 
 
-def test_square_brackets_in_a_reason_are_printed():
-    rows = [BatchSizeRow(1, "fits", 10.0), BatchSizeRow(2, "failed", reason="shape [2, 3] [/x]")]
-    assert "failed: shape [2, 3] [/x]" in str(BatchSizes(rows))
-
-
-def test_it_is_reported_if_no_larger_size_was_tried():
-    rows = [BatchSizeRow(1, "failed"), BatchSizeRow(2, "fits", 10.0)]
-    assert "Largest that fits: 2 (the largest size tried)" in str(BatchSizes(rows))
-    assert "(the largest size tried)" not in str(BatchSizes([*rows, BatchSizeRow(4, "out of memory")]))
-
-
 def test_sizes_start_at_two_for_a_model_that_requires_two_samples(fake_process):
     def make_job(setting):
         return Script(
@@ -87,27 +76,3 @@ def test_rows_measured_before_an_interrupt_are_kept(fake_process):
 
     found = search_batch_sizes(make_job, 64, 60, print)
     assert (found.stopped, found.largest) == ("interrupted", 2)
-
-
-def test_an_interrupt_before_the_first_result_is_raised(fake_process):
-    with pytest.raises(KeyboardInterrupt):
-        search_batch_sizes(lambda setting: Script(fail_when_timed=KeyboardInterrupt()), 64, 60, print)
-
-
-@pytest.mark.parametrize(
-    ("finished", "needed"),
-    [(0, "finished 0 of 7 steps within this time; it needs at least 8 s"), (3, "3 of 7 .* about 4.7 s")],
-)
-def test_error_for_a_budget_too_short_for_one_size_names_the_minimum(fake_process, finished, needed):
-    late = TrialError("timed out", "too late", (0.1,) * finished)
-    with pytest.raises(ConfigError, match=f"budget: 2 s is too short: training with batch size 1.*{needed}"):
-        search_batch_sizes(lambda setting: Script(error=late), 64, 2, print)
-
-
-def test_sizes_below_one_are_rejected():
-    with pytest.raises(ConfigError, match="max_size: must be at least 1, not 0"):
-        find(max_size=0)
-
-
-def test_available_memory_is_known_on_linux():
-    assert available_mib() is None or available_mib() > 10

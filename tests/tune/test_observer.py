@@ -17,7 +17,7 @@ def test_the_loss_that_is_minimized_is_compared():
 
 
 def test_a_step_without_a_loss_cannot_be_compared():
-    with pytest.raises(ModelError, match=r"returns \['acc'\], but no entry with 'loss' in its name"):
+    with pytest.raises(ModelError, match="no entry with 'loss' in its name"):
         total_loss({"acc": torch.tensor(1.0)})
 
 

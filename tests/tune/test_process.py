@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
 import torch
 from fakes import alive
 
-from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.process_tree import descendants
 from slipstream.tune import process as module
 from slipstream.tune.process import WARMUP, Process, TrialError
@@ -34,7 +32,7 @@ class Job:
 def failure(job, seconds=60.0):
     with Process(job) as process, pytest.raises(TrialError) as caught:
         process.wait_for("warm", seconds)
-    assert not alive(process.pid)
+    assert not alive(process._process.pid)
     return caught.value
 
 
@@ -46,7 +44,7 @@ def test_a_trial_reports_losses_and_times_requested_steps():
         assert warm["peak_mib"] > 1
         assert process.time(3, 2, 60)["seconds"] > 0
         assert process.time(4, 1, 60)["seconds"] > 0
-    assert not alive(process.pid)
+    assert not alive(process._process.pid)
 
 
 def test_a_trial_has_the_settings_of_this_process():
@@ -98,10 +96,6 @@ def test_a_crash_names_the_signal_and_the_last_line_of_output():
     assert (found.status, found.reason) == ("failed", "killed by SIGSEGV: assertion in the compiler")
 
 
-def test_a_run_that_ends_early_counts_as_a_failure():
-    assert failure(Job(steps=2)).reason == "the training run ended early"
-
-
 def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
     def start_and_hang():
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -110,34 +104,15 @@ def test_a_hang_times_out_and_its_processes_are_killed_even_in_other_sessions():
         time.sleep(600)
 
     with Process(Job(start_and_hang)) as process:
-        with pytest.raises(TrialError, match="only 0 steps finished in 3 s") as caught:
+        with pytest.raises(TrialError, match="only 0 steps finished") as caught:
             process.wait_for("warm", 3)
-        children = descendants(process.pid)
+        children = descendants(process._process.pid)
         assert len(children) == 2
     assert caught.value.status == "timed out"
     end = time.monotonic() + 10
-    while any(map(alive, [process.pid, *children])) and time.monotonic() < end:
+    while any(map(alive, [process._process.pid, *children])) and time.monotonic() < end:
         time.sleep(0.05)
-    assert not any(map(alive, [process.pid, *children]))
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_a_trial_starts_is_raised_and_ends_it(monkeypatch, number):
-    pids = []
-    start = module.multiprocessing.get_context("fork").Process.start
-
-    def interrupted_start(process):
-        start(process)
-        pids.append(process.pid)
-        with suppress(KeyboardInterrupt):  # Python also ignores exceptions in at-fork callbacks
-            os.kill(os.getpid(), number)
-            time.sleep(0.05)
-
-    monkeypatch.setattr(module.multiprocessing.get_context("fork").Process, "start", interrupted_start)
-    with interrupt_on_sigterm(), pytest.raises(KeyboardInterrupt):
-        Process(Job())
-    assert pids
-    assert not alive(pids[0])
+    assert not any(map(alive, [process._process.pid, *children]))
 
 
 def test_a_trial_does_not_change_the_objects_of_this_process():
@@ -174,31 +149,3 @@ class Adding:
         while True:
             self.weight.add_(1)
             observer.after_step(self.weight.sum())
-
-
-KILLED_PARENT = """
-import os, signal, sys, time
-from slipstream.tune import process
-
-class Job:
-    def train(self, observer, folder):
-        time.sleep(60)
-
-if __name__ == "__main__":
-    process.forks = lambda: False
-    print(process.Process(Job()).pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_trial_ends_if_its_parent_is_killed_while_it_starts(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(KILLED_PARENT)
-    pid = int(subprocess.run([sys.executable, script], capture_output=True, text=True).stdout)
-    end = time.monotonic() + 40
-    while alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    still_alive = alive(pid)
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    assert not still_alive

@@ -1,4 +1,4 @@
-"""Test that `Runner.tune()` measures a Runner's configuration and leaves the Runner unchanged."""
+"""Test that `tune(runner)` measures a Runner's configuration and leaves the Runner unchanged."""
 
 import copy
 import os
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tiny_runs
 from slipstream.errors import ConfigError
 from slipstream.runner import Runner
-from slipstream.tune import TuneResult
+from slipstream.tune import TuneResult, tune
 
 
 def state(runner):
@@ -62,7 +62,7 @@ def check_that_nothing_changes(tmp_path, make, trained):
     if trained:
         runner.train()
     before, files, rows = state(runner), sorted(tmp_path.rglob("*")), []
-    result = runner.tune(120, ["fused"], cache=False, report=rows.append)
+    result = tune(runner, budget=120, options=["fused"], report=rows.append)
     assert equal(before, state(runner))
     assert sorted(tmp_path.rglob("*")) == files
     assert isinstance(result, TuneResult)
@@ -105,7 +105,7 @@ def test_a_runner_trains_identically_after_tuning(tmp_path, short_rounds):
     for tuned in (False, True):
         runner = configuration(tmp_path / str(tuned))
         if tuned:
-            runner.tune(120, ["fused"], cache=False)
+            tune(runner, budget=120, options=["fused"])
         weights.append(runner.train().state_dict())
     assert equal(*weights)
 
@@ -113,6 +113,6 @@ def test_a_runner_trains_identically_after_tuning(tmp_path, short_rounds):
 def test_a_runner_that_does_not_train_is_rejected(tmp_path):
     runner = Runner(tiny_runs.Net(), str(tmp_path), log_level="ERROR")
     with pytest.raises(
-        ConfigError, match="train_dataloader: is required, because tuning measures training steps"
+        ConfigError, match="train_dataloader: is required, because training steps are measured"
     ):
-        runner.tune(60)
+        tune(runner)

@@ -1,4 +1,4 @@
-"""`slipstream bench`: measure eager and compiled training speed on one and two devices, with and without AMP."""
+"""`slipstream bench`: measure the training speed of recipes, and compare it with other frameworks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,34 @@ import json
 import os
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from slipstream.cli.bench_cell import Cell
-from slipstream.cli.bench_report import Measurement, write_report
-from slipstream.cli.child import interrupt_on_sigterm, run_child
 from slipstream.cli.configure import load_config
+from slipstream.cli.peers import CONTENDERS, PeerJob, read_subject
 from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
+from slipstream.config import Config
 from slipstream.cores import cores, cpu_name
-from slipstream.errors import ConfigError
+from slipstream.dist import infer_launcher, is_main_process
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.extras import is_installed
+from slipstream.files import write_text
+from slipstream.runner.environment import EnvOptions, collect_env, setup_env
+from slipstream.tune.api import config_job
+from slipstream.tune.jobs import Setting, merged_speed
+from slipstream.tune.observer import Timer
+from slipstream.tune.options import EXACT, LOW_PRECISION
+from slipstream.tune.process import Job, Process, TrialError
+from slipstream.tune.statistics import Estimate, difference, estimate
 
 __all__ = ["run"]
 
@@ -30,109 +43,243 @@ _RECIPES = [
     f"street_scenes_{name}"
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
+_HEADER = ("recipe", "run", "ms per step (interval)", "speed (interval)", "samples/s", "peak MiB", "losses")
+_OVERRIDDEN = ("precision", "compile", "parallel", "ema", "sync_bn", "cuda_graph")
+"""The speed options that a run overrides."""
+_PARAMS = (
+    "ema",
+    "ema_params",
+    "sync_bn",
+    "mixed_precision",
+    "torch_compile",
+    "torch_compile_options",
+    "speed",
+)
+"""SuperGradients' keys for these options."""
 _MIN_WARMUP = 3  # the second step captures and verifies the graph of a compiled step
+_NUM_ROUNDS = 5
+_NOTE = (
+    "Each run has its own process. In each of {rounds} rounds, the runs of a recipe train in turn, in rotating order. "
+    "The time is the median of the rounds' mean step times; speed is relative to the first run of the recipe in the "
+    "same round. Each interval contains the median with a probability of at least 90%, if rounds are independent. "
+    "The losses of the first steps are compared with those of the first run."
+)
+
+
+@dataclass
+class _Run:
+    """One row of the result: a training run and its measurements."""
+
+    recipe: str
+    label: str
+    job: Job
+    tolerance: Any = EXACT
+    process: Process | None = None
+    """The process that executes the run; None after a failure."""
+    warm: Mapping[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    """Mean step time of each round."""
+    peak_mib: float = 0.0
+    status: str = ""
+
+    def fail(self, error: TrialError) -> None:
+        """Store the error and end the process."""
+        self.status = f"{error.status}: {error.reason}"
+        if self.process is not None:
+            self.process.end()
+        self.process = None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Execute each run in a separate process, and update the report after each run.
+    """Measure the recipes one after the other, and update the report after each recipe.
 
     Returns:
-        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C or SIGTERM.
+        0 if all runs succeeded, 1 if a run failed or its losses differ, 130 after Ctrl-C.
 
     Raises:
         ConfigError: an option is invalid, a recipe does not exist, or the output folder is not writable.
     """
     if args.warmup < _MIN_WARMUP:
-        raise ConfigError(
-            f"must be at least {_MIN_WARMUP}, because the compiled step is captured and verified during the "
-            "second step",
-            "--warmup",
-        )
-    for recipe in args.recipes:
-        load_config(recipe, (), args.config_dir, bool(args.trust))
-    out = prepare_output_folder(Path(args.out))
+        raise ConfigError(f"must be at least {_MIN_WARMUP}: the second step compiles", "--warmup")
+    for name in args.against or ():
+        if name not in CONTENDERS:
+            known = f"{did_you_mean(name, CONTENDERS)} (choose from {', '.join(CONTENDERS)})"
+            raise UnknownNameError(f"'{name}' is not a framework{known}", "--against")
+    recipes = args.recipes or (_RECIPES[:1] if args.against else _RECIPES)
+    configs = {name: load_config(name, (), args.config_dir, bool(args.trust)).cfg for name in recipes}
+    if (launcher := infer_launcher()) != "none":
+        setup_env(launcher, EnvOptions())
+    out, finished = prepare_output_folder(Path(args.out)), list[_Run]()
     environment = _environment(args)
-    results: list[Measurement] = []
-    status = 0
     try:
-        with interrupt_on_sigterm():
-            cells = list(_cells(args))
-            for number, cell in enumerate(cells, start=1):
-                print(f"{number}/{len(cells)}  {cell.recipe}: {cell.options}", end="  ", flush=True)
-                results.append(_measure(cell, args.timeout))
-                print(results[-1].summary(), flush=True)
-                write_report(out, environment, results, plot=False)
+        for name, cfg in configs.items():
+            runs = (_contenders if args.against else _variants)(name, cfg, args)
+            finished += runs
+            _measure(runs, args)
+            _write(out, environment, finished)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = 130
+        return 130
     finally:
-        files = write_report(out, environment, results, plot=True)
-        print_table(
-            ["recipe", "options", "result"], [[m.cell.recipe, m.cell.options, m.summary()] for m in results]
-        )
-        print(f"Results: {', '.join(map(str, files))}")
-    return status or int(any(measured.error for measured in results))
+        files = _write(out, environment, finished)
+        if is_main_process():
+            print_table(_HEADER, [_cells(run, _first(run, finished)) for run in finished], 140)
+            print(f"Results: {', '.join(map(str, files))}")
+    return int(any(run.status for run in finished))
 
 
-def _cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the runs selected by the options. A recipe's eager runs come before its compiled runs."""
+def _variants(name: str, cfg: Config, args: argparse.Namespace) -> list[_Run]:
+    """Return the runs of a recipe with each combination of options."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
-    devices = _device_counts() if args.devices is None else [args.devices]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
-    averaged = [False, True] if args.averaging is None else [args.averaging == "on"]
-    for recipe in args.recipes or _RECIPES:
-        base = Cell(
-            recipe, False, 1, False, False, args.synthetic, args.warmup, args.steps, args.batch_size, args.size,
-            config_dir=args.config_dir, trust=bool(args.trust),
-        )  # fmt: skip
-        for compiled, count, amp, averaging in itertools.product(modes, devices, precisions, averaged):
-            yield replace(base, compiled=compiled, processes=count, amp=amp, averaging=averaging)
+    runs = []
+    for compiled, amp in itertools.product(modes, precisions):
+        averaging = args.averaging == "on"
+        parts = ["compiled" if compiled else "eager", "AMP" if amp else "float32"]
+        speed: dict[str, Any] = {"precision": "bf16" if amp else "fp32"}
+        if compiled:
+            speed["compile"] = {"scope": "step"}
+        if averaging:
+            speed.update(ema={"type": "constant", "decay": 0.99}, sync_bn=True)
+        job = config_job(_configured(cfg, speed, args))(Setting(single_batch=args.synthetic))
+        label = ", ".join([*parts, *(["SyncBN + EMA"] if averaging else [])])
+        runs.append(_Run(name, label, job, LOW_PRECISION if amp else EXACT))
+    return runs
 
 
-def _device_counts() -> list[int]:
-    """Return the device counts to measure by default. Two processes can share the CPU, but not a GPU."""
-    import torch
+def _configured(cfg: Config, speed: Mapping[str, Any], args: argparse.Namespace) -> Config:
+    """Return the recipe's configuration with a run's options."""
+    cfg = Config(dict(cfg))
+    own = {k: v for k, v in merged_speed(cfg.get("speed"), {}).items() if k not in _OVERRIDDEN}
+    params = {k: v for k, v in (cfg.get("training_params") or {}).items() if k not in _PARAMS}
+    cfg.update(speed={**own, **speed}, training_params=params or None, custom_hooks=[], load_from=None)
+    cfg.log_level = "WARNING"
+    if args.batch_size is not None:
+        cfg.train_dataloader.batch_size = args.batch_size
+    if args.size is not None:
+        dataset = cfg.train_dataloader.dataset
+        if not isinstance(dataset, Mapping) or dataset.get("type") != "StreetScenes":
+            raise ConfigError("applies only to generated images; remove this option", "--size")
+        cfg.train_dataloader.dataset.size = list(args.size)
+    return cfg
 
-    from slipstream.devices import default_device
 
-    return [1, 2] if default_device().type == "cpu" or torch.accelerator.device_count() > 1 else [1]
+def _contenders(name: str, cfg: Config, args: argparse.Namespace) -> list[_Run]:
+    """Return the runs with each framework; the first one is the hand-written loop."""
+    names = {"loop", "slipstream", "slipstream_compiled", *args.against}
+    subject = read_subject(_configured(cfg, {}, args))
+    return [
+        _Run(name, contender.label, PeerJob(key, subject))
+        if is_installed(contender.package)
+        else _Run(
+            name, contender.label, PeerJob(key, subject), status=f"{contender.package} is not installed"
+        )
+        for key, contender in CONTENDERS.items()
+        if key in names
+    ]
 
 
-def _measure(cell: Cell, timeout: float) -> Measurement:
-    """Execute a run in a separate process. All runs use the same number of cores in total."""
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
-        spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")
-        threads = str(max(1, cores() // cell.processes))
-        argv = ["-m", "slipstream.cli.bench_cell", str(spec), str(result)]
-        child = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
-        if child.status or not result.is_file():
-            return Measurement(
-                cell,
-                error=child.reason
-                or "the process did not write a result; train the recipe and check its log",
-            )
-        values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return Measurement(
-        cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"]
-    )
+def _measure(runs: Sequence[_Run], args: argparse.Namespace) -> None:
+    """Start each run in its own process, then time the runs in turn."""
+    steps = max(1, args.steps // _NUM_ROUNDS)
+    with ExitStack() as stack:
+        for each in runs:
+            if each.status:
+                continue
+            begin = time.monotonic()
+            each.process = stack.enter_context(Process(each.job, partial(Timer, warmup=args.warmup)))
+            try:
+                each.warm = each.process.wait_for("warm", args.timeout)
+                if problem := each.warm["problem"]:
+                    raise TrialError("failed", problem)
+            except TrialError as error:
+                each.fail(error)
+            ready = each.status or f"ready after {time.monotonic() - begin:.0f} s"
+            if is_main_process():
+                print(f"{each.recipe}: {each.label}: {ready}", flush=True)
+        for index in range(_NUM_ROUNDS):
+            for each in [*runs[index % len(runs) :], *runs[: index % len(runs)]]:
+                if each.process is None:
+                    continue
+                try:
+                    timed = each.process.time(steps, 1 + each.warm["buffered"], args.timeout)
+                except TrialError as error:
+                    each.fail(error)
+                    continue
+                each.seconds.append(timed["seconds"])
+                each.peak_mib = float(timed["peak_mib"])
+    for each in runs:
+        if not each.status and runs[0].warm:
+            first, mean = difference(each.warm["losses"], runs[0].warm["losses"])
+            if not (first <= each.tolerance.first and mean <= each.tolerance.mean):
+                each.status = f"different losses: by {first:.2g} in the first step, {mean:.2g} in the mean"
+
+
+def _first(run: _Run, runs: Sequence[_Run]) -> _Run:
+    return next(each for each in runs if each.recipe == run.recipe)
+
+
+def _ratio(run: _Run, baseline: _Run) -> Estimate | None:
+    if not run.seconds or len(run.seconds) != len(baseline.seconds):
+        return None
+    return estimate([a / b for a, b in zip(baseline.seconds, run.seconds, strict=True)])
+
+
+def _cells(run: _Run, baseline: _Run) -> list[str]:
+    if not run.seconds:
+        return [run.recipe, run.label, "", "", "", "", run.status]
+    step, ratio = estimate(run.seconds), _ratio(run, baseline)
+    speed = "" if ratio is None else f"{ratio.ratio:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return [
+        run.recipe,
+        run.label,
+        f"{1e3 * step.ratio:.4g} ({1e3 * step.low:.4g} to {1e3 * step.high:.4g})",
+        speed,
+        f"{run.warm['samples'] / step.ratio:.1f}",
+        f"{run.peak_mib:.0f}",
+        run.status or "equal",
+    ]
+
+
+def _write(out: Path, environment: Mapping[str, Any], runs: Sequence[_Run]) -> list[Path]:
+    """Write `bench.json` and `bench.md`, and return their paths."""
+    entries = [
+        {
+            "recipe": run.recipe,
+            "run": run.label,
+            "seconds": run.seconds,
+            "samples_per_step": run.warm.get("samples"),
+            "samples_per_second": run.warm["samples"] / median(run.seconds) if run.seconds else None,
+            "ratio": ratio and asdict(ratio),
+            "peak_mib": run.peak_mib,
+            "losses": run.warm.get("losses"),
+            "status": run.status,
+        }
+        for run in runs
+        for ratio in [_ratio(run, _first(run, runs))]
+    ]
+    rows = [[cell.replace("|", "/") for cell in _cells(run, _first(run, runs))] for run in runs]
+    lines = ["# Training speed", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
+    lines += [f"| {' | '.join(cells)} |" for cells in (_HEADER, ["---"] * len(_HEADER), *rows)]
+    texts = {
+        out / "bench.json": json.dumps({**environment, "runs": entries}, indent=1),
+        out / "bench.md": "\n".join([*lines, "", _NOTE.format(rounds=_NUM_ROUNDS)]),
+    }
+    for path, text in texts.items() if is_main_process() else ():
+        write_text(path, text + "\n")
+    return list(texts)
 
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
     """Return the command, the date, the machine details and the package versions."""
-    from slipstream.runner.environment import collect_env
-    from slipstream.version import __version__
-
-    env = {key: value for key, value in collect_env().items() if key not in ("world_size", "cpu_threads")}
+    peers = [name for name in ("accelerate", "lightning", "mmengine") if name in (args.against or ())]
     return {
         "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
         "cores": cores(),
         "load": round(os.getloadavg()[0], 2),
-        **env,
-        "slipstream": __version__,
-        "warm-up steps": args.warmup,
+        **collect_env(),
+        **{name: version(name) if is_installed(name) else "not installed" for name in ("slipstream", *peers)},
         "timed steps": args.steps,
-        "data": "one batch, repeated" if args.synthetic else "the recipe's data, loaded as in training",
     }

@@ -37,7 +37,6 @@ _OPTIONS = (
     "launcher",
     "checkpoint",
     "resume",
-    "result",
     "trust",
     "budget",
     "find",

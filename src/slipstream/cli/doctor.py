@@ -6,68 +6,64 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from slipstream.cgroups import memory_limit, quotas
 from slipstream.cli.configure import load_config
-from slipstream.cli.doctor_checks import NO, OK, WARN, Machine, Row, inspect_machine, problems
 from slipstream.cores import cores
 from slipstream.devices import default_device
 from slipstream.dist import infer_launcher
 from slipstream.dist.placement import read_placement
 from slipstream.errors import DistributedError
 from slipstream.runner.environment import collect_env
+from slipstream.speed.compile import inductor_problem
 
-__all__ = ["run"]
+__all__ = ["problems", "run"]
+
+Row = tuple[str, str, str]  # mark, name, description
+OK, NO, WARN = "ok", "--", "!!"
 
 _EXTRAS = {
-    "images": "PIL",
-    "recipes": "hydra",
-    "plots": "matplotlib",
-    "tensorboard": "tensorboard",
-    "metrics": "torchmetrics",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "toml": "tomli_w",
-    "png": "imagecodecs",
-    "jpeg": "simplejpeg",
-    "video": "av",
-    "export": "onnxruntime",
-    "openvino": "openvino",
-}
+    "images": "PIL", "recipes": "hydra", "plots": "matplotlib", "tensorboard": "tensorboard",
+    "metrics": "torchmetrics", "wandb": "wandb", "mlflow": "mlflow", "toml": "tomli_w", "png": "imagecodecs",
+    "jpeg": "simplejpeg", "video": "av", "export": "onnxruntime",
+}  # fmt: skip
+"""Maps the optional dependencies in pyproject.toml to a module of each."""
 _STATES = {OK: "ok", NO: "not available", WARN: "warning"}
-_GAINS = {"png": " for faster PNG decoding (docs/performance.md)"}
+_MIN_SHM, _MIN_MEMORY = 256 * 2**20, 2 * 2**30
+_DEBUGGING = ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Return 1 if something is misconfigured."""
     device = default_device()
-    machine = inspect_machine(device, _recipe_workers(args))
     sections = {
         "Machine": [(OK, name, str(value)) for name, value in collect_env().items()],
         "Packages": list(_packages()),
-        "Options": list(_options(device, machine)),
+        "Options": list(_options(device)),
         "Distributed": list(_distributed(device)),
-        "Configuration": list(problems(machine)) or [(OK, "no problems found", "")],
+        "Configuration": list(problems(device, _recipe_workers(args))) or [(OK, "no problems found", "")],
     }
     if args.json:
-        print(
-            json.dumps({title: [_as_dict(row) for row in rows] for title, rows in sections.items()}, indent=1)
-        )
-    for title, rows in sections.items() if not args.json else ():
+        names = ("state", "name", "text")
+        rows = {
+            title: [dict(zip(names, (_STATES[mark], name, text), strict=True)) for mark, name, text in found]
+            for title, found in sections.items()
+        }
+        print(json.dumps(rows, indent=1))
+    for title, found in sections.items() if not args.json else ():
         print(title)
-        width = max(len(name) for _, name, _ in rows)
-        for mark, name, text in rows:
+        width = max(len(name) for _, name, _ in found)
+        for mark, name, text in found:
             print(f"  {mark}  {name:{width}}  {text}".rstrip())
-    return int(any(mark == WARN for rows in sections.values() for mark, _, _ in rows))
-
-
-def _as_dict(row: Row) -> dict[str, str]:
-    mark, name, text = row
-    return {"state": _STATES[mark], "name": name, "text": text}
+    return int(any(mark == WARN for found in sections.values() for mark, _, _ in found))
 
 
 def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:
@@ -82,78 +78,60 @@ def _recipe_workers(args: argparse.Namespace) -> dict[str, int]:
 
 def _packages() -> Iterator[Row]:
     for name in ("slipstream", "torch", "numpy"):
-        try:
-            yield OK, name, version(name)
-        except PackageNotFoundError:
-            yield WARN, name, "not installed: pip install slipstream"
+        yield OK, name, version(name)
     for extra, module in _EXTRAS.items():
         installed = importlib.util.find_spec(module) is not None
-        yield (
-            (OK, module, "installed")
-            if installed
-            else (NO, module, f"optional: pip install 'slipstream[{extra}]'{_GAINS.get(extra, '')}")
-        )
+        text = "installed" if installed else f"optional: pip install 'slipstream[{extra}]'"
+        yield OK if installed else NO, module, text
 
 
-def _options(device: torch.device, machine: Machine) -> Iterator[Row]:
+def _options(device: torch.device) -> Iterator[Row]:
     for name in ("bfloat16", "float16"):
         problem = _autocast_problem(device, getattr(torch, name))
-        mark, text = (OK, f"AmpOptimWrapper, dtype='{name}'") if problem is None else (NO, problem)
-        yield mark, f"mixed precision {name}", text
-    yield _compile(machine)
-    yield OK, "EMA, gradient accumulation, gradient clipping", "supported on every device"
+        yield (
+            (NO if problem else OK),
+            f"mixed precision {name}",
+            problem or f"AmpOptimWrapper, dtype='{name}'",
+        )
+    problem = _compile_problem(device)
+    yield (NO if problem else OK), "compile", problem or "cfg=dict(compile=True), backend inductor"
     npu = importlib.util.find_spec("torch_npu") is not None
-    yield (
-        (OK if npu else NO),
-        "NpuFused* optimizers",
-        "torch_npu" if npu else "pure PyTorch implementation (torch_npu is not installed)",
-    )
+    yield (OK if npu else NO), "NpuFused* optimizers", "torch_npu" if npu else "pure PyTorch implementation"
 
 
-def _compile(machine: Machine) -> Row:
-    if machine.inductor_problem is not None:
-        return NO, "compile", "not supported; see below"
-    compiler = f" with {machine.compiler}" if machine.compiler else ""
-    return OK, "compile", f"cfg=dict(compile=True), backend inductor{compiler}"
+def _compile_problem(device: torch.device) -> str | None:
+    from torch.utils._triton import has_triton
+
+    if device.type in ("cuda", "xpu") and not has_triton():
+        return f"inductor requires Triton for {device.type}, which is missing or does not support this device"
+    if problem := inductor_problem(device.type):
+        return problem
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))):
+        return "no C++ compiler found: install g++ or clang++, or set CXX"
+    return None
 
 
 def _distributed(device: torch.device) -> Iterator[Row]:
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
-    masks = [name for name in os.environ if name.endswith("_VISIBLE_DEVICES")]
-    yield OK, "devices", ", ".join([f"{count} {device.type}" if count else "cpu", *map(_setting, masks)])
-    backends = [name for name in ("nccl", "gloo", "mpi", "xccl", "hccl") if _has_backend(name)]
-    if backends:
-        yield OK, "backends", ", ".join(backends)
-    else:
-        yield NO, "backends", "this build of torch does not include torch.distributed"
+    masks = [f"{name}={value}" for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")]
+    yield OK, "devices", ", ".join([f"{count} {device.type}" if count else "cpu", *masks])
+    names = ("nccl", "gloo", "mpi", "xccl", "hccl") if dist.is_available() else ()
+    backends = [name for name in names if dist.is_backend_available(name)]
+    yield (OK if backends else NO), "backends", ", ".join(backends) or "torch.distributed is not available"
     yield _launcher()
-    on_cores = f"{cores()} core{'s' * (cores() != 1)}"
-    yield OK, "threads", f"{torch.get_num_threads()} on {on_cores}, {_setting('OMP_NUM_THREADS')}"
-
-
-def _has_backend(name: str) -> bool:
-    return dist.is_available() and dist.is_backend_available(name)
+    yield OK, "threads", f"{torch.get_num_threads()} on {cores()} cores"
 
 
 def _launcher() -> Row:
     launcher = infer_launcher()
     if launcher == "none":
-        return (
-            OK,
-            "launcher",
-            "not started by a launcher; to start several processes, use train --nproc N, submit, or train "
-            "--launcher with torchrun, srun or mpirun",
-        )
+        return OK, "launcher", "none; see `slipstream train --nproc N` and `--launcher` (docs/distributed.md)"
     try:
         placement = read_placement(launcher, os.environ)
     except DistributedError as error:
         return WARN, "launcher", str(error)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return OK, "launcher", ", ".join([launcher, *map(placement.describe, names)])
-
-
-def _setting(name: str) -> str:
-    return f"{name}={os.environ[name]}" if name in os.environ else f"{name} not set"
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -165,3 +143,59 @@ def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     return None if supported else f"autocast on {device.type} does not support {dtype}"
+
+
+def problems(device: torch.device, workers: Mapping[str, int]) -> Iterator[Row]:
+    """Yield the misconfigurations (`!!`), and the settings that can be improved (`--`).
+
+    Args:
+        device: the default device.
+        workers: `num_workers` of a recipe by config path.
+    """
+    threads, available = torch.get_num_threads(), cores()
+    if device.type == "cpu" and shutil.which("nvidia-smi"):
+        yield (
+            WARN,
+            "GPU not used",
+            "torch finds no GPU: install torch with CUDA, or check CUDA_VISIBLE_DEVICES",
+        )
+    alone = device.type == "cpu" and infer_launcher() == "none"
+    if alone and "OMP_NUM_THREADS" in os.environ and threads < available:
+        yield WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {available} cores: unset this variable"
+    if threads > available:
+        text = f"torch uses {threads} threads on {available} cores: set OMP_NUM_THREADS={available}"
+        yield WARN, "threads", text
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for path, count in workers.items():
+        if (total := count * processes) > available:
+            yield (
+                WARN,
+                path,
+                f"{total} workers on {available} cores: set num_workers=auto, or request more cores",
+            )
+    yield from _memory_problems()
+    quota = min(quotas(), default=None)
+    if quota is not None and quota < available:
+        yield NO, "cgroup cpu.max", f"{quota:g} cores, so {available} busy threads are throttled"
+    if device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64") and not _has_bf16():
+        yield NO, "bfloat16", "this CPU emulates bfloat16: measure before you set precision='bf16'"
+    for name in _DEBUGGING:
+        if os.environ.get(name) not in (None, "", "0"):
+            yield WARN, name, "is set and slows down training: unset it unless you are debugging"
+
+
+def _memory_problems() -> Iterator[Row]:
+    shm = Path("/dev/shm")
+    if shm.is_dir() and (size := shutil.disk_usage(shm).total) < _MIN_SHM:
+        text = f"{size // 2**20} MiB is too small for data loader workers: use docker run --shm-size=8g, or "
+        yield WARN, "/dev/shm", text + "in Kubernetes an emptyDir volume with medium: Memory"
+    limit = memory_limit()
+    if limit is not None and limit < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        text = (
+            f"{limit / 2**30:.1f} GiB, including workers and /dev/shm; above this limit, processes are killed"
+        )
+        yield WARN if limit < _MIN_MEMORY else NO, "cgroup memory", text
+
+
+def _has_bf16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -26,6 +26,7 @@ _MACHINE_BOUND = (
     ("expandable_segments", True),
     ("prefetch", 2),
 )
+_HEADER = ("option", "value", "from", "why")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,17 +44,15 @@ def run(args: argparse.Namespace) -> int:
     rows = list(option_rows(plan, capabilities))
     listed = {**plan.sources, **plan.notes}
     off = [option for option in plan.options() if option not in listed]
-    limits = dict(_limits(capabilities))
+    device, limits = str(capabilities.device), dict(_limits(capabilities))
     if args.json:
-        options = [dict(zip(("option", "value", "from", "why"), row, strict=True)) for row in rows]
-        print(
-            json.dumps({"options": options, "off": off, "device": str(capabilities.device), "limits": limits})
-        )
+        options = [dict(zip(_HEADER, row, strict=True)) for row in rows]
+        print(json.dumps({"options": options, "off": off, "device": device, "limits": limits}))
         return 0
-    print_table(("option", "value", "from", "why"), rows, 110)
+    print_table(_HEADER, rows, 110)
     print("Off: " + ", ".join(off))
     if limits:
-        print(f"No effect or not supported on this machine ({capabilities.device}):")
+        print(f"No effect or not supported on this machine ({device}):")
         print(*(f"  {word}: {why}" for word, why in limits.items()), sep="\n")
     return 0
 

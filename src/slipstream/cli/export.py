@@ -1,11 +1,17 @@
-"""`slipstream export`: write a trained model in a format that runs without Slipstream."""
+"""`slipstream export` writes a trained model as an ONNX or torch.export file.
+
+`slipstream consolidate` writes a sharded checkpoint as one file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,64 +19,80 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.cli.export_formats import FORMATS, Format, convert_errors
-from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
+from slipstream.cli.trained import find_checkpoint, load_trained
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.image_transforms import Normalize, ToTensor, read_transforms
 from slipstream.dataset.transforms.pipeline import normalization
 from slipstream.errors import ConfigError, ModelError
+from slipstream.extras import extra
 from slipstream.files import write_text
 from slipstream.model import BaseDataPreprocessor, ImgDataPreprocessor, Segmentor
 from slipstream.model.tasks import Task, main_output
 
-__all__ = ["run"]
+__all__ = ["consolidate_folder", "run"]
 
+_SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _TOLERANCE = 1e-3
 """Maximum accepted difference in a score, relative to the largest score."""
-_DEFAULT_SIZE = 256
-"""Height and width of the first test image, in pixels, if `--shape` is not set."""
-_SIZE_INCREASE = (128, 64)
-"""Additional height and width of the second test image, in pixels."""
+_MAX_ONNX_BYTES = 1.8e9
+"""Size above which the weights are written to a second file, because an ONNX file is limited to 2 GB."""
+_INCLUDED = (Affine, SegConvertToTensor, ToTensor, Normalize)
+"""Validation transforms that the exported model includes."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the file, and compare its output with the model's. The file is not kept if the scores or classes differ."""
-    kind = FORMATS[args.to]
     trained = load_trained(find_checkpoint(args.run), args.config, bool(args.trust), torch.device("cpu"))
-    out = Path(args.out) if args.out else trained.path.with_suffix(kind.suffix)
-    if out.suffix != kind.suffix:
-        raise ConfigError(f"must end with {kind.suffix}, not '{out.name}'", "--out")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
+    suffix = _SUFFIXES[args.to]
+    out = Path(args.out) if args.out else trained.path.with_suffix(suffix)
+    if out.suffix != suffix or not out.absolute().parent.is_dir():
+        raise ConfigError(f"must be a file in an existing folder and end with {suffix}, not '{out}'", "--out")
     params = _normalization(trained.transforms)
     network = _ExportedNetwork(trained.model, params).eval()
-    shape = args.shape or (_channels(trained.model), _DEFAULT_SIZE, _DEFAULT_SIZE)
+    shape = args.shape or (_channels(trained.model), 256, 256)
     dynamic = len(shape) == 3 and not args.fixed_size
     if dynamic and network.divisor > 1:
-        raise ConfigError(
-            f"is required, because the data preprocessor's padding (pad_size_divisor={network.divisor}) cannot be "
-            "exported for variable sizes",
-            "--fixed-size",
-        )
+        raise ConfigError("is required, because pad_size_divisor depends on the size", "--fixed-size")
     checks = _check_inputs(shape, dynamic)
     print(f"Checkpoint: {trained.description}")
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out.absolute().parent) as folder:
         file = Path(folder) / out.name
-        kind.write(network, checks[0], dynamic, file)
-        difference = _largest_difference(kind, file, network, trained.model, params, checks)
-        meaning = _meaning(network, checks[1])
-        write_text(
-            file.with_name(f"{out.name}.json"),
-            _description(trained, shape, dynamic, difference, meaning, network.normalizes),
-        )
+        load = (_write_onnx if args.to == "onnx" else _write_torch)(network, checks[0], dynamic, file)
+        difference = _largest_difference(load, network, trained.model, params, checks)
+        pairs = zip(trained.transform_configs, trained.transforms, strict=True)
+        content = {
+            "checkpoint": str(trained.path),
+            "input": {
+                "name": "images",
+                "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
+                "dtype": "float32",
+                "values": "RGB, 0 to 255; the exported model normalizes them"
+                if network.normalizes
+                else "as the model's network expects them; the configuration contains no normalization",
+            },
+            "output": {"name": "scores", "meaning": _meaning(network, checks[1])},
+            "classes": list(trained.classes),
+            "palette": trained.palette,
+            "transforms_before": [config for config, built in pairs if not isinstance(built, _INCLUDED)],
+            "largest_difference": difference,
+        }
+        write_text(file.with_name(f"{out.name}.json"), json.dumps(content, indent=1, default=str) + "\n")
         for written in sorted(Path(folder).iterdir()):
             written.replace(out.absolute().parent / written.name)
-    sizes = " and ".join("x".join(map(str, images.shape)) for images in checks)
-    print(
-        f"Largest difference from the model's output for inputs of shape {sizes}: {difference:.1e} times the "
-        "largest score"
-    )
-    print(f"Written: {out} and {out}.json ({_sizes(shape, dynamic)})")
+    print(f"Largest difference from the model's output: {difference:.1e} times the largest score")
+    size = "any height and width" if dynamic else f"inputs of {'x'.join(map(str, shape))}"
+    print(f"Written: {out} and {out}.json (any batch size, {size})")
+    return 0
+
+
+def consolidate_folder(args: argparse.Namespace) -> int:
+    """Write a sharded checkpoint as one file. The default path is next to the checkpoint folder."""
+    from slipstream.checkpoint import consolidate
+
+    folder = Path(args.folder)
+    out = Path(args.out) if args.out else folder.with_suffix(".pth")
+    consolidate(folder, out)
+    print(f"{folder} -> {out}")
     return 0
 
 
@@ -116,9 +138,8 @@ class _ExportedNetwork(nn.Module):
         inputs = (images.flip(-3) if self.flips_channels else images) * self.scale + self.shift
         height, width = images.shape[-2:]
         if self.divisor > 1:
-            inputs = F.pad(
-                inputs, (0, -width % self.divisor, 0, -height % self.divisor), value=self.pad_value
-            )
+            padding = (0, -width % self.divisor, 0, -height % self.divisor)
+            inputs = F.pad(inputs, padding, value=self.pad_value)
         scores = main_output(self.model(inputs))
         if not (self.is_segmentor and scores.ndim == 4):
             return scores
@@ -149,43 +170,90 @@ def _channels(model: nn.Module) -> int:
         if isinstance(module, nn.Conv2d):
             return module.in_channels
     raise ConfigError(
-        "is required, because the model has no convolution; set it to the shape of one input without the batch "
-        "dimension",
-        "--shape",
+        "is required, because the model has no convolution; set it to one input's shape", "--shape"
     )
 
 
 def _check_inputs(shape: Sequence[int], dynamic: bool) -> list[Tensor]:
     """Return two batches of different sizes, with pixel values from 0 to 255."""
     generator = torch.Generator().manual_seed(0)
-    other = [shape[0], shape[1] + _SIZE_INCREASE[0], shape[2] + _SIZE_INCREASE[1]] if dynamic else shape
+    other = [shape[0], shape[1] + 128, shape[2] + 64] if dynamic else shape
     return [torch.randint(256, size, generator=generator).float() for size in ((2, *shape), (1, *other))]
+
+
+def _graph(module: nn.Module, example: Tensor, dynamic: bool) -> Any:
+    """Export a module to a graph that accepts any batch size and, if `dynamic` is True, any height and width."""
+    sizes = dict.fromkeys((0, 2, 3) if dynamic else (0,), torch.export.Dim.DYNAMIC)
+    with _convert_errors("the model cannot be captured as a graph"), torch.no_grad():
+        return torch.export.export(module, (example,), dynamic_shapes={"images": sizes})
+
+
+def _write_torch(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> Callable[[Tensor], Tensor]:
+    torch.export.save(_graph(module, example, dynamic), file)
+    loaded: Callable[[Tensor], Tensor] = torch.export.load(file).module()
+    return loaded
+
+
+def _write_onnx(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> Callable[[Tensor], Tensor]:
+    with extra("export"):
+        import onnx  # noqa: F401
+        import onnxruntime
+        import onnxscript  # noqa: F401
+
+    size = sum(value.numel() * value.element_size() for value in module.state_dict().values())
+    graph = _graph(module, example, dynamic)
+    with _convert_errors("the graph cannot be converted to ONNX"):
+        torch.onnx.export(
+            graph, (example,), str(file), dynamo=True, input_names=["images"], output_names=["scores"],
+            opset_version=18, external_data=size > _MAX_ONNX_BYTES, verbose=False,
+        )  # fmt: skip
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # fatal errors only; onnxruntime also raises its errors
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+@contextmanager
+def _convert_errors(message: str) -> Iterator[None]:
+    """Suppress warnings from the converters, and convert their errors to one-line errors."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # the converters raise many types of errors
+        line = (str(error).strip().splitlines() or [""])[0]
+        hint = "try --fixed-size, a different --shape, or a different format"
+        raise ModelError(f"{message}: {type(error).__name__}: {line}; {hint}") from error
+    finally:
+        logger.setLevel(level)
 
 
 @torch.no_grad()
 def _largest_difference(
-    kind: Format, file: Path, network: nn.Module, model: Any, params: Tensor | None, checks: Sequence[Tensor]
-) -> float:
+    load: Callable[[Tensor], Tensor], network: nn.Module, model: Any, params: Tensor | None,
+    checks: Sequence[Tensor],
+) -> float:  # fmt: skip
     """Return the largest difference in any score, relative to the largest score in the batch.
 
     Raises:
         ModelError: the difference exceeds the tolerance, or the predicted classes differ.
     """
-    load, largest = kind.load(file), 0.0
+    largest = 0.0
     for images in checks:
         expected = network(images)
-        with convert_errors(f"the exported file does not accept inputs of shape {tuple(images.shape)}"):
+        with _convert_errors(f"the exported file does not accept inputs of shape {tuple(images.shape)}"):
             actual = load(images)
         scale = max(float(expected.abs().max()), 1e-12)
-        difference = (
-            float((actual - expected).abs().max()) / scale if actual.shape == expected.shape else float("inf")
-        )
+        same_shape = actual.shape == expected.shape
+        difference = float((actual - expected).abs().max()) / scale if same_shape else float("inf")
         largest = max(largest, difference)
         if not difference <= _TOLERANCE:
             raise ModelError(
-                f"the exported file's output differs from the model's for an input of shape {tuple(images.shape)}: "
-                f"the largest difference is {difference:.1e} times the largest score; use a different format, or "
-                "--fixed-size if only some input sizes fail"
+                f"the exported file's output for an input of shape {tuple(images.shape)} differs from the model's by "
+                f"{difference:.1e} times the largest score; use a different format, or --fixed-size"
             )
         if isinstance(model, Task):
             _check_predictions(model, params, images, actual, _TOLERANCE * scale)
@@ -205,13 +273,12 @@ def _check_predictions(
     if predicted.shape == scores.shape:
         error = (predicted - scores).abs().max()
     elif scores.shape[1] == 1:  # a segmentor: class 1 where the score is at least 0
-        differs = predicted != (scores[:, 0] >= 0)
-        error = (scores[:, 0].abs() * differs).max()
+        error = (scores[:, 0].abs() * (predicted != (scores[:, 0] >= 0))).max()
     else:  # class ids; several classes may have nearly the same score
         error = (scores.amax(1) - scores.gather(1, predicted[:, None])[:, 0]).abs().max()
     if not float(error) <= tolerance:
         raise ModelError(
-            "the exported model and validation predict different classes for the same images; use a different format"
+            "the exported model and validation predict different classes; use a different format"
         )
 
 
@@ -224,40 +291,3 @@ def _meaning(network: _ExportedNetwork, images: Tensor) -> str:
     if network.is_segmentor and scores.ndim == 4:
         return "the class is 1 where the score is at least 0, and 0 elsewhere"
     return "one score per input; the model does not define a threshold"
-
-
-def _description(
-    trained: TrainedModel,
-    shape: Sequence[int],
-    dynamic: bool,
-    difference: float,
-    meaning: str,
-    normalizes: bool,
-) -> str:
-    included = (Affine, SegConvertToTensor, ToTensor, Normalize)
-    pairs = zip(trained.transform_configs, trained.transforms, strict=True)
-    content: Mapping[str, Any] = {
-        "checkpoint": str(trained.path),
-        "input": {
-            "name": "images",
-            "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
-            "dtype": "float32",
-            "values": "RGB, 0 to 255; the exported model normalizes them"
-            if normalizes
-            else "as the model's network expects them; the configuration contains no normalization",
-        },
-        "output": {"name": "scores", "meaning": meaning},
-        "classes": list(trained.classes),
-        "palette": trained.palette,
-        "transforms_before": [config for config, built in pairs if not isinstance(built, included)],
-        "largest_difference": difference,
-    }
-    return json.dumps(content, indent=1, default=str) + "\n"
-
-
-def _sizes(shape: Sequence[int], dynamic: bool) -> str:
-    return (
-        "any batch size, height and width"
-        if dynamic
-        else f"any batch size, inputs of {'x'.join(map(str, shape))}"
-    )

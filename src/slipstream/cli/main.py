@@ -30,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     enter_process()
     if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
         importlib.import_module("slipstream.openmmlab")  # before the configuration imports a library
-    command = importlib.import_module(f"slipstream.cli.{args.command.replace('-', '_')}")
+    module, function = args.function.split(".")
+    run = getattr(importlib.import_module(f"slipstream.cli.{module}"), function)
     try:
-        status: int = command.run(args)
+        status: int = run(args)
         sys.stdout.flush()
         return status
     except ConfigError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import glob
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.cli.predict_inputs import TABLE, Input, find_inputs, frame_rate, frames, video_writer
 from slipstream.cli.tables import print_table, printable
 from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
 from slipstream.dataset.prediction import prepare_image
@@ -30,14 +31,17 @@ from slipstream.visualization import overlay
 with extra("images"):
     from PIL import Image
 
-    from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
+    from slipstream.dataset.sources.decode import read_image
 
 __all__ = ["run"]
 
 Mask = NDArray[np.uint8]
 RGB = NDArray[np.uint8]
-_MAX_CLASSES = 256
-"""Maximum number of classes in a mask file."""
+
+_TABLE = "classes.csv"
+"""Name of the file with the class shares, which is in every output folder."""
+_IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,20 +50,20 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if any file could not be processed. The remaining files are still processed.
     """
-    path = find_checkpoint(args.checkpoint)
-    inputs = find_inputs(args.images, Path(args.out))
     out = Path(args.out)
+    path = find_checkpoint(args.checkpoint)
+    inputs = _find_inputs(args.images, out)
     trained = load_trained(path, args.config, bool(args.trust), default_device())
     _check_segmentation(trained)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot create the folder: {error}; choose a different folder", "--out") from error
-    job = _Job(trained, out, args.max_pixels or MAX_PIXELS, args.every, quiet=args.json)
-    job.say(f"Checkpoint: {trained.description}")
+    job = _Job(trained, out, args.every, quiet=args.json)
+    job.log(f"Checkpoint: {trained.description}")
     try:
-        for item in inputs:
-            job.process(item)
+        for stem, source in inputs.items():
+            job.process(source, out / stem)
     finally:
         job.finish()
     return 1 if job.failed else 0
@@ -67,88 +71,116 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_segmentation(trained: TrainedModel) -> None:
     """Check that the model predicts a class for each pixel, and that the checkpoint contains the class colors."""
-    model, path, palette = trained.model, trained.path, trained.palette
     # Classification datasets may have a palette, and `SupervisedModel` trains networks for both tasks.
-    task = getattr(getattr(model, "network", None), "task", None)
-    if isinstance(model, Classifier) or task == "classification":
+    task = getattr(getattr(trained.model, "network", None), "task", None)
+    if isinstance(trained.model, Classifier) or task == "classification":
         raise CheckpointError(
-            f"{path} contains a classification model; `slipstream predict` requires a segmentation checkpoint"
+            f"{trained.path} contains a classifier; `slipstream predict` requires segmentation"
         )
-    if palette is None:
+    if trained.palette is None or len(trained.palette) > 256:
         raise CheckpointError(
-            f"{path} does not contain a class palette, which `slipstream predict` requires; add 'palette' to the "
-            "dataset's metainfo, and train again"
+            f"{trained.path} must contain a palette of at most 256 classes; set 'palette' in the dataset's metainfo, "
+            "and train again"
         )
-    if len(palette) > _MAX_CLASSES:
-        raise CheckpointError(
-            f"{path} has {len(palette)} classes; a mask file can contain at most {_MAX_CLASSES}"
-        )
+
+
+def _find_inputs(names: Sequence[str], out: Path) -> dict[Path, Path]:
+    """Return the files to process, keyed by the path of their output files, without suffix and relative to `out`.
+
+    A name is a file, a folder (which stands for all images and videos in it and its subfolders), or a pattern.
+
+    Raises:
+        DataError: a name matches no file, `out` contains a folder, or two files would have the same output files.
+    """
+    inputs: dict[Path, Path] = {}
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            root, files = path, sorted(path.rglob("*"))
+        elif glob.has_magic(name) and not path.exists():
+            root = next(folder for folder in path.parents if not glob.has_magic(str(folder)))
+            files = [Path(p) for p in sorted(glob.glob(name, recursive=True))]  # noqa: PTH207  (absolute patterns)
+        else:
+            root, files = path.parent, [path]
+        selected = [p for p in files if p == path or (p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file())]
+        selected = [p for p in selected if out.resolve() not in p.resolve().parents and not _is_prediction(p)]
+        if not selected:
+            raise DataError(f"{name} matches no image or video, or only results of `predict`; check the path")
+        for file in selected:
+            stem = file.relative_to(root).with_suffix("")
+            if (first := inputs.setdefault(stem, file)) != file:
+                raise DataError(
+                    f"{first} and {file} have the same output files; use different `--out` folders for them"
+                )
+    return inputs
+
+
+def _is_prediction(path: Path) -> bool:
+    """Return whether `predict` wrote this file, in an earlier call with another output folder."""
+    is_named = path.stem.endswith(("_mask", "_overlay")) or path.parent.name.endswith("_mask")
+    return is_named and any((folder / _TABLE).is_file() for folder in path.parents)
 
 
 class _Job:
-    """Predicts masks for a list of files, and collects the results.
+    """Predicts masks for files, and collects the results. With `quiet`, it prints JSON at the end instead of text."""
 
-    Args:
-        quiet: whether to print JSON at the end instead of text.
-    """
-
-    def __init__(self, trained: TrainedModel, out: Path, max_pixels: int, every: int, quiet: bool) -> None:
-        self.trained, self.out, self.max_pixels, self.every, self.quiet = (
-            trained,
-            out,
-            max_pixels,
-            every,
-            quiet,
-        )
+    def __init__(self, trained: TrainedModel, out: Path, every: int, quiet: bool) -> None:
+        self.trained, self.out, self.every, self.quiet = trained, out, every, quiet
         self.palette = trained.palette or ()
-        self.predict = _predictor(trained.model, trained.transforms)
         self.counts: dict[str, NDArray[np.int64]] = {}
         self.written: dict[str, list[str]] = {}
         self.failed: dict[str, str] = {}
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line, unless `--json` is set."""
         if not self.quiet:
             print(printable(text), flush=True)
 
-    def process(self, item: Input) -> None:
+    def process(self, path: Path, stem: Path) -> None:
         """Write the results for one file. If the file cannot be processed, or memory runs out, store the error."""
-        name, stem = str(item.path), self.out / item.stem
         stem.parent.mkdir(parents=True, exist_ok=True)
         try:
-            written = self._video(item.path, stem) if item.is_video else self._picture(item.path, stem)
-        except BaseException as error:
-            self.counts.pop(name, None)  # a video may fail after some of its frames were counted
+            is_video = path.suffix.lower() in _VIDEOS
+            written = self._video(path, stem) if is_video else self._picture(path, stem)
+        except Exception as error:
+            self.counts.pop(str(path), None)  # a video may fail after some of its frames were counted
             if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
                 raise
-            self.failed[name] = _reason(item.path, error)
+            own = isinstance(error, SlipstreamError)
+            self.failed[str(path)] = str(error) if own else f"'{path}': out of memory; reduce its size"
             return
-        self.written[name] = [str(path) for path in written]
-        self.say(f"{name} -> {', '.join(self.written[name])}")
+        self.written[str(path)] = [str(file) for file in written]
+        self.log(f"{path} -> {', '.join(self.written[str(path)])}")
 
     def finish(self) -> None:
         """Write the class statistics, then print the statistics and the errors."""
-        table = io.StringIO()
+        table, classes = io.StringIO(), self.trained.classes
         writer = csv.writer(table, lineterminator="\n")
-        writer.writerow(["file", *self.trained.classes])
-        for name, counts in self.counts.items():
-            writer.writerow([name, *(f"{share:.6f}" for share in _shares(counts))])
-        write_text(self.out / TABLE, table.getvalue(), "surrogateescape")
+        writer.writerow(["file", *classes])
+        writer.writerows([name, *(f"{x:.6f}" for x in _shares(n))] for name, n in self.counts.items())
+        write_text(self.out / _TABLE, table.getvalue(), "surrogateescape")
         if self.quiet:
-            print(json.dumps(self._results(), indent=1))
+            shares = {name: dict(zip(classes, _shares(n), strict=True)) for name, n in self.counts.items()}
+            files = [
+                {"file": name, "written": written, "classes": shares[name]}
+                for name, written in self.written.items()
+            ]
+            failed = [{"file": name, "error": error} for name, error in self.failed.items()]
+            print(
+                json.dumps({"checkpoint": str(self.trained.path), "files": files, "failed": failed}, indent=1)
+            )
         elif self.counts:
             total = _shares(np.sum(list(self.counts.values()), axis=0))
-            num_files = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
-            rows = zip(self.trained.classes, total, num_files, strict=True)
+            found = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
+            rows = zip(classes, total, found, strict=True)
             cells = [(name, f"{share:.2%}", f"{files} of {len(self.counts)}") for name, share, files in rows]
-            header = ("class", "share of pixels", "found in")
-            print_table(header, cells, 60, right=header[1:])
-            print(f"Shares per file: {self.out / TABLE}")
+            print_table(("class", "pixels", "found in"), cells, 60, right=("pixels", "found in"))
+            print(f"Shares per file: {self.out / _TABLE}")
         for message in self.failed.values():
             print(printable(f"slipstream: error: {message}"), file=sys.stderr)
 
     def _picture(self, path: Path, stem: Path) -> list[Path]:
-        mask, blended = self._segment(path, read_image(path, self.max_pixels))
+        mask, blended = self._segment(path, read_image(path))
         files = [Path(f"{stem}_mask.png"), Path(f"{stem}_overlay.png")]
         self._save_mask(mask, files[0])
         _save(Image.fromarray(blended), files[1])
@@ -157,23 +189,31 @@ class _Job:
     def _video(self, path: Path, stem: Path) -> list[Path]:
         """Write one mask file per frame, and a video of overlays. A compressed video would not preserve class ids."""
         files = [Path(f"{stem}_mask"), Path(f"{stem}_overlay.mp4")]
-        index = -1
         with ExitStack() as stack:
             write = None
-            for index, image in frames(path, self.every):
+            for index, image, rate in _frames(path, self.every):
                 if write is None:
                     files[0].mkdir(parents=True, exist_ok=True)
-                    write = stack.enter_context(video_writer(files[1], frame_rate(path) / self.every))
+                    write = stack.enter_context(_video_writer(files[1], rate / self.every))
                 mask, blended = self._segment(path, image)
                 self._save_mask(mask, files[0] / f"{index:06d}.png")
                 write(blended)
-        if index < 0:
+        if write is None:
             raise DataError(f"cannot read '{path}': the video has no frames; remove it from the arguments")
         return files
 
+    @torch.no_grad()
     def _segment(self, path: Path, image: RGB) -> tuple[Mask, RGB]:
         """Return the mask and the overlay of an image, and add its pixels to the counts."""
-        mask = self.predict(image)
+        prepared = prepare_image(image, self.trained.transforms)
+        batch = {key: value[None] for key, value in prepared.sample.items()}
+        preds = self.trained.model.val_step(batch)["preds"]
+        if preds.ndim != 3:
+            shape = tuple(preds.shape)
+            raise ModelError(
+                f"the predictions must be class ids of shape (N, H, W), but their shape is {shape}"
+            )
+        mask: Mask = prepared.resize_to_image(preds[0]).to(torch.uint8).numpy()
         blended = overlay(image, mask, self.palette)  # also checks the class ids
         counts = np.bincount(mask.ravel(), minlength=len(self.palette))
         self.counts[str(path)] = self.counts.get(str(path), np.zeros_like(counts)) + counts
@@ -185,53 +225,51 @@ class _Job:
         picture.putpalette(np.asarray(self.palette, np.uint8).tobytes())
         _save(picture, path)
 
-    def _results(self) -> Mapping[str, Any]:
-        def shares(counts: NDArray[np.int64]) -> Mapping[str, float]:
-            return dict(zip(self.trained.classes, map(float, _shares(counts)), strict=True))
 
-        return {
-            "checkpoint": str(self.trained.path),
-            "files": [
-                {"file": name, "written": written, "classes": shares(self.counts[name])}
-                for name, written in self.written.items()
-            ],
-            "failed": [{"file": name, "error": error} for name, error in self.failed.items()],
-        }
-
-
-def _predictor(model: Any, transforms: Sequence[Any]) -> Callable[[NDArray[np.uint8]], Mask]:
-    """Return a function that predicts the class of each pixel of an image, using the validation transforms."""
-
-    @torch.no_grad()
-    def predict(image: NDArray[np.uint8]) -> Mask:
-        prepared = prepare_image(image, transforms)
-        preds = model.val_step({key: value[None] for key, value in prepared.sample.items()})["preds"]
-        if preds.ndim != 3:
-            raise ModelError(
-                f"the predictions must be class ids of shape (N, H, W), but their shape is {tuple(preds.shape)}; "
-                "`slipstream predict` requires a segmentation checkpoint"
-            )
-        mask: Mask = prepared.resize_to_image(preds[0]).to(torch.uint8).numpy()
-        return mask
-
-    return predict
-
-
-def _reason(path: Path, error: BaseException) -> str:
-    """Return the message for a file that could not be processed."""
-    if isinstance(error, SlipstreamError):
-        return " ".join([str(error), *getattr(error, "__notes__", ())])
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return (
-        f"cannot segment '{path}': out of memory ({first}); reduce the image size, or use a different machine"
-    )
-
-
-def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = counts / max(counts.sum(), 1)
+def _shares(counts: NDArray[np.int64]) -> list[float]:
+    shares: list[float] = (counts / max(counts.sum(), 1)).tolist()
     return shares
 
 
 def _save(picture: Image.Image, path: Path) -> None:
     with atomic_write(path) as temporary:
         picture.save(temporary, "PNG")
+
+
+def _frames(path: Path, every: int) -> Iterator[tuple[int, RGB, Fraction]]:
+    """Yield the index and pixels, uint8 (H, W, 3), of every `every`-th frame of a video, and its frame rate."""
+    with extra("video"):
+        import av
+
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            rate = Fraction(stream.average_rate or 25)
+            for index, frame in enumerate(container.decode(stream)):
+                if index % every == 0:
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+                    yield index, np.ascontiguousarray(pixels), rate
+    except (av.FFmpegError, OSError, IndexError) as error:  # IndexError: the file contains no video
+        raise DataError(f"cannot read '{path}': {error}") from error
+
+
+@contextmanager
+def _video_writer(path: Path, rate: Fraction) -> Iterator[Callable[[RGB], None]]:
+    """Yield a function that appends a frame, uint8 (H, W, 3), to a new MP4 video. The file is written atomically."""
+    import av
+
+    with atomic_write(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        stream: Any = container.add_stream(codec, rate=rate)
+        stream.pix_fmt = "yuv420p"
+
+        def write(frame: RGB) -> None:
+            height, width = frame.shape[:2]
+            # The codec requires an even height and width.
+            frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
+            if not stream.codec_context.is_open:  # the first frame determines the size of the video
+                stream.height, stream.width = frame.shape[:2]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+
+        yield write
+        container.mux(stream.encode())

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ __all__ = [
     "enter_process",
     "first_failure",
     "in_launch",
+    "interrupt_on_sigterm",
     "launch",
     "needs_launch",
     "restarted_with_progress",
@@ -266,3 +268,19 @@ def _progress(work_dir: str) -> str:
     """Return a string that changes whenever a checkpoint is written."""
     pointer = Path(work_dir) / "last_checkpoint"
     return str(pointer.stat().st_mtime_ns) if pointer.is_file() else ""
+
+
+@contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the `with` block on SIGTERM, as on Ctrl-C.
+
+    Processes started in the block are then terminated, and partial results are kept.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

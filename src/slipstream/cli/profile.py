@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
-import json
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+import warnings
+from collections import Counter
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.child import interrupt_on_sigterm
+import torch
+from torch.profiler import profile, schedule
+
 from slipstream.cli.configure import configure
+from slipstream.cli.processes import interrupt_on_sigterm
+from slipstream.devices import default_device
 from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
+from slipstream.tune.jobs import keep_training_only
 
 if TYPE_CHECKING:
-    from torch.profiler import profile
-
-    from slipstream.cli.profiling import StepProfiler
-    from slipstream.config import Config
+    from slipstream.runner import Runner
 
 __all__ = ["prepare_output_folder", "run"]
 
@@ -29,30 +30,39 @@ _MAX_OPERATIONS = 15
 
 
 def run(args: argparse.Namespace) -> int:
-    """Profile the steps, write the trace and the memory timeline, and print a summary.
+    """Profile the steps, write the trace, and print a summary.
 
     Raises:
         ConfigError: the configuration sets a launcher, the output folder is not writable, or training ends before all
             steps have run.
     """
-    from slipstream.cli.profiling import StepProfiler
-    from slipstream.devices import default_device
+    from slipstream.runner import Runner
+    from slipstream.training.config_paths import at_user_paths
 
     cfg = configure(args)
     if cfg.get("launcher", "none") != "none":
         raise ConfigError("only a single process can be profiled; set launcher=none", "launcher")
     out = prepare_output_folder(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
-    hook = StepProfiler(args.warmup, args.steps, args.stacks, default_device())
-    _train(cfg, hook)
-    if hook.profile is None:
+    hook = _StepProfiler(args.warmup, args.steps, args.stacks)
+    with (
+        interrupt_on_sigterm(),
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        at_user_paths(cfg),
+    ):
+        keep_training_only(cfg, folder)  # only the profile is kept
+        runner = Runner.from_cfg(cfg)
+        runner.register_hook(hook)
+        with suppress(_FinishedError):
+            runner.train()
+    if hook.done < hook.needed:
         raise ConfigError(
             f"training ended after {hook.done} of {hook.needed} steps ({args.warmup} for warm-up, {args.steps} timed, "
-            f"1 to start the profiler, and {args.steps} recorded). Reduce `--steps` or `--warmup`, or train for longer"
+            f"1 to start the profiler, and {args.steps} recorded); reduce `--steps` or `--warmup`"
         )
-    events = _write_trace(hook.profile, out / "trace.json.gz")
-    print(_summary(hook, args.steps))
-    print(_memory(events, out / "memory.csv"))
-    print(f"Trace: {out / 'trace.json.gz'} (open it in https://ui.perfetto.dev or chrome://tracing)")
+    trace = out / "trace.json.gz"
+    hook.profile.export_chrome_trace(str(trace))
+    print(hook.summary())
+    print(f"Trace: {trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
     return 0
 
 
@@ -64,110 +74,91 @@ def prepare_output_folder(out: Path) -> Path:
             return out
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the folder '{out}': {error.strerror or error}; choose a different folder",
-            "--out",
+            f"cannot write to the folder '{out}': {error.strerror or error}", "--out"
         ) from error
 
 
-def _train(cfg: Config, hook: StepProfiler) -> None:
-    """Train without validation, checkpoints, reports or trackers until the hook has recorded its steps."""
-    from slipstream.cli.profiling import Finished
-    from slipstream.runner import Runner
-    from slipstream.training.config_paths import at_user_paths
-    from slipstream.tune.measured_config import keep_training_only
-
-    with (
-        interrupt_on_sigterm(),
-        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
-        at_user_paths(cfg),
-    ):
-        keep_training_only(cfg, folder)  # only the profile is kept
-        runner = Runner.from_cfg(cfg)
-        runner.register_hook(hook)
-        with suppress(Finished):
-            runner.train()
+class _FinishedError(Exception):
+    """Raised to end training after the last recorded step."""
 
 
-def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:
-    """Write the trace and return its events."""
-    from slipstream.files import atomic_write
+class _StepProfiler(Hook):
+    """Times steps without the profiler, then records steps with the profiler, and ends training."""
 
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        plain = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(plain))
-        with (
-            atomic_write(path) as temporary,
-            plain.open("rb") as source,
-            gzip.open(temporary, "wb") as target,
-        ):
-            shutil.copyfileobj(source, target)
-        events: list[dict[str, Any]] = json.loads(plain.read_text(encoding="utf-8"))["traceEvents"]
-    return events
+    priority = "LOWEST"
+    reads_phases = True
 
-
-def _summary(hook: StepProfiler, steps: int) -> str:
-    """Return a summary of the step time, the wait for data, the slowest operations and the synchronizations."""
-    per_step = hook.seconds / steps
-    lines = [
-        f"Step: {per_step * 1e3:.1f} ms, {hook.samples / hook.seconds:.1f} samples/s "
-        f"(mean of {_step_count(steps)} without the profiler)",
-        f"Waiting for data: {hook.wait_seconds / hook.seconds:.1%} of this time "
-        f"({hook.wait_seconds / steps * 1e3:.2f} ms per step)",
-        "",
-        *_operations(hook.profile, steps),
-        "",
-    ]
-    synchronizations = hook.synchronizations
-    if synchronizations.problem:
-        return "\n".join([*lines, f"Host-device synchronizations: {synchronizations.problem}"])
-    total = sum(synchronizations.lines.values())
-    lines.append(f"Host-device synchronizations in {_step_count(steps)}: {total or 'none'}")
-    return "\n".join(
-        [*lines, *(f"  {count:4}x {line}" for line, count in synchronizations.lines.most_common())]
-    )
-
-
-def _step_count(steps: int) -> str:
-    return f"{steps} step{'s' * (steps != 1)}"
-
-
-def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
-    """Yield a table of the slowest operations, line by line. An operation's time excludes the operations it calls."""
-    assert recorded is not None
-    rows = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
-    on_device = any(event.self_device_time_total for event in rows)
-    name = "self_device_time_total" if on_device else "self_cpu_time_total"
-    rows.sort(key=lambda event: getattr(event, name), reverse=True)
-    total = sum(getattr(event, name) for event in rows) or 1
-    yield f"{'slowest operations (' + ('device' if on_device else 'CPU') + ' time)':50} ms/step  share  calls/step"
-    for event in rows[:_MAX_OPERATIONS]:
-        time = getattr(event, name)
-        yield f"  {event.key[:47]:48} {time / steps / 1e3:7.2f} {time / total:6.1%} {event.count / steps:11.1f}"
-
-
-def _memory(events: list[dict[str, Any]], path: Path) -> str:
-    """Write the allocated memory over time to a CSV file, and return a summary."""
-    from slipstream.files import atomic_write
-
-    rows = [
-        (
-            event["ts"],
-            event["args"]["Device Type"],
-            event["args"]["Device Id"],
-            event["args"]["Total Allocated"],
+    def __init__(self, warmup: int, steps: int, stacks: bool) -> None:
+        self.profile = profile(
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+            record_shapes=True,
+            profile_memory=True,
+            with_stack=stacks,
+            acc_events=True,
         )
-        for event in events
-        if event.get("name") == "[memory]" and event["args"].get("Total Allocated") is not None
-    ]
-    devices = [row for row in rows if row[1] != 0] or rows  # type 0 is the CPU
-    if not devices:
-        return "Memory: this device does not report allocations to the profiler"
-    start = min(row[0] for row in rows)
-    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["milliseconds", "device_type", "device_id", "allocated_bytes"])
-        writer.writerows([f"{(row[0] - start) / 1e3:.3f}", *row[1:]] for row in sorted(rows))
-    allocated = [row[3] for row in devices]
-    label = "device memory" if devices[0][1] != 0 else "CPU tensors allocated since recording started"
-    low, high = min(allocated) / 2**20, max(allocated) / 2**20
-    return f"Memory ({label}): {low:,.1f} to {high:,.1f} MiB; over time: {path}"
+        self.needed = warmup + 2 * steps + 1
+        self.done = 0
+        """Number of finished steps."""
+        self._warmup, self._steps, self._device = warmup, steps, default_device()
+        self._seconds = self._wait_seconds = 0.0
+        self._samples = 0
+        self._exit = ExitStack()
+        self._warnings: list[Any] = []
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Start and stop timing and recording, and end training after the last step."""
+        self.done += 1
+        if self._warmup < self.done <= self._warmup + self._steps:
+            self._samples += runner.train_loop.step_samples
+        if self.done == self._warmup + self._steps:
+            self._synchronize()
+            self._seconds += perf_counter()
+            self._wait_seconds += runner.phases.total("data")
+            self.profile.start()
+            self._warnings = self._exit.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            self._set_sync_warnings("warn")
+        elif self.done > self._warmup + self._steps:
+            self.profile.step()
+        if self.done == self.needed:
+            self.after_train(runner)
+            raise _FinishedError
+        if self.done == self._warmup:
+            self._synchronize()
+            self._seconds, self._wait_seconds = -perf_counter(), -runner.phases.total("data")
+
+    def after_train(self, runner: Runner) -> None:
+        """Stop recording."""
+        if self.done >= self._warmup + self._steps:
+            self._set_sync_warnings("default")
+            self._exit.close()
+            self.profile.stop()
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def _set_sync_warnings(self, mode: str) -> None:
+        """Set whether torch warns about calls that wait for the device (CUDA only)."""
+        if self._device.type == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def summary(self) -> str:
+        """Return the step time, the wait for data, the slowest operations and the synchronizations."""
+        rows = self.profile.key_averages()
+        name = "self_device_time_total" if self._device.type != "cpu" else "self_cpu_time_total"
+        table = rows.table(sort_by=name, row_limit=_MAX_OPERATIONS, max_name_column_width=50)
+        lines = [
+            f"Step: {self._seconds / self._steps * 1e3:.1f} ms, {self._samples / self._seconds:.1f} samples/s "
+            f"(mean of {self._steps} steps without the profiler)",
+            f"Waiting for data: {self._wait_seconds / self._seconds:.1%} of this time",
+            table,
+        ]
+        if self._device.type == "cuda":
+            found = [item for item in self._warnings if "called a synchronizing" in str(item.message)]
+            counts = Counter(f"{item.filename}:{item.lineno}" for item in found)
+            lines.append(f"Host-device synchronizations in {self._steps} steps: {len(found)}")
+            lines += [f"  {count:4}x {line}" for line, count in counts.most_common()]
+        return "\n".join(lines)

@@ -1,43 +1,38 @@
-"""`slipstream recipes`: list the recipes or show one recipe."""
+"""`slipstream recipes` lists the recipes or shows one, and `slipstream new` writes a starter project."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
 
 from slipstream.config import Config
 from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
+from slipstream.files import write_text
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
 
-__all__ = ["run"]
+__all__ = ["new", "run"]
 
 _SUPERGRADIENTS = "With SuperGradients' names and keys (docs/from_supergradients.md)"
+_STARTER_FILES = ("recipe.py", "shapes.py", "README.md")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the name and description of each recipe or the values of one recipe."""
+    """Print the name and description of each recipe, or the values of one recipe."""
     if args.action == "show":
         return _show(args)
     descriptions = recipes(args.config_dir)
     if args.json:
         print(json.dumps(descriptions, indent=1))
         return 0
-    _print_list(descriptions, args.config_dir)
-    return 0
-
-
-def _print_list(descriptions: Mapping[str, str], config_dir: str | None) -> None:
-    """Print the recipes with the Runner's keys, followed by those with SuperGradients' keys."""
     width = max(map(len, descriptions))
-    composed = {name for name in descriptions if _is_composed(name, config_dir)}
-    for selected in (descriptions.keys() - composed, composed):
-        if selected is composed and composed:
-            print(f"\n{_SUPERGRADIENTS}:")
-        for name, purpose in descriptions.items():
-            if name in selected:
-                print(f"{name:{width}}  {purpose}")
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for name, purpose in descriptions.items():
+        lines[_is_composed(name, args.config_dir)].append(f"{name:{width}}  {purpose}")
+    print("\n".join([*lines[False], *(["", f"{_SUPERGRADIENTS}:", *lines[True]] if lines[True] else [])]))
+    return 0
 
 
 def _is_composed(name: str, config_dir: str | None) -> bool:
@@ -60,4 +55,27 @@ def _show(args: argparse.Namespace) -> int:
     text = to_text(cfg.redacted(), ".json" if args.json else ".yaml")
     header = f"# {path}\n" + (f"# {_SUPERGRADIENTS}\n" if composed else "")
     print(text if args.json else header + text, end="" if text.endswith("\n") else "\n")
+    return 0
+
+
+def new(args: argparse.Namespace) -> int:
+    """Write a recipe, its dataset and a README. The recipe can be used for training without changes.
+
+    Raises:
+        ConfigError: the folder cannot be created, or is not empty.
+    """
+    folder = Path(args.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"the folder '{folder}' is not empty; choose a different folder")
+        for name in _STARTER_FILES:
+            source = files("slipstream.cli") / "starter" / name
+            write_text(folder / name, source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to '{folder}': {error.strerror}; choose a different folder"
+        ) from error
+    print(f"Written: {', '.join(str(folder / name) for name in _STARTER_FILES)}")
+    print(f"To train: cd {folder} && slipstream train recipe.py")
     return 0

@@ -1,4 +1,4 @@
-"""`slipstream runs`: list the runs in a folder."""
+"""`slipstream runs` lists the runs in a folder, and `slipstream report` writes the report of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.tables import print_table, printable
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.typecheck import is_real
 
 if TYPE_CHECKING:
     from slipstream.report.files import RunRow
 
-__all__ = ["run"]
+__all__ = ["report", "run"]
 
 _MAX_METRICS = 3
 """Maximum number of metrics shown as columns."""
@@ -63,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_keys(rows: Sequence[RunRow], keys: dict[str, Any]) -> None:
-    from slipstream.errors import ConfigError, did_you_mean
     from slipstream.report.record import VALUES
 
     records = [row.record for row in rows if row.record is not None]
@@ -124,3 +124,26 @@ def _format(value: Any) -> str:
     if value is None:
         return "–"
     return number(value) if isinstance(value, float) else printable(str(value))
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the report, and print the path of the page."""
+    from slipstream.report import read_run, run_folder, write_report
+    from slipstream.report.page import page
+
+    if len(args.runs) > 1:
+        raise ConfigError(
+            "one report shows one run; compare runs with TensorBoard (docs/report.md) or slipstream runs"
+        )
+    folder = run_folder(Path(args.runs[0]))
+    try:
+        record = read_run(folder)
+        if args.out is None:
+            path = write_report(record, folder)
+        else:
+            path = Path(args.out)
+            path.write_text(page(record, folder), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot write the report ({error}); choose a file with --out") from error
+    print(printable(f"Wrote {path}"))
+    return 0

@@ -1,4 +1,4 @@
-"""`slipstream train`: train a model with a recipe or a configuration file."""
+"""`slipstream train` and `slipstream val`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.configure import read_config
+from slipstream.cli.configure import configure, read_config
 from slipstream.cli.processes import launch, needs_launch, restarted_with_progress
 
 if TYPE_CHECKING:
@@ -16,15 +16,11 @@ if TYPE_CHECKING:
     from slipstream.logging import MessageHub
     from slipstream.runner import Runner
 
-__all__ = ["run", "summary"]
+__all__ = ["run", "summary", "validate"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print a summary. With `--sweep` or `--multirun`, train several times."""
-    if args.sweep or args.multirun:
-        from slipstream.cli.sweep import sweep
-
-        return sweep(args)
+    """Train, and print a summary."""
     from slipstream.training.config_paths import at_user_paths
 
     cfg, gpus = read_config(args)
@@ -34,19 +30,38 @@ def run(args: argparse.Namespace) -> int:
         args.nproc = str(count)
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
-    if args.result and cfg.get("resume"):
-        from slipstream.cli.sweep import check_length
-
-        check_length(cfg)
     with at_user_paths(cfg):
         runner = _runner_class().from_cfg(cfg)
         runner.train()
     if runner.rank == 0:
-        if args.result:
-            from slipstream.cli.sweep import write_result
-
-            write_result(args.result, runner)
         print(summary(runner))
+    return 0
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Validate a checkpoint, and print the metrics."""
+    from slipstream.checkpoint import find_latest_checkpoint
+    from slipstream.errors import CheckpointError
+    from slipstream.model import unwrap_model
+    from slipstream.runner import Runner
+    from slipstream.training.config_paths import at_user_paths
+    from slipstream.training.recipe import has_full_checkpoint
+
+    cfg = configure(args)
+    checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
+    if checkpoint is None and not has_full_checkpoint(cfg):
+        raise CheckpointError(f"no checkpoint found in {cfg.work_dir}; train first or set `--checkpoint`")
+    if needs_launch(args):
+        return launch(args, cfg.work_dir)
+    cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
+    with at_user_paths(cfg):
+        runner = Runner.from_cfg(cfg)
+        if checkpoint is None:  # use the pretrained weights that checkpoint_params specifies
+            model: Any = unwrap_model(runner.model)
+            model.init_weights()
+        metrics = runner.val()
+    if runner.rank == 0:
+        print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return 0
 
 
@@ -94,7 +109,7 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
 
 
 def summary(runner: Runner) -> str:
-    """Return one line with the last and best metrics, the speed, and the paths of checkpoints, plots and logs."""
+    """Return one line with the last and best metrics, the speed, and the folder."""
     hub, folder = runner.message_hub, Path(runner.work_dir)
     metrics = [
         _with_best(name.removeprefix("val/"), history.current(), hub)
@@ -112,13 +127,7 @@ def summary(runner: Runner) -> str:
 
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
-    last = _format(value)
-    # CheckpointHook sets this value if it selects the best checkpoint by this metric.
-    score = hub.get_info(f"best_score/{name}")
-    best = last if score is None else _format(score)
-    return f"{name} {last}" if best == last else f"{name} {last} (best {best})"
-
-
-def _format(value: float) -> str:
     # A value below 1 is probably a fraction, which requires more decimals than a percentage.
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"
+    last, score = f"{value:.{4 if abs(value) < 1 else 2}f}", hub.get_info(f"best_score/{name}")
+    best = last if score is None else f"{score:.{4 if abs(score) < 1 else 2}f}"
+    return f"{name} {last}" if best == last else f"{name} {last} (best {best})"

@@ -24,7 +24,7 @@ from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.config.placeholders import has_references
 from slipstream.dataset.prediction import validation_transforms
-from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError, UnknownNameError
+from slipstream.errors import CheckpointError, ModelError, SlipstreamError, UnknownNameError
 from slipstream.model import Classifier, Segmentor
 from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.builders import build_model
@@ -80,22 +80,19 @@ def load_trained(path: Path, config: str | None, trust: bool, device: torch.devi
     checkpoint = load_checkpoint(path)
     meta = checkpoint.get("meta") or {}
     check(meta, DESCRIPTION, path, "meta")
-    cfg = load_config(config, trust=trust).cfg if config else _own_config(meta, path)
+    cfg = load_config(config, trust=trust).cfg if config else Config(stored_config(meta))
+    if "model" not in cfg:
+        raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
     try:
         model = _model(cfg).to(device).eval()
         configs = validation_transforms(cfg) or []
         with add_config_path(cfg, "val_dataloader.dataset.transforms"):
             transforms = [TRANSFORMS.build(config) for config in configs]
     except SlipstreamError as error:
-        if config is None and has_references(cfg):
+        if config is None and (isinstance(error, UnknownNameError) or has_references(cfg)):
             raise CheckpointError(
-                f"{path}: {error}. The stored configuration refers to environment variables ({{{{ $NAME }}}}), which "
-                "are not read for stored configurations; set `--config` to the configuration file"
-            ) from error
-        if config is None and isinstance(error, UnknownNameError):
-            raise CheckpointError(
-                f"{path}: {error}. Modules with your own classes are not imported for stored configurations; set "
-                "`--config` to the configuration file"
+                f"{path}: {error}. For a stored configuration, no modules are imported and no environment variables "
+                "are read; set `--config` to the configuration file"
             ) from error
         raise
     weights = weights_in(checkpoint, path)
@@ -147,29 +144,15 @@ def _newest_run() -> Path:
     return pointers[-1].parent
 
 
-def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
-    """Return the configuration in a checkpoint; see `stored_config`."""
-    try:
-        cfg = Config(stored_config(meta))
-    except ConfigError:  # a reserved key
-        cfg = Config({})
-    if "model" not in cfg:
-        raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
-    return cfg
-
-
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
     details = []
-    hub = checkpoint.get("message_hub")
-    info = hub.get("runtime_info") if isinstance(hub, Mapping) else None
-    values = info if isinstance(info, Mapping) else {}
-    for key, value in values.items():
+    info = (checkpoint.get("message_hub") or {}).get("runtime_info") or {}
+    for key, value in info.items():
         metric = str(key).removeprefix("best_score/")
-        is_best = metric != key and Path(str(values.get(f"best_ckpt/{metric}"))).name == path.name
+        is_best = metric != key and Path(str(info.get(f"best_ckpt/{metric}"))).name == path.name
         if is_best and isinstance(value, int | float):
             details.append(f"best {metric}: {value:.4g}")
-    meta = checkpoint.get("meta")
-    if isinstance(meta, Mapping) and isinstance(epoch := meta.get("epoch"), int):
+    if (epoch := (checkpoint.get("meta") or {}).get("epoch")) is not None:
         details.append(f"epoch {epoch}")
     if "ema_state_dict" in checkpoint or step_average(checkpoint, path):
         details.append("average of the weights")

@@ -1,4 +1,4 @@
-"""`slipstream tune`: find the fastest options for a run by measuring them."""
+"""`slipstream tune`: find the fastest options, a batch size or a learning rate by measuring them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.child import interrupt_on_sigterm
 from slipstream.cli.configure import configure
-from slipstream.cli.processes import launch, needs_launch
+from slipstream.cli.processes import interrupt_on_sigterm, launch, needs_launch
 from slipstream.errors import ConfigError
 from slipstream.recipes import find_recipe
 
@@ -26,36 +25,27 @@ def run(args: argparse.Namespace) -> int:
 
     Return 130 if Ctrl-C or SIGTERM stopped the search.
     """
-    start: float = args.start
-    from slipstream.tune.api import parse_budget
+    from slipstream.tune.api import config_job, parse_budget, tune_config
+    from slipstream.tune.lr_range import sweep_lr
 
-    out = Path(args.out)
-    if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"must be the path of a .yaml file, not '{out}'", "--out")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"the folder '{out.absolute().parent}' does not exist; create it first", "--out")
-    seconds = parse_budget(args.budget)
-    if args.find == "batch_size" and out != Path("tuned.yaml"):
-        raise ConfigError(
-            "is not used with `--find batch_size`, which only prints its result; remove it", "--out"
-        )
+    out, seconds = Path(args.out), parse_budget(args.budget)
+    if out.suffix not in (".yaml", ".yml") or not out.absolute().parent.is_dir():
+        raise ConfigError(f"must be a .yaml file in an existing folder, not '{out}'", "--out")
     if args.find != "batch_size" and (args.nproc is not None or args.launcher not in (None, "none")):
         raise ConfigError("requires `--find batch_size`", "--nproc" if args.nproc else "--launcher")
     cfg = configure(args)
     if needs_launch(args):
         return launch(args, cfg.work_dir)
     with interrupt_on_sigterm():
-        if args.find is not None:
-            return _find(args, cfg, seconds, start)
-        return _tune(args, cfg, seconds, out, start)
-
-
-def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, start: float) -> int:
-    from slipstream.tune import tune_config
-
-    names = None if args.options is None else [name for name in args.options.split(",") if name]
-    name = find_recipe(args.config, args.config_dir).stem
-    result = tune_config(cfg, seconds, names, name, cache=not args.no_cache, report=_print_row, start=start)
+        if args.find == "batch_size":
+            return _find_batch_size(args, cfg, seconds)
+        if args.find == "lr":
+            lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds, args.start)
+            print(lr_range)
+            print(f"Written: {lr_range.plot(out.with_name('lr_range.png'))}")
+            return 0
+        name = find_recipe(args.config, args.config_dir).stem
+        result = tune_config(cfg, seconds, args.options, name, _print_row, args.start)
     print(result)
     result.save(out)
     print(f"Written: {out} and {out.with_suffix('.json')}")
@@ -65,21 +55,7 @@ def _tune(args: argparse.Namespace, cfg: Config, seconds: float, out: Path, star
     return 130 if result.outcome.stopped == "interrupted" else 0
 
 
-def _find(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -> int:
-    from slipstream.extras import is_installed
-    from slipstream.tune.api import config_job
-    from slipstream.tune.lr_range import sweep_lr
-
-    if args.find == "batch_size":
-        return _find_batch_size(args, cfg, seconds, start)
-    lr_range = sweep_lr(config_job(cfg), 1e-7, 1.0, 100, seconds, start)
-    print(lr_range)
-    if is_installed("matplotlib"):
-        print(f"Written: {lr_range.plot(Path(args.out).with_name('lr_range.png'))}")
-    return 0
-
-
-def _find_batch_size(args: argparse.Namespace, cfg: Config, seconds: float, start: float) -> int:
+def _find_batch_size(args: argparse.Namespace, cfg: Config, seconds: float) -> int:
     from slipstream.config import options
     from slipstream.dist import infer_launcher, is_main_process
     from slipstream.runner.environment import EnvOptions, setup_env
@@ -89,24 +65,19 @@ def _find_batch_size(args: argparse.Namespace, cfg: Config, seconds: float, star
     # A launcher in the configuration applies only if it started this process.
     launcher = args.launcher or (infer_launcher() if cfg.get("launcher") == infer_launcher() else "none")
     setup_env(launcher, options(EnvOptions, cfg.get("env_cfg"), "env_cfg"))
-    job, report = config_job(cfg), _print_size if is_main_process() else lambda row: None
-    sizes = search_batch_sizes(job, args.max_batch_size, seconds, report, start)
+    report = _print_size if is_main_process() else lambda row: None
+    sizes = search_batch_sizes(config_job(cfg), args.max_batch_size, seconds, report, args.start)
     if is_main_process():
         print(sizes)
     return 130 if sizes.stopped == "interrupted" else 0
 
 
 def _print_row(row: Row) -> None:
-    ratio = ""
-    if row.estimate:
-        low, high = row.estimate.low, row.estimate.high
-        ratio = f"{row.estimate.ratio:.2f} times as fast as {row.reference} ({low:.2f} to {high:.2f}), "
+    ratio = "" if row.estimate is None else f"{row.estimate.ratio:.2f} times as fast as {row.against}, "
     print(f"{row.label}: {ratio}{row.status}{': ' + row.reason if row.reason else ''}", flush=True)
 
 
 def _print_size(row: BatchSizeRow) -> None:
     rate = "" if row.samples_per_second is None else f"{row.samples_per_second:.4g} samples/s, "
-    print(
-        f"batch size {row.batch_size}: {rate}{row.status}{': ' + row.reason if row.reason else ''}",
-        flush=True,
-    )
+    reason = f": {row.reason}" if row.reason else ""
+    print(f"batch size {row.batch_size}: {rate}{row.status}{reason}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ from slipstream.step import Step
 
 if TYPE_CHECKING:
     from slipstream.runner.user_config import LoaderArgument, OptimArgument
-    from slipstream.tune import Row, TuneResult
 
 __all__ = ["Runner"]
 
@@ -333,42 +332,6 @@ class Runner:
             self.read_logs()
             self.call_hook("after_run")
         return self.model
-
-    def tune(
-        self,
-        budget: float | str = "5m",
-        options: Iterable[str] | None = None,
-        cache: bool = True,
-        report: Callable[[Row], None] = lambda row: None,
-    ) -> TuneResult:
-        """Measure the speed options for this Runner's configuration, and return the fastest combination.
-
-        Each trial builds its own Runner in its own process. This Runner, its model and all random states are left
-        unchanged. To use the result, build a new Runner with `speed=result.speed`.
-
-        Args:
-            budget: time limit, as a number of seconds or a string such as `5m` or `1h30m`.
-            options: names of the options in `slipstream.tune.OPTIONS` to measure; None means all.
-            cache: whether to return the stored result of an identical configuration on an identical machine.
-            report: called with each row as soon as it is measured.
-
-        Raises:
-            ConfigError: the budget is too short for one trial, an argument is invalid, or this Runner is not
-                set up for training.
-            SlipstreamError: training fails with this configuration.
-        """
-        from slipstream.tune.api import tune_config
-
-        return tune_config(self._user_cfg, budget, options, self.model_name, cache, report)
-
-    def stored_tuning(self) -> TuneResult | None:
-        """Return the stored result of `tune` for this configuration and machine.
-
-        Returns None if there is no stored result, or if tuning did not adopt any option.
-        """
-        from slipstream.tune.api import stored_result
-
-        return stored_result(self._user_cfg)
 
     def val(self) -> dict[str, float]:
         """Validate the model and return the metrics. The Runner's random state does not change.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,90 +14,59 @@ from slipstream.checkpoint import get_random_state
 from slipstream.config.duration import read_duration
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError
-from slipstream.registry import default_scope
-from slipstream.speed import CFG_OPTIONS
+from slipstream.runner import Runner
 from slipstream.tune.batch_size import BatchSizeRow, BatchSizes, search_batch_sizes
-from slipstream.tune.cache import cache_file, describe_config, describe_objects, load, store
-from slipstream.tune.code import UndescribedError
 from slipstream.tune.jobs import ObjectsJob, RunnerJob, Setting
 from slipstream.tune.lr_range import LrRange, sweep_lr
 from slipstream.tune.options import OPTIONS, check_names
-from slipstream.tune.process import Job
-from slipstream.tune.rank_process import call_on_all_ranks
 from slipstream.tune.result import TuneResult
 from slipstream.tune.search import Row, Search
 
-__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "stored_result", "tune", "tune_config"]
+__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
 
-# A custom loop uses `feed` for prefetching, and cannot be rebuilt in other processes.
-_LOOP_OPTIONS = tuple(name for name in OPTIONS if name not in ("prefetch", "data_parallel"))
-_KEY_ERRORS = (UndescribedError, RecursionError)
-"""Errors raised if a description is incomplete, or too deeply nested for a cache key."""
-_MEASURED_KEYS = (
-    "model",
-    "loss_fn",
-    "data_preprocessor",
-    "train_dataloader",
-    "optim_wrapper",
-    "env_cfg",
-    "speed",
-)
-"""The arguments of a Runner that, in addition to `CFG_OPTIONS`, determine its step time."""
+# A custom loop uses `feed` for prefetching.
+_LOOP_OPTIONS = tuple(name for name in OPTIONS if name != "prefetch")
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 
 
 def tune(
-    model: nn.Module,
-    loader: Any,
-    optimizer: Optimizer,
-    loss_fn: LossFn,
+    model: nn.Module | Runner,
+    loader: Any = None,
+    optimizer: Optimizer | None = None,
+    loss_fn: LossFn | None = None,
     budget: float | str = "5m",
     options: Iterable[str] | None = None,
     speed: Any = None,
-    cache: bool = True,
     report: Callable[[Row], None] = lambda row: None,
 ) -> TuneResult:
-    """Measure the speed options for a custom training loop, and return the fastest combination.
+    """Measure the speed options for a custom training loop or a Runner, and return the fastest combination.
 
     Each trial trains in its own process, so the model, the optimizer, the loader and all random states are unchanged.
-    Pass `result.speed` to `accelerate`.
+    Pass `result.speed` to `accelerate` or to a new Runner.
 
     Args:
-        model, optimizer, loss_fn: as for `accelerate`.
+        model, optimizer, loss_fn: as for `accelerate`; or a Runner as the only positional argument.
         loader: an iterable over `(inputs, targets)` batches, which is restarted when it is exhausted.
         budget: time limit in seconds, or a string such as `5m` or `1h30m`.
         options: the names in `OPTIONS` to measure; None means all.
         speed: the options of the baseline: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
-        cache: whether to return the stored result of an earlier call with the same model, machine and versions, and to
-            store the result of this call. If False, the objects are not inspected. The cache is also bypassed if an
-            object has an attribute whose state cannot be read completely, such as a lock.
         report: called with each row as soon as it is measured.
 
     Raises:
         ConfigError: the budget is too short for one trial, or an argument is invalid.
         SlipstreamError: training with the baseline's options failed.
     """
+    if isinstance(model, Runner):
+        return tune_config(model._user_cfg, budget, options, model.model_name, report)
     names = check_names(_LOOP_OPTIONS if options is None else options)
     if "prefetch" in names:
         raise ConfigError(
             "'prefetch' requires a Runner; in your own loop, use feed(loader, prefetch=2)", "options"
         )
-    if "data_parallel" in names:
-        raise ConfigError(
-            "'data_parallel' requires a Runner's configuration; use tune_config or `slipstream tune`",
-            "options",
-        )
+    make_job, seconds = _objects_job(model, loader, optimizer, loss_fn, speed), parse_budget(budget)
     _check_one_process()
-    seconds = parse_budget(budget)
-    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
-    file = None
-    if cache:
-        with suppress(
-            *_KEY_ERRORS
-        ):  # with an incomplete key, this result could be returned for another model
-            description = [describe_objects(model, loader, optimizer, loss_fn), speed]
-            file = cache_file(description, names, seconds)
-    return _tune(make_job, speed, names, seconds, type(model).__name__, [file], report)
+    outcome = Search(make_job, speed, names, seconds, report).run()
+    return TuneResult(outcome, speed, type(model).__name__)
 
 
 def tune_config(
@@ -107,7 +74,6 @@ def tune_config(
     budget: float | str = "5m",
     options: Iterable[str] | None = None,
     name: str = "the model",
-    cache: bool = True,
     report: Callable[[Row], None] = lambda row: None,
     start: float | None = None,
 ) -> TuneResult:
@@ -115,7 +81,7 @@ def tune_config(
 
     Args:
         cfg: the configuration, whose keys are the arguments of a Runner.
-        budget, options, cache, report: as for `tune`.
+        budget, options, report: as for `tune`.
         name: name of the configuration in the summary.
         start: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
 
@@ -124,51 +90,8 @@ def tune_config(
     """
     names = check_names(OPTIONS if options is None else options)
     _check_one_process()
-    seconds = parse_budget(budget)
-    run = {key: value for key, value in cfg.items() if key not in ("work_dir", "resume", "launcher")}
-    files: list[Path | None] = [None]
-    if cache:
-        with default_scope(cfg.get("default_scope")), suppress(*_KEY_ERRORS):
-            files = [cache_file(describe_config(run), names, seconds), _newest_file(cfg)]
-    return _tune(config_job(cfg), cfg.get("speed"), names, seconds, name, files, report, start)
-
-
-def stored_result(cfg: Mapping[str, Any]) -> TuneResult | None:
-    """Return the newest stored result of `tune_config` for `cfg`, or None if there is none or it adopted no option.
-
-    The model, the loader, the optimizer, the configured options, the machine and the versions must be the same. The
-    measured options and the budget may differ.
-    """
-    with default_scope(cfg.get("default_scope")), suppress(*_KEY_ERRORS):
-        result = load(_newest_file(cfg))
-        return result if result is not None and result.outcome.adopted else None
-    return None
-
-
-def _newest_file(cfg: Mapping[str, Any]) -> Path:
-    """Return the file for the newest result. Its name is a hash of the settings that affect the step time."""
-    run = {key: cfg[key] for key in (*_MEASURED_KEYS, *CFG_OPTIONS) if cfg.get(key) is not None}
-    return cache_file(describe_config(run), [], 0.0)
-
-
-def _tune(
-    make_job: Callable[[Setting], Job],
-    speed: Any,
-    names: list[str],
-    seconds: float,
-    name: str,
-    files: Sequence[Path | None],
-    report: Callable[[Row], None],
-    start: float | None = None,
-) -> TuneResult:
-    """Return the result stored in the first file. If there is none, search and store the result in all files."""
-    if files[0] is not None and (stored := load(files[0])) is not None:
-        return stored
-    result = TuneResult(Search(make_job, speed, names, seconds, report, start).run(), speed, name)
-    for file in files:
-        if file is not None:
-            store(file, result)
-    return result
+    search = Search(config_job(cfg), cfg.get("speed"), names, parse_budget(budget), report, start)
+    return TuneResult(search.run(), cfg.get("speed"), name)
 
 
 def find_batch_size(
@@ -200,17 +123,12 @@ def find_batch_size(
 
     Raises:
         ConfigError: an argument is invalid, or the budget is too short for the first batch size.
-        DistributedError: an argument is invalid on another rank.
         SlipstreamError: no batch size fits.
     """
-
-    def check() -> tuple[Callable[[Setting], ObjectsJob], float]:
-        if isinstance(model, DistributedDataParallel):
-            raise ConfigError("must not be wrapped in DistributedDataParallel; pass model.module", "model")
-        return _objects_job(model, loader, optimizer, loss_fn, speed), parse_budget(budget)
-
-    make_job, seconds = call_on_all_ranks(check)
-    return search_batch_sizes(make_job, max_size, seconds, report)
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError("must not be wrapped in DistributedDataParallel; pass model.module", "model")
+    make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
+    return search_batch_sizes(make_job, max_size, parse_budget(budget), report)
 
 
 def find_lr(
@@ -254,7 +172,7 @@ def config_job(cfg: Mapping[str, Any]) -> Callable[[Setting], RunnerJob]:
     """
     for key in ("train_dataloader", "train_cfg", "optim_wrapper"):
         if cfg.get(key) is None:
-            raise ConfigError("is required, because tuning measures training steps", key)
+            raise ConfigError("is required, because training steps are measured", key)
     return lambda setting: RunnerJob(cfg, setting)
 
 
@@ -268,7 +186,7 @@ def parse_budget(budget: float | str) -> float:
 
 
 def _objects_job(
-    model: nn.Module, loader: Any, optimizer: Optimizer, loss_fn: LossFn, speed: Any
+    model: Any, loader: Any, optimizer: Any, loss_fn: Any, speed: Any
 ) -> Callable[[Setting], ObjectsJob]:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"must be a torch.nn.Module, not {type(model).__name__}", "model")
@@ -276,13 +194,12 @@ def _objects_job(
         raise ConfigError(f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}", "optimizer")
     if not hasattr(loader, "__iter__"):
         raise ConfigError(f"must be an iterable of batches, not {type(loader).__name__}", "loader")
+    if any(value.is_cpu and value.is_shared() for value in model.state_dict().values()):
+        raise ConfigError("must not be in shared memory, because the trials would train it", "model")
     state = get_random_state()
     return lambda setting: ObjectsJob(model, loader, optimizer, loss_fn, speed, state, setting)
 
 
 def _check_one_process() -> None:
     if (size := get_world_size()) > 1:
-        raise ConfigError(
-            f"must run in a single process, but the world size is {size}; start it without torchrun or srun",
-            "tune",
-        )
+        raise ConfigError(f"must run in a single process, but the world size is {size}", "tune")

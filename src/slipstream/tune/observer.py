@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
-__all__ = ["Finished", "LrSweep", "Observer", "Timer", "divergence_limit", "shapes_of", "total_loss"]
+__all__ = ["Finished", "LrSweep", "Observer", "Timer", "shapes_of", "total_loss"]
+
+SMOOTHING = 0.9
+"""Decay of the exponential moving average of the losses in a learning rate range test."""
+SETTLING = 10
+"""Number of steps after which individual batches hardly affect the average."""
+_DIVERGENCE_RATIO = 4.0
+"""The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number."""
 
 
 class Finished(BaseException):
@@ -47,38 +54,35 @@ class Timer(Observer):
     """
 
     def __init__(self, connection: Connection, warmup: int) -> None:
-        self.connection = connection
-        self._warmup = warmup
+        self.connection, self._warmup = connection, warmup
         self._losses: list[float] = []
-        self._untimed = 0
-        self._timed = 0
-        self._done = 0
+        self._untimed = self._timed = 0
         self._last = time.perf_counter()
 
     def after_step(self, loss: Tensor, updated: bool = True) -> None:
         """Record the loss of a warm-up step, or report the mean time of the requested steps."""
         if len(self._losses) < self._warmup:
             self._warm_up(loss)
-            return
-        if self._untimed:
+        elif self._untimed:
             self._untimed -= 1
             if self._untimed == 0:
                 _synchronize()
                 self._last = time.perf_counter()
-            return
-        self._done += 1
-        if self._done == self._timed:
-            _synchronize()
-            # A median over individual steps would miss waits for data and, with accumulation, the updates.
-            mean = self._since_last() / self._timed
-            self.connection.send(
-                {"event": "timed", "seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
-            )
-            self._await_request()
+        else:
+            self._done += 1
+            if self._done == self._timed:
+                _synchronize()
+                # A median over individual steps would miss waits for data and, with accumulation, the updates.
+                mean = (time.perf_counter() - self._last) / self._timed
+                values = {"seconds": mean, "peak_mib": peak_mib(), "loss": float(loss)}
+                self.connection.send({"event": "timed", **values})
+                self._await_request()
 
     def _warm_up(self, loss: Tensor) -> None:
         self._losses.append(float(loss))  # waits for the device
-        self.connection.send({"event": "step", "seconds": self._since_last()})
+        now = time.perf_counter()
+        self.connection.send({"event": "step", "seconds": now - self._last})
+        self._last = now
         if len(self._losses) == self._warmup:
             properties = {"losses": self._losses, "peak_mib": peak_mib(), **self.describe()}
             self.connection.send({"event": "warm", **properties})
@@ -92,35 +96,14 @@ class Timer(Observer):
         self._done = 0
         self._last = time.perf_counter()
 
-    def _since_last(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
-
-
-SMOOTHING = 0.9
-"""Decay of the exponential moving average of the losses in a learning rate range test."""
-SETTLING = 10
-"""Number of steps after which individual batches hardly affect the average."""
-_DIVERGENCE_RATIO = 4.0
-"""The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number."""
-
-
-def divergence_limit(best: float) -> float:
-    """Return the smoothed loss above which a sweep diverges, which is `4 * best` if `best` is positive.
-
-    `best` is the smallest smoothed loss of the sweep.
-    """
-    return best + (_DIVERGENCE_RATIO - 1) * abs(best)
-
 
 class LrSweep(Observer):
     """Increase the learning rate exponentially from step to step, and report the losses.
 
     With gradient accumulation, a step is an update of the weights, and its loss is the mean over its batches.
 
-    The sweep ends after `steps` steps, at a non-finite loss, or when it diverges. It diverges when the smoothed loss
-    `s` rises above `divergence_limit(best)`, where `best` is the smallest `s` after the first ten steps.
+    The sweep ends after `steps` steps, at a non-finite loss, or when it diverges: when the smoothed loss exceeds four
+    times its smallest value after the first ten steps.
 
     Args:
         connection: connection to the parent process.
@@ -154,13 +137,12 @@ class LrSweep(Observer):
         """Record the loss, and end the sweep if it is complete or diverges."""
         self._window.append(float(loss))
         value = fmean(self._window)
-        finite = math.isfinite(value)
-        if finite and not updated:
+        if math.isfinite(value) and not updated:
             return
         self._losses.append(value)
         self._window.clear()
         self.connection.send({"event": "step", "seconds": 0.0})
-        if not finite or self._diverges(value) or len(self._losses) == len(self._rates):
+        if not math.isfinite(value) or self._diverges(value) or len(self._losses) == len(self._rates):
             rates = self._rates[: len(self._losses)]
             self.connection.send({"event": "sweep", "rates": rates, "losses": self._losses})
             raise Finished
@@ -173,7 +155,7 @@ class LrSweep(Observer):
         if steps <= SETTLING:
             return False
         self._best = min(self._best, smoothed)
-        return smoothed > divergence_limit(self._best)
+        return smoothed > self._best + (_DIVERGENCE_RATIO - 1) * abs(self._best)
 
 
 def total_loss(logs: Mapping[str, Any]) -> Tensor:
@@ -186,10 +168,7 @@ def total_loss(logs: Mapping[str, Any]) -> Tensor:
         return torch.as_tensor(logs["loss"])
     losses = [torch.as_tensor(value) for name, value in logs.items() if "loss" in name]
     if not losses:
-        raise ModelError(
-            f"the training step returns {sorted(logs)}, but no entry with 'loss' in its name; return the losses "
-            "so that their values can be compared"
-        )
+        raise ModelError(f"the training step returns no entry with 'loss' in its name: {sorted(logs)}")
     return torch.stack([loss.detach().sum() for loss in losses]).sum()
 
 

@@ -24,8 +24,6 @@ class Estimate:
     low: float
     high: float
     rounds: int
-    confidence: float
-    """One minus the p-value of the one-sided sign test with the null hypothesis that the median is 1."""
 
     @property
     def width(self) -> float:
@@ -39,9 +37,7 @@ def estimate(ratios: Sequence[float]) -> Estimate:
     Args:
         ratios: at least one positive number.
     """
-    return Estimate(
-        median(ratios), *median_interval(ratios, _CONFIDENCE), len(ratios), _sign_confidence(ratios)
-    )
+    return Estimate(median(ratios), *median_interval(ratios, _CONFIDENCE), len(ratios))
 
 
 def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
@@ -60,12 +56,6 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
     while cut + 1 < count / 2 and _coverage(count, cut + 1) >= confidence:
         cut += 1
     return ordered[cut], ordered[count - 1 - cut]
-
-
-def _sign_confidence(ratios: Sequence[float]) -> float:
-    """Return the probability that fewer ratios than observed exceed 1, if each does so with a probability of 50%."""
-    above = sum(ratio > 1 for ratio in ratios)
-    return sum(comb(len(ratios), i) for i in range(above)) / float(2 ** len(ratios))
 
 
 def _coverage(count: int, cut: int) -> float:
