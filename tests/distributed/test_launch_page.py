@@ -12,8 +12,6 @@ TESTED = {  # test files that run the shell blocks of each section
     "Sharding": "test_launch_one_machine.py",
     "Two machines": "test_launch_two_machines.py",
     "Slurm": "test_launch_slurm.py",
-    "Kubernetes": "test_launch_kubernetes.py",
-    "Ray": "test_launch_ray.py",
     "MPI": "test_launch_mpi.py",
 }
 SNIPPETS = FAILING.with_name("page_snippets.py")

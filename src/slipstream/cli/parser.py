@@ -247,10 +247,18 @@ def _add_run_commands(commands: _Commands) -> None:
         commands,
         "report",
         "runs.report",
-        "write the report of a run (docs/report.md)",
+        "write the report of a run, or compare several runs (docs/report.md)",
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir (its newest run)")
-    report.option("--out", "HTML file (default: report.html in the run folder)", metavar="FILE")
+    report.option("--out", "HTML file (default: report.html in the run folder, or comparison.html)",
+                  metavar="FILE")  # fmt: skip
+    report.option("--csv", "also write a table with one row per run", metavar="FILE")
+
+
+def _add_information_commands(commands: _Commands) -> None:
+    explain = _command(
+        commands, "explain", "explain.run", "show a run's options and those not supported on this machine"
+    )
     _add_recipe(explain)
     _add_work_dir(explain)
     _add_json(explain)

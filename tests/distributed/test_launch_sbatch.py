@@ -1,15 +1,16 @@
-"""Tests of `slipstream submit` with a job that is requeued during training, and with a job that fails."""
+"""Tests of the batch script in examples/cluster with a job that is requeued during training, and one that fails."""
 
 import shlex
 import time
 
 import pytest
 import torch
-from cluster.evidence import words
+from cluster.machines import ROOT
 
 from faulty_fixtures import CONFIG, FOLDER
 
 pytestmark = pytest.mark.slow
+SCRIPT = ROOT / "examples/cluster/slurm.sbatch"
 
 
 @pytest.fixture
@@ -18,12 +19,12 @@ def submit(cluster, folder):
     (folder / "line.yaml").write_text(CONFIG)
 
     def submit(how, work_dir):
-        hook = shlex.quote(f"custom_hooks=[{{type: FailOnRank1, how: {how}, epoch: 2}}]")
-        options = f"--trust --nodes 2 --requeue --time 10 --work-dir {shlex.quote(work_dir)}"
-        command = f"slipstream submit line.yaml {hook} {options}"
-        said = words(cluster.run(command, folder, PYTHONPATH=FOLDER).succeeded())
-        job = said.split("Submitted job ")[1].split(",")[0]
-        return job, folder / work_dir / f"slurm-{job}.log"
+        hook = f"custom_hooks=[{{type: FailOnRank1, how: {how}, epoch: 2}}]"
+        words = ["line.yaml", hook, "--trust", f"--work-dir={work_dir}"]
+        options = "--parsable --nodes=2 --ntasks-per-node=1 --gpus-per-node=0 --cpus-per-task=1 --time=10"
+        command = f"sbatch {options} {SCRIPT} {shlex.join(words)}"
+        job = cluster.run(command, folder, PYTHONPATH=FOLDER).succeeded().output.split()[-1]
+        return job, folder / f"slurm-{job}.log"
 
     return submit
 
@@ -35,9 +36,8 @@ def wait_for(text, log, within=60):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder):
-    job, log = submit("wait", "50% of it's $x")
+    job, log = submit("wait", "out")
     wait_for("waiting", log)
     # Slurm sends this signal two minutes before the time limit.
     cluster.run(f"scancel --batch --signal=USR1 {job}", folder).succeeded()
@@ -48,8 +48,8 @@ def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder
     # Rank 1 waited at the start of epoch 3. Both ranks received USR1 and stopped after one more step.
     assert "Resumed after epoch 2, iteration 5" in log.read_text()
     resumed, uninterrupted = (
-        torch.load(path / "epoch_3.pth", weights_only=True)["state_dict"]
-        for path in (log.parent, folder / "whole")
+        torch.load(folder / name / "epoch_3.pth", weights_only=True)["state_dict"]
+        for name in ("out", "whole")
     )
     assert resumed.keys() == uninterrupted.keys()
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)
