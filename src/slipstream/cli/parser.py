@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slipstream.errors import did_you_mean
+
 __all__ = ["REMOVED_COMMANDS", "Parser", "build_parser", "parse"]
 
 if TYPE_CHECKING:
@@ -47,6 +49,12 @@ class Parser(argparse.ArgumentParser):
             key = name.strip("-").replace("-", "_")
             hint = f"; recipe values are set without dashes: {key}={value if equals else 'VALUE'}"
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), choices)
+            raise argparse.ArgumentError(action, f"'{value}' is not valid{hint} ({', '.join(choices)})")
 
     def option(self, name: str, help: str, **settings: Any) -> None:
         """Add an option; a `metavar` without a `type` or `action` denotes a string."""
@@ -243,16 +251,9 @@ def _add_run_commands(commands: _Commands) -> None:
     runs.option("--columns", "additional columns: scalars or settings", type=_words, action="extend",
                 default=[], metavar="KEY,KEY,...")  # fmt: skip
     _add_json(runs)
-    report = _command(
-        commands,
-        "report",
-        "runs.report",
-        "write the report of a run, or compare several runs (docs/report.md)",
-    )
+    report = _command(commands, "report", "runs.report", "write the report of a run (docs/report.md)")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or a work_dir (its newest run)")
-    report.option("--out", "HTML file (default: report.html in the run folder, or comparison.html)",
-                  metavar="FILE")  # fmt: skip
-    report.option("--csv", "also write a table with one row per run", metavar="FILE")
+    report.option("--out", "HTML file (default: report.html in the run folder)", metavar="FILE")
 
 
 def _add_information_commands(commands: _Commands) -> None:
