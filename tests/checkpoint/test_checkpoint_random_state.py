@@ -36,18 +36,3 @@ def test_random_state_restored_from_a_file_draws_the_same_numbers(tmp_path, befo
     wanted = [draws() for _ in range(3)]
     set_random_state(load_checkpoint(tmp_path / "a.pth")["state"])
     assert [draws() for _ in range(3)] == wanted
-
-
-def test_get_random_state_does_not_change_the_state():
-    torch.manual_seed(0)
-    get_random_state()
-    wanted = torch.Generator().manual_seed(0)
-    assert torch.equal(torch.rand(2), torch.rand(2, generator=wanted))
-
-
-def test_cuda_build_without_a_device_saves_no_device_state(monkeypatch):
-    def current(check_available=False):
-        return None if check_available else torch.device("cuda")
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
-    assert "accelerator" not in get_random_state()

@@ -41,14 +41,6 @@ def test_non_strict_loading_reports_mismatches():
     assert torch.equal(target["head"].bias, bias)
 
 
-def test_strict_error_names_the_tensor_and_both_shapes():
-    with pytest.raises(
-        CheckpointError,
-        match=r"a\.pth .*head\.weight is \(5, 4\) in the checkpoint and \(3, 4\) in the model",
-    ):
-        load_weights(model(), model(5).state_dict(), True, "a.pth")
-
-
 def test_non_strict_loading_skips_a_head_with_a_different_class_count():
     target, source = model(), model(5)
     head = target["head"].weight.clone()
@@ -64,22 +56,11 @@ def test_non_strict_loading_fails_if_most_shapes_differ():
         load_weights(model(), state, strict=False)
 
 
-def test_non_tensor_value_raises_an_error():
-    state = {**model().state_dict(), "head.bias": [0.0, 0.0, 0.0]}
-    with pytest.raises(CheckpointError, match=r"head\.bias is a list in the checkpoint"):
-        load_weights(model(), state, strict=False)
-
-
 def test_non_strict_loading_fails_if_no_key_matches():
     state = {f"module.{key}": value for key, value in model().state_dict().items()}
     with pytest.raises(CheckpointError, match=r"none of this model's tensors.*module\.body.*revise_keys"):
         load_weights(model(), state, strict=False)
     assert load_weights(model(), revise(state, [(r"^module\.", "")]), strict=True) == []
-
-
-def test_long_list_of_names_is_truncated():
-    state = {f"x{i}": torch.ones(1) for i in range(9)} | model().state_dict()
-    assert load_weights(model(), state, strict=False) == ["unexpected keys: x0, x1, x2, x3, x4 and 4 more"]
 
 
 class Renamed(nn.Module):

@@ -46,21 +46,6 @@ def test_results_are_truncated_to_the_size_of_the_dataset():
         dist.collect_results([1], 1, "disk")
 
 
-def test_unknown_reduction_raises_an_error_in_one_process():
-    with pytest.raises(DistributedError, match="sum, mean, max, min, product, not 'average'"):
-        dist.all_reduce(torch.ones(1), "average")
-
-
-def test_mean_of_bools_raises_an_error_in_one_process():
-    with pytest.raises(DistributedError, match=r"reduce data\.float\(\)"):
-        dist.all_reduce(torch.tensor([True]), "mean")
-
-
-def test_announce_failure_without_failure_detection_does_nothing():
-    assert dist.announce_failure("alone") is None
-    assert not dist.another_rank_failed()
-
-
 def test_master_only_runs_only_on_rank_0_and_keeps_the_function_name(monkeypatch):
     @dist.master_only
     def answer(x):

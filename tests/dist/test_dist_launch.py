@@ -1,5 +1,4 @@
 import os
-import re
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -35,7 +34,7 @@ def joined(monkeypatch):
         record.update(here=here, init_timeout=seconds)
         return SimpleNamespace(set_timeout=lambda timeout: record.update(store_timeout=timeout))
 
-    monkeypatch.setattr(launch, "open_store", open_store)
+    monkeypatch.setattr(launch, "_open_store", open_store)
     monkeypatch.setattr(launch, "start_failure_detection", lambda: record.update(detection_started=True))
     monkeypatch.setattr(
         launch.dist, "init_process_group", lambda backend, **kwargs: record.update(kwargs, backend=backend)
@@ -72,17 +71,6 @@ def test_init_dist_exports_the_variables_that_torch_reads(joined):
     assert "LOCAL_WORLD_SIZE" not in os.environ, "init_dist did not remove the stale LOCAL_WORLD_SIZE"
 
 
-def test_custom_init_method_is_passed_to_torch(joined):
-    init_dist("mpi", init_method="tcp://10.0.0.1:7")
-    assert "here" not in joined
-    assert joined["init_method"] == "tcp://10.0.0.1:7"
-
-
-def test_init_backend_other_than_torch_raises_an_error(joined):
-    with pytest.raises(DistributedError, match="must be 'torch', not 'deepspeed'"):
-        init_dist("mpi", init_backend="deepspeed")
-
-
 def test_cuda_build_without_a_gpu_uses_gloo_and_selects_no_device(joined, monkeypatch):
     def current(check_available=False):
         return None if check_available else torch.device("cuda")
@@ -108,12 +96,6 @@ def test_each_accelerator_uses_its_backend_and_gloo(joined, devices, kind, reque
     init_dist("mpi", backend=requested)
     assert joined["backend"] == backend
     assert chosen == [0]
-
-
-def test_accelerator_without_a_backend_raises_an_error(joined, devices):
-    devices("mps", 1)
-    with pytest.raises(DistributedError, match="backend is known for mps; train with a single process"):
-        init_dist("mpi")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +128,7 @@ def test_more_processes_than_devices_raise_an_error_with_the_counts(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     verb, plural = ("is", "") if count == 1 else ("are", "es")
     wanted = (
-        rf"no device for LOCAL_RANK=2 \(from OMPI_COMM_WORLD_LOCAL_RANK\): .* only {count} {verb} visible.*; "
+        rf"no device for LOCAL_RANK=2: .* only {count} {verb} visible.*; "
         rf"start {count} process{plural} per machine"
     )
     with pytest.raises(DistributedError, match=wanted) as error:
@@ -181,20 +163,3 @@ def test_host_flags_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypatch, conf
     monkeypatch.setattr(info.dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(info, "get_comm_device", lambda group: torch.device("cuda:1"))
     assert info.flag_device() == torch.device(device)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(timout=3), "dist_cfg has no option 'timout'; did you mean 'timeout'"),
-        (dict(timeout="abc"), "dist_cfg.timeout must be a positive number of seconds, not 'abc'"),
-        (dict(timeout=-1), "dist_cfg.timeout must be a positive number of seconds, not -1"),
-        (dict(timeout=float("nan")), "dist_cfg.timeout must be a positive number of seconds, not nan"),
-        (dict(init_timeout=0), "dist_cfg.init_timeout must be a positive number of seconds, not 0"),
-        (dict(backend="gloop"), "dist_cfg.backend: unknown backend 'gloop'; did you mean 'gloo'"),
-        (dict(backend="cpu:gloo,cuda:ncl"), "unknown backend 'ncl'; did you mean 'nccl'"),
-    ],
-)
-def test_invalid_options_raise_errors_before_the_process_group_is_created(options, message):
-    with pytest.raises(DistributedError, match=re.escape(message)):
-        init_dist("pytorch", **options)

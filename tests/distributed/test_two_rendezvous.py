@@ -1,6 +1,4 @@
 import os
-import re
-import socket
 import subprocess
 import sys
 
@@ -40,27 +38,14 @@ def joins(world, launcher="pytorch", seconds=4, **environ):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # the owner of the port listens but does not respond
-        jobs = {
-            "slurm": joins(4, "slurm", 30, **SLURM),
-            "mpi": joins(2, "mpi", 30, **MPI, MASTER_ADDR=""),
-            "missing": joins(2, "slurm", **{**SLURM, "SLURM_PROCID": [0, 2]}),
-            "unreachable": joins(1, RANK=1, WORLD_SIZE=2),
-            "unresolved": joins(1, RANK=1, WORLD_SIZE=2, MASTER_ADDR="no-such-host.invalid"),
-            "elsewhere": joins(1, RANK=0, WORLD_SIZE=2, MASTER_ADDR="no-such-host.invalid"),
-            "taken": joins(1, RANK=0, WORLD_SIZE=2, MASTER_PORT=port),
-            "silent": joins(1, seconds=1, RANK=1, WORLD_SIZE=2, MASTER_PORT=port),
-            "beyond": joins(1, RANK=2, WORLD_SIZE=2),
-            "twice": joins(3, seconds=30, RANK=[0, 1, 1]),
-            "worlds": joins(2, seconds=30, WORLD_SIZE=[2, 3]),
-        }
-        return run_jobs(jobs, tmp_path_factory.mktemp("rendezvous"))
-
-
-def last_line(end):
-    assert end.status == 1, end
-    return end.err.strip().splitlines()[-1].removeprefix("slipstream.errors.")
+    jobs = {
+        "slurm": joins(4, "slurm", 30, **SLURM),
+        "mpi": joins(2, "mpi", 30, **MPI, MASTER_ADDR=""),
+        "missing": joins(2, "slurm", **{**SLURM, "SLURM_PROCID": [0, 2]}),
+        "unreachable": joins(1, RANK=1, WORLD_SIZE=2),
+        "beyond": joins(1, RANK=2, WORLD_SIZE=2),
+    }
+    return run_jobs(jobs, tmp_path_factory.mktemp("rendezvous"))
 
 
 def test_slurm_tasks_connect_with_their_ranks(ended):
@@ -71,42 +56,18 @@ def test_mpi_ranks_on_one_machine_need_no_master_addr(ended):
     assert [(end.out, end.err) for end in ended["mpi"]] == [("0 2 0 2\n", ""), ("1 2 1 2\n", "")]
 
 
-def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_variable(ended):
-    for end in ended["missing"]:
-        wanted = (
-            r"DistributedError: WORLD_SIZE=4 \(from SLURM_STEP_NUM_TASKS\), but only ranks 0, 2 connected to "
-            r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+ within 4 s, and ranks 1, 3 did not; .*"
-        )
-        assert re.fullmatch(wanted, last_line(end))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("unreachable", "could not connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
-        ("unresolved", "MASTER_ADDR=no-such-host.invalid could not be resolved"),
-        ("elsewhere", "MASTER_ADDR=no-such-host.invalid"),
-        ("taken", "is in use on this machine"),
-        ("silent", "the program listening at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ("missing", "the 4 processes could not connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ("unreachable", "the 2 processes could not connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ("beyond", "RANK=2 must be less than WORLD_SIZE=2"),
     ],
 )
-def test_rendezvous_error_names_the_wrong_variable(ended, name, message):
-    (end,) = ended[name]
-    line = last_line(end)
-    assert line.startswith("DistributedError: ")
-    assert message in line
-
-
-def test_all_ranks_report_a_duplicate_rank(ended):
-    for end in ended["twice"]:
-        assert "rank 1 connected twice to MASTER_ADDR=127.0.0.1" in last_line(end)
-
-
-def test_all_ranks_report_different_world_sizes(ended):
-    for end in ended["worlds"]:
-        line = "DistributedError: rank 0 has WORLD_SIZE=2, but rank 1 has WORLD_SIZE=3"
-        assert last_line(end).startswith(line)
+def test_error_of_a_missing_process_names_the_address(ended, name, message):
+    assert all(end.status == 1 for end in ended[name])
+    end = ended[name][0]
+    assert f"slipstream.errors.DistributedError: {message}" in end.err
 
 
 AGAIN = """

@@ -1,10 +1,7 @@
 """Test that sharded runs resume with any number of processes, and that damaged checkpoints raise errors."""
 
-import io
 import os
-import pickle
 import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -203,70 +200,44 @@ class Bomb:
         return os.mkdir, (str(Path(os.environ["BOMB"])),)
 
 
-def test_pickled_torch_index_is_not_opened(copy, tmp_path, monkeypatch):
-    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
-    (copy / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    assert "stem.weight" in load_checkpoint(copy)["state_dict"]
-    assert not (tmp_path / "exploded").exists()
-
-
 def test_pickled_objects_in_shards_raise_an_error(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
-    content = torch.load(copy / "plain.pth", weights_only=True)
-    torch.save(Bomb(), copy / "bomb.distcp")
-    for entry in content["index"].values():
-        size = (copy / "bomb.distcp").stat().st_size
-        entry["parts"] = [(*part[:2], "bomb.distcp", 0, size) for part in entry["parts"]]
-    torch.save(content, copy / "plain.pth")
-    with pytest.raises(CheckpointError, match="incomplete or damaged"):
+    torch.save(Bomb(), copy / "rank_0.pth")
+    with pytest.raises(CheckpointError, match="contains pickled objects"):
         load_checkpoint(copy)
     assert not (tmp_path / "exploded").exists()
 
 
 def test_index_with_a_file_outside_the_checkpoint_raises_an_error(copy):
     content = torch.load(copy / "plain.pth", weights_only=True)
-    next(iter(content["index"].values()))["parts"] = [([0, 0], [5, 3], "../elsewhere", 0, 1)]
+    entry = next(iter(content["index"].values()))
+    entry["parts"] = [([0, 0], entry["shape"], "../elsewhere")]
     torch.save(content, copy / "plain.pth")
     with pytest.raises(CheckpointError, match="is outside the checkpoint"):
         load_checkpoint(copy)
 
 
 def test_missing_shard_error_names_the_checkpoint(copy):
-    next(copy.glob("*.distcp")).unlink()
-    with pytest.raises(CheckpointError, match=r"copy\.sharded is incomplete or damaged"):
+    (copy / "rank_1.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"copy\.sharded/rank_1\.pth does not exist"):
         load_checkpoint(copy)
 
 
 def test_flipped_bits_in_shards_raise_an_error(copy):
-    content = torch.load(copy / "plain.pth", weights_only=True)
-    (_, _, name, start, length), *_ = content["index"][next(iter(content["index"]))]["parts"]
-    shard = copy / name
-    good = shard.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(good[start : start + length])) as archive:
-        entry = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
-        offset = start + good[start : start + length].index(archive.read(entry))
-    damaged = bytearray(good)
-    damaged[offset] ^= 1
-    shard.write_bytes(damaged)
-    with pytest.raises(CheckpointError, match=r"the checksum of .*data/0 does not match"):
-        load_checkpoint(copy)
-    with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
-        verify_checkpoint(copy)
-    verify_checkpoint(copy, part=1, num_parts=10**6)  # the damaged shard is in another part
+    damaged = bytearray((copy / "rank_1.pth").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (copy / "rank_1.pth").write_bytes(damaged)
+    for read in (load_checkpoint, verify_checkpoint):
+        with pytest.raises(CheckpointError, match=r"rank_1\.pth is damaged"):
+            read(copy)
+    verify_checkpoint(copy, part=0, num_parts=2)  # the damaged file is in the other part
 
 
-@pytest.mark.parametrize("parts", ["none", "twice", "beyond"])
+@pytest.mark.parametrize("parts", ["none", "half"])
 def test_shards_that_do_not_fill_a_tensor_raise_an_error(copy, parts):
     content = torch.load(copy / "plain.pth", weights_only=True)
     entry = next(entry for entry in content["index"].values() if len(entry["parts"]) == 2)
-    first, second = entry["parts"]
-    beyond = ([first[0][0] + 1, *first[0][1:]], *first[1:])
-    entry["parts"] = {"none": [], "twice": [first, first], "beyond": [beyond, second]}[parts]
+    entry["parts"] = [] if parts == "none" else entry["parts"][:1]
     torch.save(content, copy / "plain.pth")
     with pytest.raises(CheckpointError, match="do not cover its shape"):
         load_checkpoint(copy)
-
-
-def test_only_a_sharded_checkpoint_can_be_consolidated(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a sharded checkpoint"):
-        consolidate(tmp_path, tmp_path / "out.pth")

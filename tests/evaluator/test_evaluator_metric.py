@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.errors import ConfigError, DistributedError
+from slipstream.errors import DistributedError
 from slipstream.evaluator import BaseMetric
 from slipstream.evaluator import metric as metric_module
 
@@ -79,35 +79,6 @@ def test_named_tuples_keep_their_type_on_the_cpu():
     metric.compute_metrics = lambda results: {"top": results[0].indices}
     metric.process(None, [torch.tensor([1.0, 3.0]).max(dim=0)])
     assert metric.evaluate(1) == {"kept/top": 1}
-
-
-def test_evaluating_without_results_warns_and_names_the_metric():
-    with pytest.warns(UserWarning, match="Keep has no results"):
-        assert Keep().evaluate(0) == {"kept/sum": 0, "kept/count": 0}
-
-
-def test_dataset_meta_is_none_until_it_is_set():
-    metric = Keep()
-    assert metric.dataset_meta is None
-    metric.dataset_meta = {"classes": ("a",)}
-    assert metric.dataset_meta == {"classes": ("a",)}
-
-
-def test_subclasses_must_implement_process_and_compute_metrics():
-    with pytest.raises(TypeError):
-        BaseMetric()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"collect_device": "tpu"}, "collect_device: must be 'cpu' or 'gpu', not 'tpu'"),
-        ({"collect_device": "gpu", "collect_dir": "x"}, "collect_dir"),
-    ],
-)
-def test_invalid_options_raise_errors(arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        Keep(**arguments)
 
 
 def test_rank_0_raises_its_error_after_the_broadcast(monkeypatch):

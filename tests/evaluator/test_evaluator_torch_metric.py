@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import TorchMetric
-from slipstream.registry import METRICS
 
 torchmetrics = pytest.importorskip("torchmetrics")
 MulticlassAccuracy = torchmetrics.classification.MulticlassAccuracy
@@ -67,13 +65,6 @@ def test_dict_values_are_flattened_under_the_name():
     assert metric.evaluate(4) == {"all/acc": 0.75}
 
 
-def test_metric_is_built_from_a_dict():
-    metric = METRICS.build(
-        {"type": "TorchMetric", "metric": {"type": "MulticlassAccuracy", "num_classes": 4}, "name": "acc"}
-    )
-    assert isinstance(metric.metric, MulticlassAccuracy)
-
-
 def test_metric_moves_to_the_device_of_the_first_batch():
     metric = TorchMetric(_accuracy(validate_args=False))
     moves = []
@@ -102,23 +93,3 @@ def test_inference_mode_batches_can_be_evaluated_in_normal_mode():
             metric.process(None, (SCORES.clone(), TARGETS.clone()))
         metric.process(None, (SCORES, TARGETS))
         assert metric.evaluate(8) == {"MulticlassAccuracy": 0.75}
-
-
-@pytest.mark.parametrize(
-    ("data_samples", "words"),
-    [
-        ({"logits": SCORES}, r"a dict with the keys \['logits'\]"),
-        (SCORES, r"a torch.float32 tensor of shape \(4, 4\)"),
-        ((SCORES, TARGETS, TARGETS), r"a tuple of length 3 \(Tensor\)"),
-        (None, "an object of type NoneType"),
-    ],
-)
-def test_unsupported_predictions_raise_an_error(data_samples, words):
-    metric = TorchMetric(_accuracy())
-    with pytest.raises(DataError, match=f"MulticlassAccuracy got {words}; .*'preds' and 'targets'"):
-        metric.process(None, data_samples)
-
-
-def test_unsupported_objects_raise_an_error():
-    with pytest.raises(ConfigError, match="got Linear"):
-        TorchMetric(torch.nn.Linear(1, 1))

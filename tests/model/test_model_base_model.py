@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import DataError, LossError
+from slipstream.errors import LossError
 from slipstream.model import BaseModel
-from slipstream.model.base_model import run_forward
 from slipstream.optim import OptimWrapper
 
 
@@ -78,35 +77,6 @@ def test_train_step_minimizes_the_total_of_an_overridden_parse_losses():
         logs = model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     torch.testing.assert_close(twice.net.weight - start, 2 * (once.net.weight - start))
     assert logs["twice"] == 2 * logs["loss"]
-
-
-@pytest.mark.parametrize("extra", [{"image": 0}, {"image": 0, "labels": 0}])
-def test_error_for_wrong_keys_lists_batch_keys_and_forward_arguments(extra):
-    with pytest.raises(DataError, match=r"\['image'.*DictModel.forward accepts \['inputs', 'targets'\]"):
-        run_forward(DictModel(), extra, "loss")
-
-
-def test_error_for_wrong_tuple_length_lists_forward_arguments():
-    x, labels = batch()
-    with pytest.raises(DataError, match=r"3 elements.*forward accepts \['x', 'labels'\]"):
-        run_forward(TupleModel(), (x, labels, labels), "loss")
-    with pytest.raises(DataError, match=r"the batch has 1 element, but"):
-        run_forward(TupleModel(), (x,), "loss")
-
-
-def test_type_error_inside_forward_is_not_converted():
-    class Broken(DictModel):
-        def forward(self, inputs, targets=None, mode="tensor"):
-            return len(3)
-
-    with pytest.raises(TypeError, match=r"object of type 'int' has no len") as caught:
-        run_forward(Broken(), {"inputs": torch.ones(1, 4)}, "loss")
-    assert not isinstance(caught.value, DataError)
-
-
-def test_error_for_tensor_batch_suggests_collate_fn():
-    with pytest.raises(DataError, match="collate_fn"):
-        TupleModel().val_step(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(

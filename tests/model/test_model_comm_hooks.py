@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.errors import ConfigError
 from slipstream.model import MMDistributedDataParallel
-from slipstream.model.wrappers.comm_hooks import HalfPrecision
 
 
 @pytest.fixture(autouse=True)
@@ -35,31 +33,6 @@ def receive(model, gradient):
 def matrix(rank, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(12, rank, generator=generator) @ torch.randn(rank, 16, generator=generator)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("powersdg", "comm_hook: must be 'bf16', 'fp16', 'powersgd' .*; did you mean 'powersgd'?"),
-        (True, "comm_hook: must be .*, not True"),
-        (dict(rank=2), "comm_hook: must be"),
-        (dict(type="bf16", rank=2), r"comm_hook: 'bf16' accepts no options, but got \['rank'\]"),
-        (dict(type="powersgd", ranks=2), r"comm_hook\.ranks: no such option; did you mean 'rank'?"),
-        (dict(type="powersgd", rank=0), r"comm_hook\.rank: must be at least 1, not 0"),
-        (dict(type="powersgd", start_step=-1), r"comm_hook\.start_step: must not be negative"),
-        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: must be an int, not 'soon'"),
-    ],
-)
-def test_invalid_comm_hook_raises_an_error_that_names_the_option(how, message):
-    with pytest.raises(ConfigError, match=message):
-        wrapped(how)
-
-
-def test_strings_and_dicts_select_the_same_hooks():
-    assert isinstance(wrapped("bf16").comm_hook, HalfPrecision)
-    assert wrapped(dict(type="fp16")).comm_hook.dtype == torch.float16
-    assert wrapped("powersgd").comm_hook.options.rank == 2
-    assert wrapped(None).comm_hook is None
 
 
 @pytest.mark.parametrize(("how", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -133,12 +106,3 @@ def _saved(state):
     torch.save(state, buffer)
     buffer.seek(0)
     return buffer
-
-
-def test_channels_last_weights_are_compressed():
-    torch.manual_seed(0)
-    conv = nn.Conv2d(8, 12, 3, bias=False).to(memory_format=torch.channels_last)
-    model = MMDistributedDataParallel(conv, comm_hook=dict(type="powersgd", rank=2, start_step=0))
-    model(torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)).square().mean().backward()
-    assert torch.linalg.matrix_rank(conv.weight.grad.reshape(12, -1), rtol=1e-4) == 2
-    assert "weight" in model.comm_hook.errors

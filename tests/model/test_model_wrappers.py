@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.errors import ModelError
 from slipstream.model import (
     BaseModel,
     MMDistributedDataParallel,
@@ -72,26 +71,6 @@ def test_unwrap_model_removes_every_wrapper():
     finally:
         del MODEL_WRAPPERS.module_dict["Mine"]
     assert unwrap_model(net) is net
-
-
-def test_model_with_the_class_name_of_a_wrapper_is_not_unwrapped():
-    class DataParallel(Net):
-        pass
-
-    model = DataParallel()
-    assert unwrap_model(model) is model
-
-
-def test_wrapper_without_module_raises_an_error():
-    @MODEL_WRAPPERS.register_module()
-    class Odd(nn.Module):
-        pass
-
-    try:
-        with pytest.raises(ModelError, match=r"Odd must store its model in its `module` attribute"):
-            unwrap_model(Odd())
-    finally:
-        del MODEL_WRAPPERS.module_dict["Odd"]
 
 
 class Gan(BaseModel):

@@ -11,7 +11,6 @@ import types
 import pytest
 import torch
 
-import slipstream.optim
 from slipstream.errors import ConfigError
 from slipstream.optim import npu
 from slipstream.registry import OPTIMIZERS
@@ -96,12 +95,6 @@ def test_substitute_is_not_fused_if_unsupported_or_disabled():
     assert build("SGD", fused=False).defaults["fused"] is False
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_slipstream_class_is_used_if_torch_has_none(name, capsys):
-    assert type(build(name)) is getattr(slipstream.optim, name)
-    assert f"using slipstream.optim.{name} instead" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", LIBRARY)
 def test_pytorch_optimizer_is_used_for_the_other_names(name, capsys):
     library = pytest.importorskip("pytorch_optimizer")
@@ -120,12 +113,6 @@ def test_missing_library_error_names_the_extra_to_install(name, monkeypatch):
 def test_strict_npu_raises_an_error_without_torch_npu(name):
     with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*or remove strict_npu"):
         build(name, strict_npu=True)
-
-
-def test_torch_npu_without_the_class_is_logged(torch_npu, capsys):
-    del torch_npu.NpuFusedSGD
-    assert type(build("SGD")) is torch.optim.SGD
-    assert "torch_npu.optim has no NpuFusedSGD" in capsys.readouterr().err
 
 
 # ---- formulas of the library's optimizers ------------------------------------------------------------------

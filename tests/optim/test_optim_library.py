@@ -3,14 +3,13 @@
 import copy
 import importlib.machinery
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import BuildError, ConfigError, UnknownNameError
+from slipstream.errors import UnknownNameError
 from slipstream.optim import BertAdam, RMSpropTF, build_optim_wrapper
 from slipstream.registry import OPTIMIZERS
 
@@ -119,12 +118,6 @@ def test_lr_in_momentum_has_an_effect_if_a_scheduler_changes_the_learning_rate()
     assert moved == [True, False]
 
 
-@pytest.mark.parametrize("name", ["lr", "alpha", "eps", "weight_decay", "momentum"])
-def test_rmsprop_tf_rejects_negative_numbers(name):
-    with pytest.raises(ConfigError, match=rf"^{name}: must not be negative, got -1"):
-        RMSpropTF([nn.Parameter(torch.ones(2))], **{name: -1.0})
-
-
 # ---- BertAdam ----------------------------------------------------------------------------------------
 
 AFTER_WARMUP = {
@@ -181,24 +174,6 @@ def test_bert_adam_matches_its_formula(options):
     )
     ours = run(BertAdam, gradients(), torch.float32, **options)
     assert_same(ours, bert_adam(gradients(), **options), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"b1": 1.0}, "b1: must be in "),
-        ({"b2": 1.5}, "b2: must be in "),
-        ({"b1": -1.0}, "b1: must not be negative"),
-        ({"e": -1.0}, "e: must not be negative"),
-        ({"warmup": 1.0}, "warmup: must be in "),
-        ({"warmup": -0.5}, "warmup: must be in "),
-        ({"t_total": 0}, "t_total: must be a positive number of steps"),
-        ({"schedule": "linear"}, "schedule: must be one of warmup_cosine"),
-    ],
-)
-def test_bert_adam_rejects_options_out_of_range(options, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        BertAdam([nn.Parameter(torch.ones(2))], lr=0.1, **options)
 
 
 # ---- both optimizers ----------------------------------------------------------------------------------
@@ -295,47 +270,3 @@ def test_missing_library_error_names_the_extra_to_install(without_the_library):
         match=r"'Lion' is not a registered optimizer.*pip install 'slipstream\[optimizers\]'$",
     ):
         OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})
-
-
-def test_unknown_name_error_does_not_mention_the_extra_if_the_library_is_installed():
-    pytest.importorskip("pytorch_optimizer")
-    with pytest.raises(UnknownNameError) as caught:
-        OPTIMIZERS.build({"type": "Lionn"}, default_args={"params": []})
-    assert str(caught.value) == "'Lionn' is not a registered optimizer; did you mean 'Lion'?"
-
-
-def test_library_is_imported_only_to_look_up_a_name():
-    code = (
-        "import sys; from slipstream.registry import OPTIMIZERS; import slipstream.optim\n"
-        "assert OPTIMIZERS.get('AdamW') and OPTIMIZERS.get('NpuFusedLamb')\n"
-        "assert 'pytorch_optimizer' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
-def test_muon_error_lists_the_parameters_that_are_not_matrices():
-    with pytest.raises(ConfigError) as caught:
-        build_optim_wrapper(net(), {"optimizer": {"type": "Muon", "lr": 0.1}})
-    message = str(caught.value)
-    assert (
-        "3 of the 4 parameters are not matrices: 0.bias (4,), 1.weight (1, 1, 2, 2), 1.bias (1,)" in message
-    )
-    assert "OptimWrapperDict" in message
-
-
-@pytest.mark.parametrize("kind", ["Muon", torch.optim.Muon])
-def test_muon_ignores_frozen_parameters_that_are_not_matrices(kind):
-    model = net()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name == "0.weight")
-    optimizer = build_optim_wrapper(model, {"optimizer": {"type": kind, "lr": 0.1}}).optimizer
-    assert type(optimizer) is torch.optim.Muon
-    model[0](torch.ones(1, 3)).sum().backward()
-    before = model[0].weight.detach().clone()
-    optimizer.step()
-    assert not torch.equal(before, model[0].weight)
-
-
-def test_missing_type_raises_the_registry_error():
-    with pytest.raises((BuildError, ConfigError), match="needs a 'type'"):
-        build_optim_wrapper(net(), {"optimizer": {"lr": 0.1}})

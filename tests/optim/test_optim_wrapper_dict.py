@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, ModelError
-from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.step import EagerStep
 
 
@@ -125,66 +125,3 @@ def test_zero_grad_clears_the_gradients_of_all_optimizers():
 def test_values_other_than_optim_wrappers_raise_an_error():
     with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
         OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
-
-
-def test_repr_contains_the_wrappers():
-    assert repr(wrappers(Gan(), accumulative_counts=2)) == (
-        "OptimWrapperDict(generator=OptimWrapper(SGD, accumulative_counts=1), "
-        "critic=OptimWrapper(AdamW, accumulative_counts=2))"
-    )
-
-
-def leaking_step(gan, x, optim):
-    optim["critic"].update_params(gan.critic(gan.generator(x).detach()).mean())
-    optim["generator"].update_params(-gan.critic(gan.generator(x)).mean())
-
-
-def test_gradients_from_the_loss_of_another_optimizer_cause_one_warning(capsys):
-    gan, x = Gan(), torch.ones(4, 2)
-    optim = wrappers(gan)
-    for _ in range(3):
-        leaking_step(gan, x, optim)
-    message = capsys.readouterr().err
-    assert message.count("optim_wrapper['critic'] have gradients before its backward pass") == 1
-    assert "requires_grad_(False)" in message
-
-
-@pytest.mark.parametrize("remedy", ["freeze", "zero_grad"])
-def test_both_remedies_in_the_warning_match_a_plain_loop(remedy, capsys):
-    gan = Gan()
-    hand = copy.deepcopy(gan)
-    batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    optim = wrappers(gan)
-    for x in batches:
-        if remedy == "zero_grad":
-            optim["critic"].zero_grad()
-        optim["critic"].update_params(gan.critic(gan.generator(x).detach()).mean())
-        gan.critic.requires_grad_(remedy != "freeze")
-        optim["generator"].update_params(-gan.critic(gan.generator(x)).mean())
-        gan.critic.requires_grad_(True)
-    train_by_hand(hand, batches)
-    torch.testing.assert_close(gan.state_dict(), hand.state_dict(), rtol=1e-6, atol=1e-7)
-    assert "have gradients" not in capsys.readouterr().err
-
-
-def test_several_backward_passes_of_one_wrapper_cause_no_warning(capsys):
-    gan, x = Gan(), torch.ones(4, 2)
-    critic = wrappers(gan)["critic"]
-    for _ in range(2):
-        critic.backward_only(gan.critic(gan.generator(x).detach()).mean())
-        critic.update_params(gan.critic(-gan.generator(x).detach()).mean())
-    assert "have gradients" not in capsys.readouterr().err
-
-
-def test_error_for_a_positional_optimizer_names_the_argument():
-    with pytest.raises(ConfigError, match=r"^loss_scale: .*pass optimizer="):
-        AmpOptimWrapper(torch.optim.SGD(Gan().parameters(), lr=0.1), dtype="bfloat16")
-
-
-def test_gradients_that_are_set_to_zero_cause_no_warning(capsys):
-    gan, x = Gan(), torch.ones(4, 2)
-    optim = wrappers(gan)
-    for _ in range(2):
-        optim["critic"].zero_grad(set_to_none=False)
-        optim["critic"].update_params(gan.critic(gan.generator(x).detach()).mean())
-    assert "have gradients before" not in capsys.readouterr().err

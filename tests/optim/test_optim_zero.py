@@ -66,13 +66,6 @@ def test_named_parameters_and_closure_work_as_in_torch():
     assert optimizer.state_dict() == reference.state_dict()
 
 
-def test_state_with_a_different_number_of_parameters_raises_an_error():
-    optimizer = ZeroRedundancyOptimizer(network().parameters(), "SGD", lr=0.1, momentum=0.9)
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="size"):
-        optimizer.load_state_dict(other.state_dict())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,7 +4,6 @@ import os
 import shutil
 
 import pytest
-import torch
 
 from slipstream.errors import CheckpointError
 from tiny_runs import (
@@ -20,19 +19,6 @@ def damage(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def test_resume_does_not_use_a_checkpoint_of_another_run_with_the_name_of_the_last_one(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1))
-    for folder, seed in (("own", 0), ("other", 1)):
-        run(tmp_path / folder, default_hooks=hooks, randomness=dict(seed=seed))
-    finished = torch.load(tmp_path / "own/epoch_2.pth", weights_only=True)["state_dict"]
-    shutil.copy(tmp_path / "other/epoch_2.pth", tmp_path / "own/epoch_2.pth")
-    resumed = run(tmp_path / "own", default_hooks=hooks, resume=True)
-    log = max(tmp_path.glob("own/*/*.log"), key=os.path.getmtime).read_text()
-    assert "epoch_2.pth, which was written by another run" in log
-    assert f"Resuming from {tmp_path / 'own/epoch_1.pth'}" in log
-    assert_same(weights(resumed), finished)
 
 
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from slipstream.optim import OptimWrapper
-from slipstream.optim.layouts import lay_out_states
+from slipstream.optim.kernels import lay_out_states
 from slipstream.speed.memory_format import to_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d

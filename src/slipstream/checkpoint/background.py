@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.copies import copy_in_threads
 from slipstream.checkpoint.sharded import write_checkpoint
 from slipstream.dist import get_world_size, is_main_process
 from slipstream.errors import CheckpointError
@@ -108,14 +107,10 @@ class BackgroundWriter:
         """Return a copy of the checkpoint and, for each device, an event recorded after the device's copies."""
         buffers: dict[str, Tensor] = {}
         devices: set[torch.device] = set()
-        on_host: list[tuple[Tensor, Tensor]] = []
 
         def buffered(name: str, tensor: Tensor) -> Tensor:
             # Use `pop`, because different keys (1 and "1") can have the same name.
             buffers[name] = buffer = _buffer_for(tensor, self._buffers.pop(name, None))
-            if tensor.device.type == "cpu":
-                on_host.append((buffer, tensor))
-                return buffer
             return buffer.copy_(tensor, non_blocking=_copies_asynchronously(tensor))
 
         def copy(name: str, tensor: Tensor) -> Tensor:
@@ -132,7 +127,6 @@ class BackgroundWriter:
             return buffered(name, tensor)
 
         content = plain(checkpoint, warn, copy=preserve_ties(copy))
-        copy_in_threads(on_host)
         self._buffers = buffers
         accelerators = [device for device in devices if device.type not in _DEVICES_WITHOUT_EVENTS]
         return content, {d: torch.accelerator.current_stream(d).record_event() for d in accelerators}

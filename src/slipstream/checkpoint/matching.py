@@ -1,22 +1,27 @@
-"""Check the entries of a checkpoint against the objects of a run before these objects are modified."""
+"""Check the entries of a checkpoint, and that they match a run, before any object of the run is modified."""
 
 from __future__ import annotations
 
-import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slipstream.checkpoint.schema import OPTIMIZER, check, describe_value, is_readable
-from slipstream.errors import CheckpointError
-from slipstream.typecheck import is_real
+from slipstream.errors import CheckpointError, ModelError
+from slipstream.typecheck import NonNegativeInt, PositiveInt, describe_with_article, is_real, matches
 
-__all__ = ["MismatchError", "check_like", "check_optimizer", "check_tensors", "restoring"]
+__all__ = [
+    "ACCELERATED", "ACCELERATED_FILE", "DESCRIPTION", "META", "OPTIMIZER", "PENDING", "RESUMED",
+    "MismatchError", "Schema", "check", "check_like", "check_optimizer", "check_restorable", "check_tensors",
+    "restoring",
+]  # fmt: skip
 
 Warn = Callable[[str], None]
 
@@ -37,35 +42,115 @@ class MismatchError(CheckpointError):
         return self.problem + self.remedy
 
 
-_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""Entries in the state of torch's optimizers that have a single element."""
-_STATES: Mapping[str, tuple[str, ...]] = {
-    "ASGD": ("step", "eta", "mu", "ax"),
-    "Adadelta": ("step", "square_avg", "acc_delta"),
-    "Adagrad": ("step", "sum"),
-    "Adam": ("step", "exp_avg", "exp_avg_sq"),
-    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
-    "Adamax": ("step", "exp_avg", "exp_inf"),
-    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
-    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
-    "RMSprop": ("step", "square_avg"),
-    "Rprop": ("step", "prev", "step_size"),
-    "SGD": (),
-}
-"""The entries that torch's optimizers require in a parameter's state."""
-_STATES_OF_OPTIONS = {
-    ("Adam", "amsgrad"): "max_exp_avg_sq",
-    ("AdamW", "amsgrad"): "max_exp_avg_sq",
-    ("RMSprop", "centered"): "grad_avg",
-    ("RMSprop", "momentum"): "momentum_buffer",
-}
-"""The entries that torch's optimizers additionally require if an option is set."""
-_SHAPED = frozenset({"momentum_buffer", *chain(*_STATES.values(), _STATES_OF_OPTIONS.values())}) - _SCALARS
-"""Entries in the state of torch's optimizers that have the shape of the parameter."""
-_NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum", "eps")
-_REPLACED = ("params", "fused", "foreach", "capturable")
-"""Keys of a parameter group whose saved values are replaced with the run's values."""
-_COUNTERS = ("_global_step", "_step_count", "num_bad_epochs", "cooldown_counter")
+# ---- types of the entries ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The keys of a dict and the types of their values. Other keys are accepted, so files can have more entries."""
+
+    required: Mapping[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(value: Any, schema: Schema, source: Any, where: str = "") -> None:
+    """Check `value` against `schema`; `source` is the checkpoint's name, and `where` is the location of `value` in it.
+
+    Raises:
+        CheckpointError: an entry is missing or has a different type; the message names the key.
+    """
+    if not isinstance(value, Mapping):
+        raise _damaged(source, f"'{where}' must be a dict, not {_describe(value)}")
+    for key, kind in {**schema.required, **schema.optional}.items():
+        place = f"{where}.{key}" if where else key
+        if key not in value:
+            if key in schema.required:
+                raise _damaged(source, f"'{place}' is missing")
+        elif isinstance(kind, Schema):
+            check(value[key], kind, source, place)
+        elif not matches(value[key], kind):
+            raise _damaged(
+                source, f"'{place}' must be {describe_with_article(kind)}, not {_describe(value[key])}"
+            )
+
+
+def _damaged(source: Any, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{source}: {problem}. The file was modified after it was saved, or was written by a different program; use "
+        "another checkpoint"
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, bool | int | float | str) or value is None:
+        return repr(value)[:80]
+    return f"a {type(value).__name__}"
+
+
+_Tensors = dict[str, Any]
+META = Schema(
+    optional={
+        "epoch": NonNegativeInt,
+        "iter": NonNegativeInt,
+        "inner_samples": NonNegativeInt,
+        "samples_per_step": PositiveInt,
+        "epoch_length": PositiveInt | None,
+        "num_workers": NonNegativeInt,
+        "validated": bool,
+        "seed": int | None,
+        "run_id": str,
+        "random_state": list[dict[str, Any]] | None,
+        "sampler_generators": list[dict[str, Any]],
+        "cfg": str | None,
+    }
+)
+"""The `meta` entry of a checkpoint that a run resumes from."""
+DESCRIPTION = Schema(optional={"cfg": str | None, "dataset_meta": dict[str, Any] | None})
+"""The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""
+ACCELERATED = Schema(
+    {"optimizer": dict[str, Any], "steps": NonNegativeInt},
+    {
+        "average": _Tensors,
+        "gradients": list[Any],
+        "other_tensors": list[Any],
+        "unfinished": NonNegativeInt,
+        "window": PositiveInt,
+    },
+)
+"""The state of a training step from `slipstream.accelerate`."""
+ACCELERATED_FILE = Schema(
+    {"state_dict": _Tensors, "step": ACCELERATED},
+    {"random_state": list[dict[str, Any]], "values": dict[str, Any]},
+)
+"""A file saved by a training step from `slipstream.accelerate`."""
+OPTIMIZER = Schema({"state": Mapping, "param_groups": list[dict[str, Any]]})
+"""The state of one optimizer."""
+PENDING = Schema(
+    optional={
+        "batches": dict[str, NonNegativeInt],
+        "unfinished": dict[str, NonNegativeInt],
+        "windows": dict[str, PositiveInt],
+        "gradients": _Tensors,
+        "rank_gradients": list[_Tensors],
+    }
+)
+"""The batch counts and the accumulation window of each optimizer wrapper, and the gradients of unfinished windows."""
+RESUMED = Schema(
+    optional={
+        "meta": META,
+        "state_dict": _Tensors,
+        "ema_state_dict": _Tensors,
+        "optimizer": dict[str, Any],
+        "message_hub": dict[str, Any] | None,
+        "comm_hook": dict[str, dict[str, Any]],
+    }
+)
+"""A checkpoint that a run resumes from."""
+
+
+# ---- entries that must match the run -------------------------------------------------------------------
 
 
 @contextmanager
@@ -116,28 +201,24 @@ def check_tensors(
 def _check_tensor(
     own: Tensor, saved: Any, where: str, source: Any, shape: bool = True, layout: bool = True
 ) -> None:
-    text = f"a {own.dtype} tensor" + f" of shape {tuple(own.shape)}" * shape
     fits = (
         isinstance(saved, Tensor)
         and (saved.layout is own.layout or not layout)
-        and saved.is_meta == own.is_meta
-        and saved.is_quantized == own.is_quantized
         and _kind(saved) == _kind(own)
         and (not shape or saved.shape == own.shape)
     )
     if not fits:
+        text = f"a {own.dtype} tensor" + f" of shape {tuple(own.shape)}" * shape
         raise _different(where, text, saved, source)
 
 
-def _kind(tensor: Tensor) -> str:
-    if tensor.is_floating_point():
-        return "float"
-    return "complex" if tensor.is_complex() else "bool" if tensor.dtype is torch.bool else "int"
+def _kind(tensor: Tensor) -> tuple[bool, ...]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool, tensor.is_quantized
 
 
 def _different(where: str, text: str, saved: Any, source: Any) -> MismatchError:
     return MismatchError(
-        f"{source}: '{where}' must be {text} in this run, not {describe_value(saved)}",
+        f"{source}: '{where}' must be {text} in this run, not {_describe(saved)}",
         ". Resume with the configuration of the original run, or start a new run with load_from",
     )
 
@@ -156,7 +237,6 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
         for key, value in own.items():
             if key in saved:
                 check_like(value, saved[key], f"{where}.{key}", source)
-                _check_counter(key, value, saved[key], f"{where}.{key}", source)
             elif not isinstance(value, bool):  # flags differ between versions of torch
                 raise MismatchError(
                     f"{source}: '{where}.{key}' is missing", "; use load_from to start a new run"
@@ -166,135 +246,104 @@ def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
             raise _different(where, f"a list of {len(own)} values", saved, source)
         for index, (value, other) in enumerate(zip(own, saved, strict=True)):
             check_like(value, other, f"{where}[{index}]", source)
-    elif isinstance(own, bool | str):
-        if type(saved) is not type(own):
-            raise _different(where, f"a {type(own).__name__}", saved, source)
-    elif (isinstance(own, int | float) or _is_number_tensor(own)) and not _is_numeric(saved):
+    elif isinstance(own, bool | str) and type(saved) is not type(own):
+        raise _different(where, f"a {type(own).__name__}", saved, source)
+    elif _is_number(own) and not _is_number(saved):
         raise _different(where, "a number", saved, source)
 
 
-def _check_counter(key: Any, own: Any, saved: Any, where: str, source: Any) -> None:
-    low = {"last_step": -1, "last_epoch": -1}.get(key, 0 if key in _COUNTERS else None)
-    if low is not None and isinstance(own, int) and not (isinstance(saved, int) and low <= saved < 2**63):
-        raise _different(where, f"an integer greater than or equal to {low}", saved, source)
+def _is_number(value: Any) -> bool:
+    return is_real(value) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
 
 
-def _is_number_tensor(value: Any) -> TypeGuard[Tensor]:
-    return is_readable(value) and value.dim() == 0 and value.is_floating_point()
+_SHAPED = (
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum",
+)  # fmt: skip
+"""Entries in the state of torch's optimizers that have the shape of the parameter."""
+_REPLACED = ("params", "fused", "foreach", "capturable")
+"""Keys of a parameter group whose saved values are replaced with the run's values."""
 
 
-def _is_numeric(value: Any) -> bool:
-    if _is_number_tensor(value):
-        return not bool(value.isnan())
-    return is_real(value) and not math.isnan(value)
-
-
-# ---- optimizers ----------------------------------------------------------------------------------------
-
-
-def check_optimizer(
-    optimizer: Optimizer, saved: Any, where: str, source: Any, warn: Warn | None = None
-) -> None:
-    """Check that `saved` is a valid state for `optimizer`.
-
-    Parameter states are checked only for the `torch.optim` optimizers in `_STATES` and their subclasses, because the
-    structure of other states is unknown. For these optimizers, `warn` is called if parameters lack an expected state.
+def check_optimizer(optimizer: Optimizer, saved: Any, where: str, source: Any) -> None:
+    """Check that `saved` is a state for `optimizer`: the groups, their options, and the shapes of torch's states.
 
     Raises:
-        CheckpointError: the groups or their sizes differ, or an option or a state is missing or invalid.
+        CheckpointError: the groups or their sizes differ, an option is missing, or a state has another shape.
     """
     check(saved, OPTIMIZER, source, where)
     groups = saved["param_groups"]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in groups] != sizes:
+    saved_sizes = [len(group.get("params", ())) for group in groups]
+    if saved_sizes != sizes:
         raise MismatchError(
-            f"{source}: the groups in '{where}.param_groups' contain "
-            f"{[len(group['params']) for group in groups]} parameters, but the optimizer's groups contain {sizes}",
+            f"{source}: the groups in '{where}.param_groups' contain {saved_sizes} parameters, but the optimizer's "
+            f"groups contain {sizes}",
             ". Resume with the same optimizer and paramwise_cfg, or start a new run with load_from",
         )
     for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        _check_group(optimizer.defaults, own, group, f"{where}.param_groups[{index}]", source)
-    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    indices = list(chain.from_iterable(group["params"] for group in groups))
-    if sorted(indices) != indices or len({*indices}) != len({*map(id, params)}):
-        raise MismatchError(
-            f"{source}: '{where}.param_groups' must contain parameter indices in ascending order, not {indices[:20]}",
-            "; use load_from to start a new run from the weights",
-        )
-    _check_states(optimizer, dict(zip(indices, params, strict=True)), saved, where, source, warn)
-
-
-def _check_states(
-    optimizer: Optimizer,
-    params: Mapping[int, Tensor],
-    saved: Mapping[str, Any],
-    where: str,
-    source: Any,
-    warn: Warn | None,
-) -> None:
+        place = f"{where}.param_groups[{index}]"
+        for key, value in own.items():
+            if key in group and key not in _REPLACED:
+                check_like(value, group[key], f"{place}.{key}", source)
+            elif key in optimizer.defaults and matches(value, float | tuple) and key not in group:
+                raise MismatchError(
+                    f"{source}: '{place}.{key}' is missing", "; use load_from to start a new run"
+                )
     inner = getattr(optimizer, "optim", optimizer)  # the inner optimizer of a ZeroRedundancyOptimizer
-    kinds = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
-    kind = next((name for name in kinds if name in _STATES), None)
-    groups = {index: group for group in saved["param_groups"] for index in group["params"]}
-    for index, state in saved["state"].items():
-        place = f"{where}.state[{index!r}]"
-        if not isinstance(state, Mapping):
-            raise _different(place, "a dict", state, source)
-        if kind is None:
-            continue
-        if index not in params:
-            raise MismatchError(
-                f"{source}: '{place}' does not belong to any of the {len(params)} parameters",
-                "; use load_from to start a new run from the weights",
+    if any(c is not Optimizer and c.__module__.startswith("torch.optim.") for c in type(inner).__mro__):
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        indices = chain.from_iterable(group["params"] for group in groups)
+        for index, param in zip(indices, params, strict=True):
+            for name, state in saved["state"].get(index, {}).items():
+                if name in _SHAPED and state is not None:
+                    _check_tensor(param, state, f"{where}.state[{index}].{name}", source)
+
+
+# ---- state that a checkpoint can contain ---------------------------------------------------------------
+
+_STORABLE = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    np.bool_,
+    np.number,
+    torch.dtype,
+    torch.device,
+    type(None),
+    Tensor,
+)
+
+
+def check_restorable(state: Mapping[str, Any]) -> None:
+    """Check that a model's `state_dict` can be saved and loaded without changes.
+
+    Raises:
+        ModelError: an entry contains a value that a checkpoint cannot contain, or a tensor that cannot be written to.
+    """
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            if any(
+                size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)
+            ):
+                raise ModelError(
+                    f"the model's buffer '{key}' is an expanded tensor. Several of its elements share memory, "
+                    "so it cannot be loaded from a checkpoint; register a copy of it (tensor.clone())"
+                )
+        elif kind := _unsupported(value):
+            raise ModelError(
+                f"the model's state '{key}' contains an object of type {kind}, which cannot be restored from a "
+                "checkpoint; return only tensors and built-in Python values (number, string, list, tuple, dict) from "
+                "get_extra_state, and convert them in set_extra_state"
             )
-        extra = [
-            name
-            for (optimizer_name, option), name in _STATES_OF_OPTIONS.items()
-            if optimizer_name == kind and groups[index].get(option)
-        ]
-        missing = [name for name in (*_STATES[kind], *extra) if name not in state]
-        if missing and (state or kind != "SGD"):
-            raise MismatchError(
-                f"{source}: '{place}.{missing[0]}' is missing",
-                "; use load_from to start a new run from the weights",
-            )
-        _check_state(params[index], state, kind == "SGD", place, source)
-
-    stateless = [n for n, p in params.items() if p.requires_grad and not saved["state"].get(n)]
-    stateful = kind is not None and (kind != "SGD" or any(g.get("momentum") for g in saved["param_groups"]))
-    if warn is not None and stateless and stateful:
-        warn(
-            f"{source}: '{where}.state' has no entries for the parameters {stateless[:5]}: either their gradients were "
-            "None, or the entries were lost. The optimizer will initialize new entries"
-        )
 
 
-def _check_state(param: Tensor, state: Mapping[str, Any], may_be_none: bool, where: str, source: Any) -> None:
-    for name, value in state.items():
-        place = f"{where}.{name}"
-        if name in _SCALARS:
-            number = value.reshape(()) if is_readable(value) and value.numel() == 1 else value
-            exact = is_readable(number) and number.dim() == 0 and _kind(number) == "int"
-            if not (exact or _is_numeric(number)) or not 0 <= float(number) < math.inf:
-                raise _different(place, "a finite, non-negative number", value, source)
-        elif name in _SHAPED and not (value is None and may_be_none):
-            _check_tensor(param, value, place, source)
-
-
-def _check_group(
-    defaults: Mapping[str, Any], own: Mapping[str, Any], group: Mapping[str, Any], where: str, source: Any
-) -> None:
-    for key, value in own.items():
-        if key in _REPLACED:
-            continue
-        if key in group:
-            check_like(value, group[key], f"{where}.{key}", source)
-        elif key in defaults and isinstance(value, int | float | tuple) and not isinstance(value, bool):
-            raise MismatchError(f"{source}: '{where}.{key}' is missing", "; use load_from to start a new run")
-    for key in _NOT_NEGATIVE:
-        value = group.get(key, 0)
-        if _is_numeric(value) and not 0 <= float(value) < math.inf:
-            raise _different(f"{where}.{key}", "a finite, non-negative number", value, source)
-    betas = group.get("betas", ())
-    if not all(0 <= float(beta) <= 1 for beta in betas):
-        raise _different(f"{where}.betas", "numbers between 0 and 1", str(betas), source)
+def _unsupported(value: Any) -> str:
+    """Return the name of the first type in `value` that a checkpoint omits or converts, or an empty string."""
+    if type(value) in (dict, OrderedDict):
+        value = [*value.keys(), *value.values()]
+    if type(value) in (list, tuple):
+        return next(filter(None, map(_unsupported, value)), "")
+    return "" if isinstance(value, _STORABLE) else type(value).__name__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,50 +54,39 @@ def is_from_mmengine(checkpoint: Mapping[str, Any]) -> bool:
     return isinstance(meta, Mapping) and "mmengine_version" in meta
 
 
-def convert_checkpoint(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+def convert_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return an MMEngine checkpoint with its message hub and `meta` converted, so that Slipstream can resume from it.
 
-    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept. `path`, the
-    path of the checkpoint, is used only in messages.
-
-    Raises:
-        CheckpointError: the message hub is damaged.
+    NumPy numbers become built-in numbers. Only the newest values of each scalar history are kept.
     """
     hub = checkpoint.get("message_hub")
     if isinstance(hub, Mapping):
-        histories = {key: _history(value) for key, value in _entries(hub, "log_scalars", path).items()}
-        infos = {key: _builtin(value) for key, value in _entries(hub, "runtime_info", path).items()}
-        infos = {key: value for key, value in infos.items() if key not in ("cfg", "last_ckpt")}
+        histories = {key: _history(value) for key, value in hub.get("log_scalars", {}).items()}
+        infos = {key: _builtin(value) for key, value in hub.get("runtime_info", {}).items()}
         checkpoint["message_hub"] = {
             "log_scalars": {key: history for key, history in histories.items() if history},
-            "runtime_info": {k: v for k, v in infos.items() if isinstance(v, bool | int | float | str)},
+            "runtime_info": {
+                key: value
+                for key, value in infos.items()
+                if isinstance(value, bool | int | float | str) and key not in ("cfg", "last_ckpt")
+            },
         }
     checkpoint["meta"] = {key: _builtin(value) for key, value in checkpoint["meta"].items()}
     return checkpoint
-
-
-def _entries(hub: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    entries = hub.get(key, {})
-    if not isinstance(entries, Mapping):
-        raise CheckpointError(
-            f"{path} is damaged: message_hub.{key} must be a dict, not {type(entries).__name__}; use a different "
-            "checkpoint, or remove 'message_hub' from this one"
-        )
-    return entries
 
 
 def _history(value: Any) -> dict[str, Any]:
     """Return the newest entries of a history, or an empty dict if it has an unknown format."""
     saved: Any = getattr(value, "saved", {})
     values, counts = saved.get("_log_history"), saved.get("_count_history")
-    if not (_is_numeric(values) and _is_numeric(counts) and len(values) == len(counts) > 0):
+    if (
+        not isinstance(values, np.ndarray)
+        or not isinstance(counts, np.ndarray)
+        or values.dtype.kind not in "iuf"
+    ):
         return {}
     newest = values[-1000:].tolist(), counts[-1000:].tolist()
     return {"log_history": newest[0], "count_history": newest[1], "max_length": 10_000}
-
-
-def _is_numeric(values: Any) -> bool:
-    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iuf"
 
 
 def _builtin(value: Any) -> Any:

@@ -59,7 +59,7 @@ def _cached(url: str, sha256: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(file) as temporary:
             download_checkpoint(url, temporary)
-            _check(temporary, sha256, _redact_url(url))
+            _check(temporary, sha256, redacted_source(url))
     return file
 
 
@@ -67,8 +67,7 @@ def _check(file: Path, sha256: str | None, source: str) -> None:
     if sha256 is None:
         return
     if not file.is_file():
-        problem = "is a folder" if file.is_dir() else "does not exist"
-        raise CheckpointError(f"{source} {problem}; checkpoint_params.checkpoint_sha256 requires a file")
+        raise CheckpointError(f"{source} is not a file; checkpoint_params.checkpoint_sha256 requires a file")
     if (actual := _digest(file)) != sha256:
         raise CheckpointError(
             f"the SHA-256 checksum of {source} is {actual}, but checkpoint_params.checkpoint_sha256 is {sha256}; the "
@@ -87,28 +86,20 @@ def download_checkpoint(url: str, target: Path) -> None:
     Raises:
         CheckpointError: the download fails. In this case, the file may be incomplete.
     """
-    print_log(f"downloading {_redact_url(url)}", "current")
+    source = redacted_source(url)
+    print_log(f"downloading {source}", "current")
     try:
         download(url, target)
     except Exception as error:  # fsspec's file systems can raise any exception
-        reason = (
-            " ".join(str(error).replace(url, _redact_url(url)).split())[:_MAX_REASON_LENGTH]
-            or type(error).__name__
-        )
-        package = (
-            "; run: pip install huggingface_hub" if isinstance(error, ImportError) and "hf:" in url else ""
-        )
+        package = "; run: pip install huggingface_hub" * (isinstance(error, ImportError) and "hf:" in url)
         raise CheckpointError(
-            f"{_redact_url(url)} cannot be downloaded: {reason}{package}; check the URL and the network, or download "
-            "the file on another machine and set checkpoint_path to it"
+            f"{source} cannot be downloaded: {str(error).replace(url, source)[:_MAX_REASON_LENGTH]}{package}; check "
+            "the URL and the network, or download the file on another machine and set checkpoint_path to it"
         ) from error
 
 
 def redacted_source(path: str | Path) -> str:
     """Return a path as a string, or a URL without its credentials and its query, which may contain a signature."""
-    return _redact_url(path) if isinstance(path, str) and re.match(_URL, path) else str(path)
-
-
-def _redact_url(url: str) -> str:
-    """Return the URL without its credentials and its query, which may contain a signature."""
-    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+    if not (isinstance(path, str) and re.match(_URL, path)):
+        return str(path)
+    return re.sub(r"//[^/@]*@", "//", path.partition("?")[0])

@@ -1,9 +1,7 @@
-"""Checkpoints of sharded models: a folder to which each process writes its shards.
+"""Checkpoints of sharded models: a folder to which each process writes a file with its shards.
 
-`torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
-None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
-other tools. This module never reads `.metadata`, because it is a pickle file, which can execute code when it is loaded,
-and because it can make torch unpickle further objects.
+The file `plain.pth` contains the rest: the checkpoint with None in place of each sharded tensor, and an index of the
+shards. All files are written and read like ordinary checkpoint files, so no code in them is executed.
 """
 
 from __future__ import annotations
@@ -11,9 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,33 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint
-from slipstream.checkpoint.integrity import open_verified, verify
-from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
+from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint, verify
+from slipstream.dist import all_gather_object, get_rank, is_main_process
 from slipstream.errors import CheckpointError
 from slipstream.files import disk_problem, sync_folder
 from slipstream.plain_values import plain
-from slipstream.sharding import full_tensor, is_sharded, placements_on
+from slipstream.sharding import full_tensor, is_sharded, local_shard, placements_on
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
-    "consolidate",
-    "load_checkpoint",
-    "load_sharded",
-    "read_meta",
-    "read_origin",
-    "read_without_data",
-    "remove_partial_checkpoints",
-    "sharded_name",
-    "verify_checkpoint",
-    "write_checkpoint",
-]
+    "consolidate", "load_checkpoint", "load_sharded", "read_meta", "read_origin", "read_without_data",
+    "remove_partial_checkpoints", "sharded_name", "verify_checkpoint", "write_checkpoint",
+]  # fmt: skip
 
 Warn = Callable[[str], None]
 
@@ -132,12 +116,21 @@ def load_sharded(
     content = read_file(folder / PLAIN_FILE, map_location)
     with _reading(folder):
         checkpoint, index = content["checkpoint"], content["index"]
+        needed: dict[str, list[tuple[str, Tensor, Sequence[int], Sequence[int]]]] = {}
         for key, entry in index.items():
-            _check_parts(key, entry)
-        tensors = {key: _empty(entry, map_location, mesh) for key, entry in index.items()}
-        _read(folder, index, tensors)
-        for key, tensor in tensors.items():
-            _put(checkpoint, index[key]["path"], tensor)
+            if sum(math.prod(size) for _, size, _ in entry["parts"]) != math.prod(entry["shape"]):
+                raise ValueError(f"the shards of '{key}' do not cover its shape {list(entry['shape'])}")
+            tensor = _empty(entry, map_location, mesh)
+            target, at = local_shard(tensor), _offset(tensor)
+            for start, size, name in entry["parts"]:
+                if _overlap(at, target.shape, start, size) is not None:
+                    needed.setdefault(name, []).append((key, target, at, start))
+            _put(checkpoint, entry["path"], tensor)
+        for name, parts in needed.items():
+            shards = read_file(folder / _file_name(name))
+            for key, target, at, start in parts:
+                own, theirs = _overlap(at, target.shape, start, shards[key].shape)  # type: ignore[misc]
+                target[own].copy_(shards[key][theirs])
         return dict(checkpoint)
 
 
@@ -190,20 +183,22 @@ def read_origin(path: Path) -> tuple[str | None, int | None]:
 def verify_checkpoint(path: Path, part: int = 0, num_parts: int = 1) -> None:
     """Verify a checkpoint against its checksums.
 
-    For a sharded checkpoint, only every `num_parts`-th shard is verified, starting at shard `part`.
+    For a sharded checkpoint, only every `num_parts`-th file with shards is verified, starting at file `part`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or incomplete.
     """
     if not path.is_dir():
         if part == 0:
-            verify(path)
+            with path.open("rb") as file:
+                verify(file, path)
         return
     with _reading(path):
         index = read_file(path / PLAIN_FILE)["index"]
-        shards = [shard for entry in index.values() for shard in entry["parts"]]
-        for _, _, name, start, length in shards[part::num_parts]:
-            verify(path / _file_name(name), start, length)
+        names = sorted({name for entry in index.values() for _, _, name in entry["parts"]})
+        for name in names[part::num_parts]:
+            with (path / _file_name(name)).open("rb") as file:
+                verify(file, path / name)
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
@@ -264,31 +259,31 @@ def _write_folder(
     paths: dict[str, list[Any]],
     group: dist.ProcessGroup | None,
 ) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    temporary = folder.with_name(f".{folder.name}.tmp")
-
-    class Writer(FileSystemWriter):
-        """Record where each shard is stored, because some versions of torch do not add the location to the metadata."""
-
-        places: Mapping[Any, Any] = {}
-
-        def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-            super().finish(metadata, results)
-            self.places = {
-                result.index: result.storage_data for rank_results in results for result in rank_results
-            }
-
-    writer = Writer(temporary)
+    temporary, file = folder.with_name(f".{folder.name}.tmp"), f"rank_{get_rank()}.pth"
+    own = {key: tensor for key, tensor in tensors.items() if _writes(tensor)}
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while writing
         temporary.mkdir(parents=True)
 
+    def write() -> None:
+        if not temporary.is_dir():
+            raise CheckpointError(
+                f"the rank cannot access {folder.parent}; put the work_dir on a shared file system"
+            )
+        shards = {key: local_shard(tensor) for key, tensor in own.items()}
+        save_checkpoint(shards, temporary / file, lambda _: None)
+
     def commit() -> None:
-        index = _index(metadata, writer.places, paths)
+        index = {
+            key: {
+                "path": paths[key],
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "parts": [rank_parts[key] for rank_parts in parts if key in rank_parts],
+            }
+            for key, tensor in tensors.items()
+        }
         save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN_FILE, lambda _: None)
         old = replaced_name(folder)
         if folder.exists():  # otherwise `old` may be the only complete checkpoint
@@ -299,58 +294,45 @@ def _write_folder(
         shutil.rmtree(old, ignore_errors=True)
 
     _on_main(begin, folder, group)
-    missing = [rank for rank, exists in enumerate(all_gather_object(temporary.is_dir(), group)) if not exists]
-    if missing:
-        raise CheckpointError(
-            f"ranks {missing} cannot access {folder.parent}; put the work_dir on a shared file system"
-        )
     try:
-        metadata = save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # raised on every rank if any rank failed
+        _agreed(write, folder, group)
+    except CheckpointError:
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
-        raise CheckpointError(f"{folder} cannot be written: {_reason(error, folder.parent)}") from error
+        raise
+    places = {key: (_offset(tensor), list(local_shard(tensor).shape), file) for key, tensor in own.items()}
+    parts = all_gather_object(places, group)
     _on_main(commit, folder, group)
+
+
+def _writes(tensor: Any) -> bool:
+    """Return whether this process writes its shard: the shard has elements, and it is the first of several replicas."""
+    coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
+    is_first = all(index == 0 for placement, index in coordinates if placement.is_replicate())
+    return is_first and local_shard(tensor).numel() > 0
 
 
 def _on_main(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
     """Call `action` on rank 0; if it fails, raise an error on every rank."""
+    _agreed(action if is_main_process() else lambda: None, path, group)
+
+
+def _agreed(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
+    """Call `action` on every rank; if it fails on one of them, raise an error on every rank."""
     failure: Exception | None = None
-    if is_main_process():
-        try:
-            action()
-        except Exception as error:
-            failure = error
-    problem = [failure and _describe(failure, path.parent)]
-    broadcast_object_list(problem, group=group)
-    if problem[0] is not None:
-        raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
-
-
-def _index(metadata: Metadata, places: Mapping[Any, Any], paths: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return torch's index as built-in Python values: for each key, the path, dtype, shape and shards of the tensor."""
-    index: dict[str, Any] = {}
-    for key, path in paths.items():
-        entry: Any = metadata.state_dict_metadata[key]
-        index[key] = {"path": path, "dtype": entry.properties.dtype, "shape": list(entry.size), "parts": []}
-    for where, file in places.items():
-        chunks = metadata.state_dict_metadata[where.fqn].chunks  # type: ignore[union-attr]
-        sizes = next(chunk.sizes for chunk in chunks if chunk.offsets == where.offset)
-        part = (list(where.offset), list(sizes), file.relative_path, file.offset, file.length)
-        index[where.fqn]["parts"].append(part)
-    return index
-
-
-def _reason(error: CheckpointException, folder: Path) -> str:
-    """Return the errors of the failed ranks, without their tracebacks."""
-    return "; ".join(
-        f"rank {rank}: {_describe(failure[0], folder)}" for rank, failure in error.failures.items()
-    )
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    problems = all_gather_object(failure and _describe(failure, path.parent), group)
+    if any(problems):
+        text = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+        raise CheckpointError(f"{path} cannot be written: {text}") from failure
 
 
 def _describe(error: BaseException, folder: Path) -> str:
     if (problem := disk_problem(error, folder)) is None:
-        return repr(error)
+        return str(error) if isinstance(error, CheckpointError) else repr(error)
     return f"{problem}. Earlier checkpoints are kept. Free some space, then continue with resume=True"
 
 
@@ -365,87 +347,28 @@ def _empty(entry: Mapping[str, Any], device: str | torch.device, mesh: DeviceMes
     return empty(entry["shape"], dtype=entry["dtype"], device_mesh=mesh, placements=placements_on(mesh))
 
 
-def _read(folder: Path, index: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
+def _offset(tensor: Any) -> list[int]:
+    """Return the position of the local shard's first element in the full tensor."""
+    if not is_sharded(tensor):
+        return [0] * tensor.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        try:  # no_dist: each process independently reads the shards it requires
-            load(tensors, storage_reader=_reader(folder, _metadata(index)), no_dist=True)
-        except CheckpointException as error:  # derives from BaseException, not from Exception
-            raise ValueError(_reason(error, folder)) from error
+    return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
-def _metadata(index: Mapping[str, Any]) -> Metadata:
-    """Convert the index to torch's `Metadata`. Even with a manipulated index, torch only reads tensors."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    entries, files = {}, {}
-    for key, entry in index.items():
-        chunks = []
-        for offsets, sizes, name, start, length in entry["parts"]:
-            _file_name(name)
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            files[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)
-        shape = torch.Size(entry["shape"])
-        entries[key] = TensorStorageMetadata(TensorProperties(dtype=entry["dtype"]), shape, chunks)
-    return Metadata(dict(entries), storage_data=files)
+def _overlap(
+    at: Sequence[int], size: Sequence[int], other_at: Sequence[int], other_size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the elements that two parts of a tensor have in common, as slices of each part, or None."""
+    low = [max(a, b) for a, b in zip(at, other_at, strict=True)]
+    high = [min(a + n, b + m) for a, n, b, m in zip(at, size, other_at, other_size, strict=True)]
+    if any(first >= last for first, last in zip(low, high, strict=True)):
+        return None
+    own = tuple(slice(first - a, last - a) for first, last, a in zip(low, high, at, strict=True))
+    return own, tuple(slice(first - b, last - b) for first, last, b in zip(low, high, other_at, strict=True))
 
 
 def _file_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
         raise CheckpointError(f"the shard index refers to the file {name!r}, which is outside the checkpoint")
     return name
-
-
-def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.futures import Future
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata
-
-        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-            for item in plan.items:
-                place = metadata.storage_data[item.storage_index]
-                with open_verified(folder / place.relative_path, place.offset, place.length) as file:
-                    shard = torch.load(file, map_location="cpu", weights_only=True)
-                for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    shard = shard.narrow(dim, offset, size)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(shard)
-                planner.commit_tensor(item, target)
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-
-    return Reader(folder)
-
-
-def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
-    """Check that a tensor's shards cover it without gaps, which torch would leave uninitialized."""
-    shape, parts = entry["shape"], [(offsets, sizes) for offsets, sizes, *_ in entry["parts"]]
-    inside = all(
-        len(offsets) == len(sizes) == len(shape)
-        and all(
-            0 <= first <= first + size <= length
-            for first, size, length in zip(offsets, sizes, shape, strict=True)
-        )
-        for offsets, sizes in parts
-    )
-    disjoint = not any(_overlap(a, b) for a, b in combinations(parts, 2))
-    if not inside or not disjoint or sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape):
-        raise ValueError(f"the shards of '{key}' do not cover its shape {list(shape)}")
-
-
-def _overlap(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> bool:
-    return all(max(x, y) < min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))

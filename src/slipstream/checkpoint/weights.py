@@ -10,12 +10,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.checkpoint.matching import MismatchError
+from slipstream.checkpoint.matching import MismatchError, Schema, check
 from slipstream.errors import CheckpointError
 
-__all__ = ["compare_weights", "load_weights", "loaded_names", "revise"]
+__all__ = ["compare_weights", "load_weights", "loaded_names", "revise", "step_average", "weights_in"]
 
 _MAX_LISTED_NAMES = 5
+
+
+def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
+    """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
+
+    If a training step from `slipstream.accelerate` saved the file with an average of the weights that has been updated,
+    the average is returned instead of the weights, as for a Runner's checkpoint, whose `state_dict` contains the
+    average.
+
+    Raises:
+        CheckpointError: the entry is not a dict, or one of its keys is not a string.
+    """
+    state = checkpoint.get("state_dict", checkpoint)
+    check({"state_dict": state}, Schema({"state_dict": dict[str, Any]}), source)
+    return {**state, **step_average(checkpoint)}
+
+
+def step_average(checkpoint: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the average of the weights in a file from `TrainStep.save`, or an empty dict if there is none."""
+    step = checkpoint.get("step")
+    average = step.get("average") if isinstance(step, Mapping) else None
+    if not isinstance(average, Mapping) or not average.get("steps"):
+        return {}  # before its first update, the average contains the initial weights
+    prefix = "module."
+    return {name[len(prefix) :]: value for name, value in average.items() if name.startswith(prefix)}
 
 
 def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -154,6 +154,6 @@ def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
             details.append(f"best {metric}: {value:.4g}")
     if (epoch := (checkpoint.get("meta") or {}).get("epoch")) is not None:
         details.append(f"epoch {epoch}")
-    if "ema_state_dict" in checkpoint or step_average(checkpoint, path):
+    if "ema_state_dict" in checkpoint or step_average(checkpoint):
         details.append("average of the weights")
     return f"{path} ({', '.join(details)})" if details else str(path)

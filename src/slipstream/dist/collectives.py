@@ -19,14 +19,9 @@ from slipstream.dist.info import flag_device, get_comm_device, get_rank, get_wor
 from slipstream.errors import DistributedError
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_reduce_dict",
-    "all_reduce_params",
-    "broadcast",
-    "gather",
+    "all_gather", "all_reduce", "all_reduce_dict", "all_reduce_params", "broadcast", "gather",
     "traceable_sum",
-]
+]  # fmt: skip
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,

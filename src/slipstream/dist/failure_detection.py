@@ -1,10 +1,9 @@
 """Failure detection: terminate all processes of a job when one fails, so that none of them hangs in a collective.
 
-Rank 0 keeps a connection to every other rank, and a thread in each process waits for messages. A process
-sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
-message, the process was killed and the operating system closed the connection. No heartbeat is needed, and a
-process that is stopped or busy for a long time causes no false alarm. A process that receives a failure message prints
-one line and exits.
+torchrun does this on one machine; this module also covers several machines, Slurm, MPI and multiprocessing. Rank 0
+keeps a connection to every other rank, and a thread in each process waits for messages: "bye" from a process that exits
+normally, or its error. If a connection closes without a message, the process was killed. No heartbeat is needed, so
+a process that is stopped or busy for a long time causes no false alarm.
 """
 
 from __future__ import annotations
@@ -14,31 +13,28 @@ import faulthandler
 import functools
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, Pipe, wait
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from slipstream.dist.info import barrier, get_dist_info, is_distributed
 from slipstream.dist.objects import broadcast_object_list
-from slipstream.dist.threads import wait_for_gloo_threads
 
 __all__ = [
-    "announce_failure",
-    "another_rank_failed",
-    "is_consequence",
-    "report_progress",
-    "start_failure_detection",
+    "announce_failure", "another_rank_failed", "report_progress", "start_failure_detection",
     "stop_failure_detection",
-]
+]  # fmt: skip
 
 PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they also exit
 GRACE = 1.0  # seconds that a process has to print its own error before another rank's failure terminates it
@@ -82,20 +78,23 @@ def start_failure_detection() -> None:
     if world_size == 1:
         return
     stop_failure_detection()
-    token = secrets.token_hex(16)
-    listener, hosts = _listen() if rank == 0 else (None, [])
-    port = listener.getsockname()[1] if listener else 0
-    address = [(hosts, port, token)]
+    listener, address = None, [None, 0, b""]
+    if rank == 0:
+        token = secrets.token_bytes(16)
+        hosts = _hosts(world_size)
+        listener = Listener((hosts[0] if len(hosts) == 1 else "", 0), backlog=4096, authkey=token)
+        address = [hosts, listener.address[1], token]
     broadcast_object_list(address)
-    hosts, port, token = address[0]
-    hosts = list(dict.fromkeys([os.environ.get("MASTER_ADDR", "localhost"), *hosts]))
-    connection = None if listener else _connect(hosts, port, f"{token} {rank}\n")
+    connection = None if listener else _connect(rank, *address)
     if listener or connection:
-        _detector = FailureDetector(rank, token, listener, connection)
+        _detector = FailureDetector(rank, connection)
         _install()
+        if listener:
+            thread = threading.Thread(target=_detector.accept, args=(listener, world_size - 1), daemon=True)
+            thread.start()
     else:
         warnings.warn(
-            f"rank {rank} cannot connect to rank 0 on port {port} ({', '.join(hosts)}). If one of the two "
+            f"rank {rank} cannot connect to rank 0 on port {address[1]} ({', '.join(address[0])}). If one of the two "
             "fails, the other will not exit until its next collective fails. Allow connections between the machines on "
             "all ports",
             RuntimeWarning,
@@ -112,150 +111,96 @@ def stop_failure_detection() -> None:
         _detector = None
 
 
-@dataclass
-class Peer:
-    """A connection to another process."""
-
-    sock: socket.socket
-    rank: int | None
-    """None until the peer has sent its rank."""
-    unread: bytes = b""
-
-
 class FailureDetector:
     """Connections of one process, and the thread that reads messages from them."""
 
-    def __init__(
-        self, rank: int, token: str, listener: socket.socket | None = None, hub: socket.socket | None = None
-    ) -> None:
+    def __init__(self, rank: int, hub: Connection[Any, Any] | None = None) -> None:
         self.rank = rank
         self.peer_failed = threading.Event()  # set when another rank has failed
         self.failed = False  # whether this rank has failed
-        self._token = token
-        self._peers: dict[socket.socket, Peer] = {}
-        self._lock = threading.Lock()  # protects writes
-        self._listener = listener
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
+        self._peers: dict[Connection[Any, Any], int] = {} if hub is None else {hub: 0}
+        self._wake, self._woken = Pipe()
+        self._lock = threading.Lock()  # protects messages
         self._failure = ""
-        self._reported = False
-        for sock in (self._woken, listener):
-            if sock is not None:
-                self._selector.register(sock, selectors.EVENT_READ)
-        if hub is not None:
-            self._add(hub, 0)
         self._thread = threading.Thread(target=self._run, name="slipstream-failure-detection", daemon=True)
         self._thread.start()
 
+    def accept(self, listener: Listener, count: int) -> None:
+        """Wait for `count` ranks to connect. Other programs, such as port scanners, do not know the token."""
+        with listener:
+            while len(self._peers) < count:
+                with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                    connection = listener.accept()
+                    _keep_alive(connection)
+                    self._peers[connection] = int(connection.recv_bytes())
+                    self._wake.send_bytes(b"peer")
+                    connection.send_bytes(b"welcome")
+
     def announce(self, text: str) -> None:
         """Notify all other ranks that this rank failed, unless another rank failed first."""
-        if self.failed or self.peer_failed.is_set():
-            return
-        self.failed = True
-        self._send(f"failed {self.rank} failed{_progress()}: {_one_line(text)}")
-        with self._lock:
-            for sock in self._peers:
-                # Keep a duplicate open: the connection must close when the process ends, not when `sock` is freed.
-                os.dup(sock.fileno())
-        # This timer does not need the interpreter, which may be blocked by an unresponsive device.
-        faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
+        if not self.failed and not self.peer_failed.is_set():
+            self.failed = True
+            self._send(f"{self.rank} failed{_progress()}: {' '.join(text.split())[:500]}")
+            # This timer does not need the interpreter, which may be blocked by an unresponsive device.
+            faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
 
     def report(self) -> None:
-        """Print the failure, unless it has already been printed."""
+        """Print the failure of the other rank, unless it has already been printed."""
         with self._lock:
-            if not self._reported:
-                self._reported = True
+            if self._failure:
                 print(
                     f"slipstream: rank {self.rank} is stopping{_progress()}: {self._failure}", file=sys.stderr
                 )
+                self._failure = ""
 
     def leave(self) -> None:
-        """Stop the thread and send "bye"; the peers then close their connections."""
-        self._wake.send(b"x")
+        """Stop the thread and send "bye"."""
+        self._wake.send_bytes(b"stop")
         self._thread.join()
         self._send("bye")
         self.close()
 
     def close(self) -> None:
         """Close the connections without a message."""
-        for sock in (self._listener, self._wake, self._woken, *self._peers):
-            if sock is not None:
-                sock.close()
-        self._selector.close()
+        for connection in (self._wake, self._woken, *self._peers):
+            connection.close()
 
     def _run(self) -> None:
         while not self.failed:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._woken:
-                    return
-                if key.fileobj is self._listener:
-                    with contextlib.suppress(OSError):
-                        self._add(self._listener.accept()[0], None)
-                elif not self._receive(self._peers[key.fileobj]):  # type: ignore[index]
-                    return
+            for connection in wait([self._woken, *self._peers]):
+                if connection is self._woken:
+                    if self._woken.recv_bytes() == b"stop":
+                        return
+                else:
+                    self._receive(connection)  # type: ignore[arg-type]
 
-    def _add(self, sock: socket.socket, rank: int | None) -> None:
-        _keep_alive(sock)
-        with self._lock:
-            self._peers[sock] = Peer(sock, rank)
-        self._selector.register(sock, selectors.EVENT_READ)
-
-    def _receive(self, peer: Peer) -> bool:
-        """Read the messages from a peer, and return whether to keep waiting for messages."""
+    def _receive(self, connection: Connection[Any, Any]) -> None:
+        rank = self._peers[connection]
         try:
-            data = peer.sock.recv(4096)
-        except OSError:
-            data = b""
-        *lines, peer.unread = (peer.unread + data).split(b"\n")
-        for line in lines:
-            if not self._handle(peer, line.decode(errors="replace")):
-                return self.rank == 0
-        if not data or (peer.rank is None and len(peer.unread) > 100):
-            self._remove(peer)
-            if peer.rank is not None:
-                self._exit(peer.rank, f"rank {peer.rank} exited without reporting an error (killed?)")
-        return True
+            message = connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            message = f"{rank} exited without reporting an error (killed?)"
+        if message == "bye":
+            del self._peers[connection]
+            connection.close()
+        elif not self.failed:
+            self._exit(message, connection if message.startswith(f"{rank} failed") else None)
 
-    def _handle(self, peer: Peer, line: str) -> bool:
-        """Process one message, and return whether the peer may send more messages."""
-        command, _, rest = line.partition(" ")
-        if peer.rank is None and command == self._token and rest.isdecimal():
-            peer.rank = int(rest)
-            with contextlib.suppress(OSError):  # the peer has already disconnected
-                peer.sock.sendall(b"welcome\n")
-            return True
-        if peer.rank is not None and command == "failed":
-            rank, _, message = rest.partition(" ")
-            self._exit(int(rank), f"rank {rank} {message}", peer)
-        self._remove(peer)  # the peer sent "bye", or it does not belong to this job
-        return False
-
-    def _remove(self, peer: Peer) -> None:
-        self._selector.unregister(peer.sock)
+    def _send(self, message: str) -> None:
         with self._lock:
-            del self._peers[peer.sock]
-            peer.sock.close()
+            for connection in list(self._peers):
+                with contextlib.suppress(OSError):  # the peer has already exited
+                    connection.send_bytes(message.encode())
 
-    def _send(self, line: str) -> None:
-        with self._lock:
-            for peer in self._peers.values():
-                if peer.rank is not None:
-                    with contextlib.suppress(OSError):  # the peer has already exited
-                        peer.sock.sendall(f"{line}\n".encode())
-
-    def _exit(self, rank: int, failure: str, source: Peer | None = None) -> None:
-        """Terminate this process because another rank failed; rank 0 first forwards the failure to the other ranks."""
-        if self.failed:
-            return
-        self._failure = failure
+    def _exit(self, message: str, failed: Connection[Any, Any] | None) -> None:
+        """Terminate this process because another rank failed; rank 0 first forwards the message to the other ranks."""
+        self._failure = f"rank {message}"
         self.peer_failed.set()
-        if source is not None and source.rank == rank:
+        if failed is not None:
             # Launchers report the process that exits first as the cause, so let the failed process exit first.
-            source.sock.settimeout(PATIENCE)
-            with contextlib.suppress(OSError):
-                while source.sock.recv(4096):
-                    pass
-        self._send(f"failed {rank} {failure.removeprefix(f'rank {rank} ')}")
+            failed.poll(PATIENCE)
+        if self.rank == 0:
+            self._send(message)
         time.sleep(GRACE)
         self.report()
         for stream in (sys.stdout, sys.stderr):
@@ -264,49 +209,44 @@ class FailureDetector:
         os._exit(1)
 
 
-def _listen() -> tuple[socket.socket, list[str]]:
-    """Return the listening socket of rank 0, and the host names to which the other ranks can connect."""
+def _hosts(world_size: int) -> list[str]:
+    """Return the host names to which the other ranks can connect."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     local = os.environ.get("LOCAL_WORLD_SIZE")
     # In a job with two machines, MASTER_ADDR may be 127.0.0.1 on the first machine.
-    if local == str(dist.get_world_size()) or (not local and master in ("localhost", "127.0.0.1", "::1")):
-        return socket.create_server(("127.0.0.1", 0), backlog=4096), ["127.0.0.1"]
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual)
+    if local == str(world_size) or (not local and master in ("localhost", "127.0.0.1", "::1")):
+        return ["127.0.0.1"]
     # With torchrun, the master may run on a different machine than rank 0.
-    return listener, list(dict.fromkeys([master, socket.gethostname(), *_own_address(master)]))
-
-
-def _own_address(master: str) -> list[str]:
-    """Return this machine's address on the master's network. Connecting a UDP socket sends no packet."""
+    hosts = [master, socket.gethostname()]
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
-            sock.connect(address)
-            return [sock.getsockname()[0]]
-    return []
+            sock.connect(
+                address
+            )  # sends no packet for UDP, but selects this machine's address on the network
+            hosts.append(sock.getsockname()[0])
+    return hosts
 
 
-def _connect(hosts: list[str], port: int, hello: str) -> socket.socket | None:
-    for host in hosts:
-        with contextlib.suppress(OSError):
-            sock = socket.create_connection((host, port), timeout=10)
-            with contextlib.suppress(OSError):
-                sock.sendall(hello.encode())
-                if sock.recv(8) == b"welcome\n":
-                    sock.settimeout(None)
-                    return sock
-            sock.close()
+def _connect(rank: int, hosts: list[str], port: int, token: bytes) -> Connection[Any, Any] | None:
+    for host in dict.fromkeys([os.environ.get("MASTER_ADDR", "localhost"), *hosts]):
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            socket.create_connection((host, port), timeout=10).close()  # `Client` has no timeout
+            connection = Client((socket.gethostbyname(host), port), authkey=token)
+            connection.send_bytes(str(rank).encode())
+            if connection.recv_bytes() == b"welcome":
+                _keep_alive(connection)
+                return connection
     return None
 
 
-def _keep_alive(sock: socket.socket) -> None:
+def _keep_alive(connection: Connection[Any, Any]) -> None:
     """Enable TCP keepalive, which detects after three minutes that a peer's machine is down."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 8)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 8)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _progress() -> str:
@@ -314,10 +254,6 @@ def _progress() -> str:
         with contextlib.suppress(Exception):
             return f" at {_where()}"
     return ""
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]
 
 
 @functools.cache
@@ -368,4 +304,31 @@ def _at_exit() -> None:
         stop_failure_detection()
         if is_distributed():
             dist.destroy_process_group()
-    wait_for_gloo_threads()
+    _wait_for_gloo_threads()
+
+
+def _wait_for_gloo_threads(timeout: float = 2.0) -> None:
+    """Wait until all gloo threads are idle, for at most `timeout` seconds, which must be less than `PATIENCE`.
+
+    A gloo thread releases the tensors of a collective shortly after the collective returns, and acquires the GIL to do
+    so. If the interpreter is already shutting down, Python before 3.14 ends the thread in a way that aborts the process
+    ("terminate called without an active exception", pytorch/pytorch#190489).
+    """
+    deadline = time.monotonic() + timeout
+    previous: list[tuple[str, str]] = []
+    while (current := _gloo_threads()) and time.monotonic() < deadline:
+        if current == previous and all(state == "S" for state, _ in current):
+            return
+        previous = current
+        time.sleep(2 * sys.getswitchinterval())  # waiting threads try to acquire the GIL once per interval
+
+
+def _gloo_threads() -> list[tuple[str, str]]:
+    """Return the state (`S`: sleeping) and the number of voluntary context switches of each gloo thread."""
+    states = []
+    for path in sorted(Path("/proc/self/task").glob("*/status")):
+        with contextlib.suppress(OSError):  # the thread has ended
+            status = dict(line.split(":\t", 1) for line in path.read_text().splitlines())
+            if status["Name"] == "pt_gloo_runloop":
+                states.append((status["State"][0], status["voluntary_ctxt_switches"]))
+    return states

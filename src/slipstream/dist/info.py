@@ -13,22 +13,10 @@ import torch.distributed as dist
 from slipstream.errors import DistributedError
 
 __all__ = [
-    "barrier",
-    "flag_device",
-    "get_backend",
-    "get_comm_device",
-    "get_default_group",
-    "get_dist_info",
-    "get_local_group",
-    "get_local_rank",
-    "get_local_size",
-    "get_rank",
-    "get_world_size",
-    "init_local_group",
-    "is_distributed",
-    "is_main_process",
-    "master_only",
-]
+    "barrier", "flag_device", "get_backend", "get_comm_device", "get_default_group", "get_dist_info",
+    "get_local_group", "get_local_rank", "get_local_size", "get_rank", "get_world_size", "init_local_group",
+    "is_distributed", "is_main_process", "master_only",
+]  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")

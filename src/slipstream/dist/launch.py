@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,34 +13,20 @@ import torch.distributed as dist
 from slipstream.dist.failure_detection import start_failure_detection
 from slipstream.dist.info import is_distributed
 from slipstream.dist.placement import Placement, read_placement
-from slipstream.dist.rendezvous import open_store
 from slipstream.errors import DistributedError, did_you_mean
-from slipstream.typecheck import Rule, matches, short_repr
+from slipstream.typecheck import Positive, matches
 
 __all__ = ["check_dist_cfg", "init_dist"]
 
-_Seconds = Annotated[float, Rule(lambda seconds: 0 < seconds < 10**9, "above 0")]
-
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _OPTIONS = (
-    "backend",
-    "init_backend",
-    "timeout",
-    "init_timeout",
-    "port",
-    "init_method",
-    "store",
-    "group_name",
-    "pg_options",
+    "backend", "init_backend", "timeout", "init_timeout", "port", "init_method", "store", "group_name", "pg_options",
     "device_id",
-)
+)  # fmt: skip
 _MASKS = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES",
     "ZE_AFFINITY_MASK",
-)
+)  # fmt: skip
 
 
 def init_dist(launcher: str, backend: str | None = None, init_backend: str = "torch", **kwargs: Any) -> None:
@@ -62,7 +48,6 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     if is_distributed():
         return
     check_dist_cfg(kwargs)
-    _check_known(backend)
     if init_backend != "torch":
         raise DistributedError(f"init_backend must be 'torch', not {init_backend!r}")
     placement = read_placement(launcher, os.environ, kwargs.pop("port", None))
@@ -73,7 +58,6 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     native = _BACKENDS.get(accelerator.type) if accelerator else None
     backend = backend or (f"cpu:gloo,{accelerator.type}:{native}" if accelerator and native else "gloo")
     if accelerator is not None:
-        _check_supports(backend, accelerator.type)
         torch.accelerator.set_device_index(
             _device_index(placement, torch.accelerator.device_count(), backend)
         )
@@ -81,50 +65,34 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
     init_timeout = float(kwargs.pop("init_timeout", 300))
     if not kwargs.get("init_method") and not kwargs.get("store"):
-        kwargs["store"] = open_store(placement, init_timeout)
+        kwargs["store"] = _open_store(placement, init_timeout)
         kwargs["store"].set_timeout(kwargs.get("timeout", timedelta(minutes=30)))
     dist.init_process_group(backend, rank=placement.rank, world_size=placement.world_size, **kwargs)
     start_failure_detection()
+
+
+def _open_store(placement: Placement, seconds: float) -> Any:
+    """Return the store of rank 0 or of torchrun, after all processes have connected to it."""
+    place = f"MASTER_ADDR={placement.master_addr}, MASTER_PORT={placement.master_port}"
+    try:
+        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+        # torchrun may keep one store across restarts, with the addresses of exited processes.
+        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    except dist.DistError as error:
+        raise DistributedError(
+            f"the {placement.world_size} processes could not connect to rank 0 at {place} within {seconds:g} s "
+            f"(rank {placement.rank}: {error}). Check that every process was started with this address and world size "
+            "and a unique rank, that no other job uses the port, and that no firewall blocks it"
+        ) from error
 
 
 def check_dist_cfg(dist_cfg: Mapping[str, Any]) -> None:
     """Raise a `DistributedError` if `dist_cfg` contains an unknown option or an invalid timeout."""
     for name, value in dist_cfg.items():
         if name not in _OPTIONS:
-            raise DistributedError(
-                f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}; "
-                f"use one of {', '.join(_OPTIONS)}"
-            )
-        if name.endswith("timeout") and not isinstance(value, timedelta) and not matches(value, _Seconds):
-            raise DistributedError(
-                f"dist_cfg.{name} must be a positive number of seconds, not {short_repr(value)}"
-            )
-
-
-def _check_known(backend: str | None) -> None:
-    for part in (backend or "gloo").lower().split(","):
-        if (name := part.rpartition(":")[2]) not in dist.Backend.backend_list:
-            hint = did_you_mean(name, dist.Backend.backend_list)
-            raise DistributedError(
-                f"dist_cfg.backend: unknown backend '{name}'{hint}; "
-                f"use one of {', '.join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))}"
-            )
-
-
-def _check_supports(backend: str, device: str) -> None:
-    """Raise a `DistributedError` unless the backend supports tensors on this type of device."""
-    supported = dist.Backend.backend_capability
-    for part in backend.lower().split(","):
-        kind, _, name = part.rpartition(":")
-        if kind in ("", device) and device in supported.get(name, ()):
-            return
-    if (native := _BACKENDS.get(device)) is None:
-        remedy = f"no torch.distributed backend is known for {device}; train with a single process"
-    elif native in supported:
-        remedy = f"use '{native}' or 'cpu:gloo,{device}:{native}', or remove the option"
-    else:
-        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the '{native}' backend"
-    raise DistributedError(f"dist_cfg.backend: '{backend}' does not support tensors on {device}; {remedy}")
+            raise DistributedError(f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}")
+        if name.endswith("timeout") and not isinstance(value, timedelta) and not matches(value, Positive):
+            raise DistributedError(f"dist_cfg.{name} must be a positive number of seconds, not {value!r}")
 
 
 def _device_index(placement: Placement, count: int, backend: str) -> int:
@@ -141,7 +109,7 @@ def _device_index(placement: Placement, count: int, backend: str) -> int:
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
     gloo = ", or use backend='gloo'" if "nccl" in backend else ""  # gloo supports CUDA tensors
     raise DistributedError(
-        f"no device for {placement.describe('LOCAL_RANK')}: {backend} requires one device for each process on this "
+        f"no device for LOCAL_RANK={placement.local_rank}: {backend} requires one device for each process on this "
         f"machine, but only {count} {'is' if count == 1 else 'are'} visible{mask}; start {count} "
         f"process{'es' * (count != 1)} per machine{gloo}"
     )

@@ -1,6 +1,6 @@
-"""Collectives for Python objects, named as in MMEngine, that also work without a process group.
+"""Collectives for Python objects, and the device of nested tensors, named as in MMEngine.
 
-Objects are pickled and sent through the CPU backend if the group has one.
+The collectives also work without a process group. Objects are pickled and sent through the CPU backend if there is one.
 """
 
 from __future__ import annotations
@@ -12,22 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from slipstream.dist.collectives import all_gather
 from slipstream.dist.info import get_comm_device, get_rank, get_world_size
-from slipstream.errors import DistributedError
+from slipstream.errors import DataError, DistributedError
 
 __all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "collect_results",
-    "collect_results_cpu",
-    "collect_results_gpu",
-    "gather_named_tensors",
-    "gather_object",
-    "own_or_mean",
-    "sync_random_seed",
-]
+    "all_gather_object", "broadcast_object_list", "cast_data_device", "collect_results",
+    "collect_results_cpu", "collect_results_gpu", "gather_named_tensors", "gather_object", "get_data_device",
+    "own_or_mean", "sync_random_seed",
+]  # fmt: skip
 
 _DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
 
@@ -133,3 +128,45 @@ def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     generator.seed()  # seeds from the operating system, so the result does not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])
+
+
+def get_data_device(data: Any) -> torch.device:
+    """Return the device of all tensors in `data`, a tensor or nested dicts, lists and tuples of tensors.
+
+    Raises:
+        DataError: `data` contains no tensors, an object that is not a tensor, or tensors on different devices.
+    """
+    devices = {_checked(leaf).device for leaf in tree_leaves(data)}
+    if len(devices) == 1:
+        return devices.pop()
+    found = sorted(map(str, devices))
+    raise DataError(f"all tensors in the data must be on the same device, but the devices are {found}")
+
+
+def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
+    """Return `data` with every tensor on `device`, in the same structure of dicts, lists and tuples.
+
+    Args:
+        data: a tensor, or nested dicts, lists and tuples of tensors.
+        device: target device.
+        out: optional output with the same structure as `data`. Its tensors are overwritten, and `out` is returned.
+
+    Raises:
+        DataError: `data` contains an object that is not a tensor, or the structure of `out` differs.
+    """
+    if out is None:
+        return tree_map(lambda leaf: _checked(leaf).to(device), data)
+    sources, targets = ({keystr(path): leaf for path, leaf in tree_leaves_with_path(x)} for x in (data, out))
+    if sources.keys() != targets.keys() or not all(isinstance(target, Tensor) for target in targets.values()):
+        raise DataError("`out` must have the same structure as the data: the same keys and lengths")
+    for path, target in targets.items():
+        target.copy_(_checked(sources[path]))
+    return out
+
+
+def _checked(leaf: Any) -> Tensor:
+    if not isinstance(leaf, Tensor):
+        raise DataError(
+            f"the data must consist of tensors in dicts, lists or tuples, not {type(leaf).__name__}"
+        )
+    return leaf

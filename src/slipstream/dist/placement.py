@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import subprocess
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.errors import DistributedError, did_you_mean
 
 __all__ = [
-    "LAUNCHERS",
-    "Launcher",
-    "Placement",
-    "first_set",
-    "infer_launcher",
-    "read_int",
-    "read_placement",
-    "read_str",
-    "unused_launcher",
-]
+    "LAUNCHERS", "Launcher", "Placement", "expand_nodelist", "infer_launcher", "read_int", "read_placement",
+    "read_str", "unused_launcher",
+]  # fmt: skip
 
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "pytorch", "slurm", "mpi")
@@ -44,14 +40,6 @@ class Placement:
     master_port: str
     local_size: int | None = None
     """Number of processes on this machine; None if the launcher does not set it."""
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """The launcher's variable from which each of RANK, WORLD_SIZE, ... was read."""
-
-    def describe(self, name: str) -> str:
-        """Return the value and source of a variable that torch reads, such as `"WORLD_SIZE=4 (from SLURM_NTASKS)"`."""
-        value = self.environ()[name]
-        source = self.sources.get(name, name)
-        return f"{name}={value}" if source == name else f"{name}={value} (from {source})"
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables that torch reads."""
@@ -72,19 +60,16 @@ def read_placement(launcher: str, environ: Mapping[str, str], port: int | str | 
         DistributedError: the launcher is unknown, a variable is missing or not a number, or the rank is not less than
             the world size. The message names the launcher or the variable.
     """
-    from slipstream.dist.slurm import slurm_placement
-
-    readers = {"pytorch": _torchrun, "slurm": slurm_placement, "mpi": _mpi}
+    readers = {"pytorch": _torchrun, "slurm": _slurm, "mpi": _mpi}
     if launcher not in readers:
         raise DistributedError(
-            f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}; "
-            f"use one of {', '.join(readers)}"
+            f"unknown launcher {launcher!r}{did_you_mean(launcher, LAUNCHERS)}; use one of {', '.join(readers)}"
         )
     placement = readers[launcher](environ, str(port) if port else None)
     if placement.rank >= placement.world_size:
         raise DistributedError(
-            f"{placement.describe('RANK')} must be less than {placement.describe('WORLD_SIZE')}; ranks start at 0, and "
-            "the world size is the total number of processes on all machines"
+            f"RANK={placement.rank} must be less than WORLD_SIZE={placement.world_size}; ranks start at 0, and the "
+            "world size is the total number of processes on all machines"
         )
     return placement
 
@@ -117,8 +102,8 @@ def read_str(environ: Mapping[str, str], name: str, launcher: str) -> str:
     """Return the value of a variable that the launcher must have set."""
     if not environ.get(name):
         raise DistributedError(
-            f"launcher '{launcher}' requires the environment variable {name}, which is not set; "
-            "check that this launcher started the program"
+            f"launcher '{launcher}' requires the environment variable {name}, which is not set; check that this "
+            "launcher started the program"
         )
     return environ[name]
 
@@ -133,11 +118,6 @@ def read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
     return int(value)
 
 
-def first_set(environ: Mapping[str, str], *names: str) -> str:
-    """Return the first name in `names` that is set in `environ`, or `names[0]` if none is set."""
-    return next((name for name in names if environ.get(name)), names[0])
-
-
 def _torchrun(environ: Mapping[str, str], port: str | None) -> Placement:
     local = environ.get("LOCAL_WORLD_SIZE")
     return Placement(
@@ -150,43 +130,109 @@ def _torchrun(environ: Mapping[str, str], port: str | None) -> Placement:
     )
 
 
+# ---- MPI -----------------------------------------------------------------------------------------------
+
+
 def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
-    families = [family for family in _MPI_FAMILIES if environ.get(family[0])]
-    if not families:
+    family = next((family for family in _MPI_FAMILIES if environ.get(family[0])), None)
+    if family is None:
         names = ", ".join(family[0] for family in _MPI_FAMILIES)
         raise DistributedError(
             f"launcher 'mpi' requires one of {names}, but none of them is set; start the program with mpirun"
         )
-    rank, size, local_rank, local_size = families[0]
+    rank, size, local_rank, local_size = family
     world = read_int(environ, size, "mpi")
     local = read_int(environ, local_size, "mpi") if environ.get(local_size) else None
+    master = environ.get("MASTER_ADDR") or ("127.0.0.1" if local == world else None)
+    if master is None:
+        raise DistributedError(
+            f"launcher 'mpi' requires the environment variable MASTER_ADDR unless all {world} processes run on this "
+            f"machine ({local_size}={local}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` "
+            "(Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
+        )
+    # Two jobs on one machine need different ports. Open MPI sets a variable that identifies the job; Hydra does not.
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    job_port = str(20000 + zlib.crc32(job.encode()) % 10000) if job else DEFAULT_PORT
     return Placement(
         rank=read_int(environ, rank, "mpi"),
         local_rank=read_int(environ, local_rank, "mpi"),
         world_size=world,
-        master_addr=environ.get("MASTER_ADDR") or _mpi_master(world, local, local_size),
-        master_port=port or _mpi_port(environ),
+        master_addr=master,
+        master_port=port or environ.get("MASTER_PORT") or job_port,
         local_size=local,
-        sources={"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size},
     )
 
 
-def _mpi_master(world: int, local: int | None, local_size: str) -> str:
-    if local == world:
-        return "127.0.0.1"
-    count = f"{local_size} is not set" if local is None else f"{local_size}={local}"
-    raise DistributedError(
-        f"launcher 'mpi' requires the environment variable MASTER_ADDR unless all {world} processes run on this "
-        f"machine ({count}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` (Open "
-        "MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
+# ---- Slurm ---------------------------------------------------------------------------------------------
+
+
+def _slurm(environ: Mapping[str, str], port: str | None) -> Placement:
+    """Read the variables of the job step rather than those of the job, because a step may use only some nodes."""
+    size = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    world = read_int(environ, size, "slurm")
+    if "SLURM_STEP_ID" not in environ and world > 1:
+        raise DistributedError(
+            f"{size}={world}, but SLURM_STEP_ID is not set: this process is running in the batch script or the salloc "
+            "shell, where Slurm starts only one process; start the program with srun"
+        )
+    nodes = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    port = port or environ.get("MASTER_PORT")
+    if not port:
+        # Jobs that share a node have similar ids, but must use different ports. Ports 20000 to 29999 do not overlap
+        # with Slurm's ports (from 6817; those of srun, from 60001) or Linux's ephemeral ports (from 32768).
+        step = int(environ.get("SLURM_STEP_ID") or 0)
+        port = str(20000 + (8 * read_int(environ, "SLURM_JOB_ID", "slurm") + step) % 10000)
+    return Placement(
+        rank=read_int(environ, "SLURM_PROCID", "slurm"),
+        local_rank=read_int(environ, "SLURM_LOCALID", "slurm"),
+        world_size=world,
+        master_addr=environ.get("MASTER_ADDR") or _first_host(read_str(environ, nodes, "slurm")),
+        master_port=port,
+        local_size=_slurm_local_size(environ),
     )
 
 
-def _mpi_port(environ: Mapping[str, str]) -> str:
-    if environ.get("MASTER_PORT"):
-        return str(read_int(environ, "MASTER_PORT", "mpi"))
-    # Two jobs on one machine need different ports. Open MPI sets a variable that identifies the job; Hydra does not.
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    if not job:
-        return DEFAULT_PORT
-    return str(20000 + zlib.crc32(job.encode()) % 10000)
+def _first_set(environ: Mapping[str, str], *names: str) -> str:
+    """Return the first name in `names` that is set in `environ`, or `names[0]` if none is set."""
+    return next((name for name in names if environ.get(name)), names[0])
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    """Return the number of tasks on this node, which Slurm stores in a list such as `3,2(x2)`, or None."""
+    tasks = environ.get(_first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    counts = [int(count) for count, times in pairs for _ in range(int(times or 1))]
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host in a Slurm node list, using `scontrol` if it is installed."""
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return result.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return expand_nodelist(nodelist)[0]
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Return the hosts in a Slurm node list; for example, `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
+
+    Raises:
+        DistributedError: `nodelist` is not a valid node list.
+    """
+    host = r"(?:[^,\[\]]|\[\d[\d,-]*\])+"
+    if not re.fullmatch(rf"{host}(,{host})*", nodelist):
+        raise DistributedError(f"{nodelist!r} is not a valid Slurm node list (example: n[01-03,7],gpu1)")
+    hosts: list[str] = []
+    for name in re.findall(host, nodelist):
+        pieces = re.findall(r"\[([^\[\]]*)\]|([^\[\]]+)", name)
+        parts = [[literal] if literal else list(_numbers(ranges)) for ranges, literal in pieces]
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranges):
+        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))

@@ -1,19 +1,10 @@
 """The evaluator, metrics that accumulate counts on the device, and an adapter for torchmetrics."""
 
 from slipstream.evaluator.classification import Accuracy
-from slipstream.evaluator.counting import CountingMetric
 from slipstream.evaluator.dump import DumpResults
 from slipstream.evaluator.evaluator import Evaluator
-from slipstream.evaluator.metric import BaseMetric
+from slipstream.evaluator.metric import BaseMetric, CountingMetric
 from slipstream.evaluator.segmentation import IoUMetric
 from slipstream.evaluator.torch_metric import TorchMetric
 
-__all__ = [
-    "Accuracy",
-    "BaseMetric",
-    "CountingMetric",
-    "DumpResults",
-    "Evaluator",
-    "IoUMetric",
-    "TorchMetric",
-]
+__all__ = ["Accuracy", "BaseMetric", "CountingMetric", "DumpResults", "Evaluator", "IoUMetric", "TorchMetric"]

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.evaluator.counting import CountingMetric
-from slipstream.evaluator.samples import describe
+from slipstream.evaluator.metric import CountingMetric, describe
 from slipstream.registry import METRICS
 from slipstream.typecheck import PositiveInt, check
 
@@ -95,13 +94,12 @@ class Accuracy(CountingMetric):
     def _count_pairs(self, counts: Tensor, preds: Tensor, targets: Tensor, classes: int) -> Tensor:
         """Add the pairs (target, prediction) to the confusion matrix; return a mask of the pairs with invalid ids."""
         if preds.ndim == 2:
-            if preds.shape[1] != classes and self.num_classes is None:
-                return torch.zeros_like(targets, dtype=torch.bool)
             if preds.shape[1] != classes:
-                count = preds.shape[1]
+                if self.num_classes is None:
+                    return torch.zeros_like(targets, dtype=torch.bool)
                 raise DataError(
-                    f"Accuracy got scores for {count} class{'es' * (count != 1)}, but its num_classes is {classes}; "
-                    "set num_classes to the model's number of classes"
+                    f"Accuracy got scores for {preds.shape[1]} classes, but its num_classes is {classes}; set "
+                    "num_classes to the model's number of classes"
                 )
             preds = preds.argmax(1)
         bad = (targets < 0) | (targets >= classes) | (preds < 0) | (preds >= classes)
@@ -119,14 +117,10 @@ class Accuracy(CountingMetric):
         """Return a bool tensor `(N, max k)`; column i is True if the class with the i-th highest score is correct."""
         max_k = max(self.topk)
         if preds.ndim == 1:
-            if max_k > 1:
+            if max_k > 1 or preds.is_floating_point():
                 raise DataError(
                     f"Accuracy got {describe(preds)} as preds; topk={self.topk} requires scores (N, classes)"
-                )
-            if preds.is_floating_point():
-                raise DataError(
-                    f"Accuracy got {describe(preds)} as preds; class ids (N,) must be integers. Convert them with "
-                    ".long(), or return scores (N, classes)"
+                    " or, if it is (1,), integer class ids (N,)"
                 )
             return (preds == targets)[:, None]
         if preds.shape[1] < max_k:

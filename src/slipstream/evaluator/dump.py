@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.evaluator.metric import BaseMetric
-from slipstream.evaluator.samples import describe
+from slipstream.evaluator.metric import BaseMetric, describe
 from slipstream.files import atomic_write
+from slipstream.plain_values import plain
 from slipstream.registry import METRICS
 
 __all__ = ["DumpResults"]
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @METRICS.register_module()
@@ -53,7 +51,7 @@ class DumpResults(BaseMetric):
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Store the predictions of one batch on the CPU."""
-        self.results.extend(_storable(sample, "sample") for sample in _samples(data_samples))
+        self.results.extend(plain(sample, _refuse, "sample", _copy) for sample in _samples(data_samples))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
         """Write the file and return no metrics."""
@@ -62,6 +60,15 @@ class DumpResults(BaseMetric):
         with atomic_write(path) as temporary:
             torch.save(results, temporary)
         return {}
+
+
+def _refuse(message: str) -> None:
+    raise DataError(f"DumpResults: {message}")
+
+
+def _copy(where: str, tensor: Tensor) -> Tensor:
+    # Saving or sending a view would include the storage of the whole batch.
+    return tensor.to("cpu", copy=True)
 
 
 def _samples(batch: Any) -> list[Any]:
@@ -81,25 +88,3 @@ def _samples(batch: Any) -> list[Any]:
         )
     rows = list(zip(*columns, strict=True))
     return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else rows
-
-
-def _storable(value: Any, path: str) -> Any:
-    """Convert `value` to built-in Python containers and values, and to CPU tensors that do not share memory."""
-    if isinstance(value, Tensor):
-        # Copy, because saving or sending a view would include the storage of the whole batch.
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        return torch.from_numpy(np.array(value)) if value.ndim else value.item()
-    if isinstance(value, Mapping):
-        return {
-            _storable(key, f"a key of {path}"): _storable(item, f"{path}[{key!r}]")
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        items = [_storable(item, f"{path}[{i}]") for i, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    if type(value) in _PLAIN:
-        return value
-    raise DataError(
-        f"DumpResults cannot store {path}, which is {describe(value)}; return tensors or built-in Python values"
-    )

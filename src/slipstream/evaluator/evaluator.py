@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import ConfigError, DataError
@@ -68,16 +67,14 @@ class Evaluator:
             ConfigError: if two metrics report the same name.
         """
         values: dict[str, float] = {}
-        sources: dict[str, str] = {}
         for metric in self.metrics:
-            kind = type(metric).__name__
-            for name, value in metric.evaluate(size).items():
-                if name in values:
-                    raise ConfigError(
-                        f"two metrics report '{name}' ({sources[name]} and {kind}); "
-                        "set a different prefix=... for at least one of them"
-                    )
-                values[name], sources[name] = value, kind
+            own = metric.evaluate(size)
+            if common := sorted(values.keys() & own.keys()):
+                raise ConfigError(
+                    f"two metrics report '{common[0]}' (one of them is {type(metric).__name__}); set a different "
+                    "prefix=... for at least one of them"
+                )
+            values |= own
         return values
 
     def offline_evaluate(
@@ -98,9 +95,9 @@ class Evaluator:
                 f"data_samples has length {len(data_samples)}, but data has length {len(data)}; "
                 "pass one prediction per sample"
             )
-        batches = None if data is None else _chunks(data, chunk_size)
-        for chunk in _chunks(data_samples, chunk_size):
-            self.process(chunk, None if batches is None else next(batches))
+        for start in range(0, len(data_samples), chunk_size):
+            chunk = slice(start, start + chunk_size)
+            self.process(list(data_samples[chunk]), None if data is None else list(data[chunk]))
         return self.evaluate(len(data_samples))
 
 
@@ -110,9 +107,7 @@ def _metric(entry: Any) -> BaseMetric:
     if isinstance(entry, Mapping):
         kind = entry.get("type")
         target = METRICS.get(kind) if isinstance(kind, str) else kind
-        if str(getattr(target, "__module__", "")).startswith(
-            "torchmetrics."
-        ):  # TorchMetric accepts these options
+        if str(getattr(target, "__module__", "")).startswith("torchmetrics."):  # options of TorchMetric
             options = {key: entry[key] for key in ("name", "prefix") if key in entry}
         # Build from the original dict if possible, because its identity is used to locate an error in the user config.
         metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)
@@ -125,12 +120,6 @@ def _metric(entry: Any) -> BaseMetric:
             "metrics",
         )
     return metric
-
-
-def _chunks(samples: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    rest = iter(samples)
-    while chunk := list(islice(rest, size)):
-        yield chunk
 
 
 def _is_data_element(sample: Any) -> bool:

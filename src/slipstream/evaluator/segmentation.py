@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, DataError, did_you_mean
-from slipstream.evaluator.counting import CountingMetric
-from slipstream.evaluator.samples import describe
+from slipstream.evaluator.metric import CountingMetric, describe
 from slipstream.registry import METRICS
 
 if TYPE_CHECKING:

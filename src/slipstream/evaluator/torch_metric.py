@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from slipstream.dist import get_comm_device
 from slipstream.errors import ConfigError
-from slipstream.evaluator.metric import BaseMetric
-from slipstream.evaluator.samples import read_pair
+from slipstream.evaluator.metric import BaseMetric, read_pair
 from slipstream.registry import METRICS
 
 __all__ = ["TorchMetric", "is_torchmetrics", "is_torchmetrics_class"]
@@ -60,8 +60,8 @@ class TorchMetric(BaseMetric):
         """
         preds, targets = read_pair(data_samples, self.name or "MetricCollection")
         if not self._on_device:
-            tensor = next(_tensors((preds, targets)), None)
-            self._move_to(get_comm_device() if tensor is None else tensor.device)
+            tensors = (leaf for leaf in tree_leaves((preds, targets)) if isinstance(leaf, Tensor))
+            self._move_to(next((tensor.device for tensor in tensors), get_comm_device()))
         self.metric.update(preds, targets)
 
     def reset(self) -> None:
@@ -99,17 +99,6 @@ def is_torchmetrics_class(value: Any) -> bool:
     """Return whether `value` is a subclass of the torchmetrics `Metric` class, without importing the library."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, type) and issubclass(value, torchmetrics.Metric)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:

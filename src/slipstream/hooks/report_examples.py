@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.errors import DataError
-from slipstream.evaluator.samples import read_tensors
+from slipstream.evaluator.metric import read_tensors
 from slipstream.report.record import Example
 
 __all__ = ["ExampleSelection"]

@@ -1,18 +1,12 @@
 """Base classes for models, data preprocessors, distributed wrappers and weight averages."""
 
-from slipstream.model.averaged_model import (
-    BaseAveragedModel,
-    DecaySchedule,
-    ExponentialMovingAverage,
-    MomentumAnnealingEMA,
-    ScheduledEMA,
-    StochasticWeightAverage,
-)
+from slipstream.model import averaged_model, base_module, data_preprocessor, sync_batchnorm
+from slipstream.model.averaged_model import *  # noqa: F403
 from slipstream.model.base_model import BaseModel
-from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
-from slipstream.model.data_preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
+from slipstream.model.base_module import *  # noqa: F403
+from slipstream.model.data_preprocessor import *  # noqa: F403
 from slipstream.model.sliding import SlidingWindow, slide
-from slipstream.model.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from slipstream.model.sync_batchnorm import *  # noqa: F403
 from slipstream.model.tasks import Classifier, Segmentor
 from slipstream.model.wrappers import (
     MMDistributedDataParallel,
@@ -22,28 +16,10 @@ from slipstream.model.wrappers import (
 )
 
 __all__ = [
-    "BaseAveragedModel",
-    "BaseDataPreprocessor",
-    "BaseModel",
-    "BaseModule",
-    "Classifier",
-    "DecaySchedule",
-    "ExponentialMovingAverage",
-    "ImgDataPreprocessor",
-    "MMDistributedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "ModuleDict",
-    "ModuleList",
-    "MomentumAnnealingEMA",
-    "ScheduledEMA",
-    "Segmentor",
-    "Sequential",
-    "SlidingWindow",
-    "StochasticWeightAverage",
-    "SyncBatchNorm",
-    "convert_sync_batchnorm",
-    "is_model_wrapper",
-    "revert_sync_batchnorm",
-    "slide",
-    "unwrap_model",
-]
+    "BaseModel", "Classifier", "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "Segmentor",
+    "SlidingWindow", "is_model_wrapper", "slide", "unwrap_model",
+]  # fmt: skip
+__all__ += averaged_model.__all__
+__all__ += base_module.__all__
+__all__ += data_preprocessor.__all__
+__all__ += sync_batchnorm.__all__

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +34,7 @@ class BaseModel(BaseModule):
     """
 
     def __init__(
-        self,
-        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
-        init_cfg: Any = None,
+        self, data_preprocessor: nn.Module | Mapping[str, Any] | None = None, init_cfg: Any = None
     ) -> None:
         super().__init__(init_cfg)
         if isinstance(data_preprocessor, nn.Module):
@@ -79,28 +76,9 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
     A dict is passed as keyword arguments; a tuple or list is passed as positional arguments.
 
     Raises:
-        DataError: if the batch has a different type or its elements do not match the arguments of `forward`.
+        DataError: if the batch has a different type.
     """
     if not isinstance(data, Mapping | list | tuple):
         raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}; check collate_fn")
     args, kwargs = ((), data) if isinstance(data, Mapping) else (data, {})
-    try:
-        return module(*args, **kwargs, mode=mode)
-    except TypeError as error:
-        _explain(module, args, kwargs, error)
-        raise
-
-
-def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
-    """Raise a DataError if the elements of the batch do not match the signature of `forward`."""
-    inner: nn.Module = getattr(module, "module", module)
-    signature = inspect.signature(inner.forward)
-    try:
-        signature.bind(*args, **kwargs, mode="loss")
-    except TypeError:
-        expected = [name for name in signature.parameters if name != "mode"]
-        content = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} element{'s' * (len(args) != 1)}"
-        raise DataError(
-            f"the batch has {content}, but {type(inner).__name__}.forward accepts {expected} (and mode); "
-            "change the dataset's output or the arguments of forward"
-        ) from error
+    return module(*args, **kwargs, mode=mode)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms, normalizes
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import MODELS
+from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
@@ -53,7 +54,8 @@ class BaseDataPreprocessor(nn.Module):
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
             moved = [self.cast_data(value) for value in data]
-            return moved if type(data) is list else _sequence_like(data, moved)
+            kind: Any = type(data)
+            return moved if kind is list else kind(*moved) if hasattr(data, "_fields") else kind(moved)
         if isinstance(data, Mapping):
             return apply_device_transforms({key: self.cast_data(value) for key, value in data.items()})
         return data.to(self._device) if hasattr(data, "to") else data
@@ -63,11 +65,6 @@ class BaseDataPreprocessor(nn.Module):
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
-
-
-def _sequence_like(data: Any, values: list[Any]) -> Any:
-    """Return `values` as a sequence of the same type as `data`, which may be a named tuple."""
-    return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
 
 
 @MODELS.register_module()
@@ -99,16 +96,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         non_blocking: bool = True,
     ) -> None:
         super().__init__(non_blocking)
-        if (mean is None) != (std is None):
-            raise ConfigError("specify both mean and std, or neither")
-        if mean is not None and std is not None and len(mean) != len(std):
-            raise ConfigError(
-                f"mean has length {len(mean)}, but std has length {len(std)}; set the same number of values for both"
-            )
+        if (mean is None) != (std is None) or len(mean or ()) != len(std or ()):
+            raise ConfigError("specify the same number of values for mean and std, or neither")
         if bgr_to_rgb and rgb_to_bgr:
             raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive; remove one of them")
-        if pad_size_divisor < 1:
-            raise ConfigError(f"must be at least 1, not {pad_size_divisor}", "pad_size_divisor")
+        check(pad_size_divisor, PositiveInt, "pad_size_divisor")
         self.normalizes = mean is not None
         self.register_buffer("mean", torch.tensor(mean or [0.0]).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std or [1.0]).view(-1, 1, 1), persistent=False)
@@ -126,11 +118,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if "inputs" not in data:
             raise DataError(f"the batch has no 'inputs' key, only {sorted(data)}; the dataset must return it")
         if self.normalizes and normalizes(data):
-            raise ConfigError(
-                "the dataset's transforms already normalize the images; remove mean and std here, or remove "
-                "SegStandardize and SegNormalize from the transforms",
-                "data_preprocessor",
+            problem = (
+                "the dataset's transforms already normalize the images; remove mean and std here, or there"
             )
+            raise ConfigError(problem, "data_preprocessor")
         data = self.cast_data(data)
         return {**data, "inputs": self._images(data["inputs"])}
 
@@ -148,10 +139,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if not self.normalizes:
             return image
         if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would add channels to the image
-            channels = image.shape[-3]
             raise DataError(
-                f"the images have {channels} channel{'s' * (channels != 1)}, but mean and std have length "
-                f"{len(self.mean)}; set them to one value, or to one value per channel"
+                f"the images have {image.shape[-3]} channels, but mean has length {len(self.mean)}"
             )
         return (image - self.mean) / self.std
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["SlidingWindow", "slide"]
 
@@ -28,21 +29,11 @@ class SlidingWindow:
     """Number of windows in a batch, which limits the network's memory use."""
 
     def __post_init__(self) -> None:
-        for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
-            if not _is_size(pair):
-                raise ConfigError(f"must contain width and height in pixels, not {pair!r}", name)
-        if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
-            raise ConfigError(
-                f"must not exceed crop_size {self.crop_size!r}, but is {self.stride!r}; pixels between the windows "
-                "would be skipped",
-                "stride",
-            )
-        if self.batch_size < 1:
-            raise ConfigError(f"must be at least 1, not {self.batch_size}", "batch_size")
-
-
-def _is_size(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 1 for n in pair)
+        check(self.crop_size, tuple[PositiveInt, PositiveInt], "crop_size")
+        check(self.stride, tuple[PositiveInt, PositiveInt], "stride")
+        check(self.batch_size, PositiveInt, "batch_size")
+        if any(step > size for step, size in zip(self.stride, self.crop_size, strict=True)):
+            raise ConfigError(f"must not exceed crop_size {self.crop_size}, but is {self.stride}", "stride")
 
 
 def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindow) -> Tensor:

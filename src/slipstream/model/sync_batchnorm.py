@@ -17,15 +17,9 @@ from slipstream.dist import all_reduce, get_dist_info, get_world_size, traceable
 from slipstream.errors import ModelError
 
 __all__ = [
-    "SyncBatchNorm",
-    "all_reduce_override",
-    "average_batchnorm",
-    "convert_sync_batchnorm",
+    "SyncBatchNorm", "all_reduce_override", "average_batchnorm", "convert_sync_batchnorm",
     "revert_sync_batchnorm",
-]
-
-_MAX_GATHERED_VALUES = 2**18
-"""Maximum number of values for which one large collective is faster than two small ones."""
+]  # fmt: skip
 
 _Send = Callable[[Tensor], Tensor]
 
@@ -131,13 +125,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     else:  # keep the dependency on x, because the other ranks' backward passes wait for this rank's backward pass
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    if get_world_size() * (2 * len(mean) + 1) <= _MAX_GATHERED_VALUES:
-        return _merge_gathered(mean, var, count)
-    return _merge_summed(mean, var, count)
-
-
-def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments of all ranks with one collective in the forward pass and one in the backward pass."""
+    # Merge the moments of all ranks with one collective in the forward pass and one in the backward pass.
     rank, size = get_dist_info()
     own = torch.cat([count, mean, var])
     rows = _sum_over_ranks(F.pad(own[None], (0, 0, rank, size - rank - 1)))  # one row for each rank
@@ -148,18 +136,6 @@ def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, T
     return mean, (weights * (variances + (means - mean).square())).sum(0), total
 
 
-def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments with two collectives in the forward pass and two in the backward pass.
-
-    The size of these collectives does not depend on the world size.
-    """
-    sums = _sum_over_ranks(torch.cat([mean * count, count]))
-    total = sums[-1:].detach()
-    global_mean = sums[:-1] / total
-    squares = (var + (mean - global_mean).square()) * count
-    return global_mean, _sum_over_ranks(squares) / total, total
-
-
 def _sum_over_ranks(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or (replacement := all_reduce_override.get()) is None:
         return traceable_sum(x)
@@ -168,12 +144,10 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every BatchNorm in the module with a `SyncBatchNorm` that shares its tensors; return the module."""
+    if isinstance(module, SyncBatchNorm):
+        return module
     if isinstance(module, _BatchNorm):
-        return (
-            module
-            if isinstance(module, SyncBatchNorm)
-            else _convert_batchnorm(SyncBatchNorm, module, original_class=type(module))
-        )
+        return _convert_batchnorm(SyncBatchNorm, module, original_class=type(module))
     for name, child in module.named_children():
         setattr(module, name, convert_sync_batchnorm(child))
     return module

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model.base_model import BaseModel
-from slipstream.model.labels import check_class_weights, check_labels, wrong_label
-from slipstream.model.names import build_part
 from slipstream.registry import MODELS
+from slipstream.typecheck import short_repr
 
 __all__ = ["Classifier", "Segmentor", "Task", "main_output"]
 
@@ -28,11 +27,13 @@ class Task(BaseModel):
     """Number of classes in the dataset, if known; `check_classes` checks the network's outputs against this number."""
     _checked_labels = False
 
-    def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
+    def __init__(
+        self, network: Configured, loss: Configured | None = None, data_preprocessor: Any = None
+    ) -> None:
         super().__init__(data_preprocessor)
         loss = nn.CrossEntropyLoss() if loss is None else loss
-        self.network: nn.Module = build_part(network, "network")
-        self.loss: nn.Module = build_part(loss, "loss")
+        self.network: nn.Module = _built(network, "network")
+        self.loss: nn.Module = _built(loss, "loss")
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses computed by the loss module.
@@ -40,7 +41,6 @@ class Task(BaseModel):
         Raises:
             DataError: if there are no targets, or a target is not one of the network's classes. On an accelerator, only
                 the first batch is checked.
-            ConfigError: if the number of class weights differs from the number of the network's classes.
         """
         if targets is None:
             raise DataError(
@@ -48,14 +48,13 @@ class Task(BaseModel):
             )
         if not torch.compiler.is_compiling() and not self._checked_labels:
             self._checked_labels = True
-            check_class_weights(self.loss, main_output(outputs))
-            check_labels(self.loss, main_output(outputs), targets)
+            _check_labels(self.loss, main_output(outputs), targets)
         try:
             loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
         except IndexError as error:  # only on the CPU, because other devices run asynchronously
             if not str(error).startswith("Target "):
                 raise
-            raise wrong_label(self.loss, main_output(outputs), str(error).rstrip(".")) from error
+            raise _wrong_label(self.loss, main_output(outputs), str(error).rstrip(".")) from error
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
@@ -84,11 +83,6 @@ class Segmentor(Task):
         loss: `loss(outputs, targets)` returns a scalar or a dict of scalars; cross-entropy by default.
         data_preprocessor: usually `ImgDataPreprocessor`.
     """
-
-    def __init__(
-        self, network: Configured, loss: Configured | None = None, data_preprocessor: Any = None
-    ) -> None:
-        super().__init__(network, loss, data_preprocessor)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
@@ -172,11 +166,6 @@ class Classifier(Task):
         data_preprocessor: usually `ImgDataPreprocessor`.
     """
 
-    def __init__(
-        self, network: Configured, loss: Configured | None = None, data_preprocessor: Any = None
-    ) -> None:
-        super().__init__(network, loss, data_preprocessor)
-
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": logits (N, classes), "targets": (N,)}` or logits.
 
@@ -192,3 +181,49 @@ class Classifier(Task):
         if mode == "predict":
             return {"preds": logits} if targets is None else {"preds": logits, "targets": targets}
         return logits
+
+
+def _built(part: Any, kind: str) -> nn.Module:
+    """Return a module, built if `part` is a configuration."""
+    if not callable(part) and not isinstance(part, Mapping):
+        raise ConfigError(f"must be a module or a dict with a 'type', not {short_repr(part)}", kind)
+    built: nn.Module = MODELS.build(part) if isinstance(part, Mapping) else part
+    return built
+
+
+def _check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
+    """Raise a DataError if a target is neither one of the network's classes nor the ignored value.
+
+    On an accelerator, an invalid target would terminate the process without an error that reports the value. This check
+    causes a device synchronization, so `Task` checks only one batch. Losses other than `CrossEntropyLoss` and
+    `NLLLoss` may interpret targets differently, so their targets are checked only if they set `takes_class_ids = True`.
+
+    Args:
+        loss: the loss module.
+        scores: the network's main output, (N, classes, ...).
+        targets: integer class ids, or class probabilities (not checked).
+    """
+    takes_ids = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
+    if not takes_ids or not isinstance(scores, Tensor) or scores.ndim < 2:
+        return
+    # Tensors without data, such as fake tensors, cannot be checked.
+    if targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
+        return
+    wrong = (targets < 0) | (targets >= scores.shape[1])
+    wrong &= targets != getattr(loss, "ignore_index", -100)
+    if wrong.any():
+        values = torch.unique(targets[wrong])[:5].tolist()
+        sample = int(wrong.nonzero()[0, 0])
+        description = f"{', '.join(map(str, values))} (first in sample {sample} of the batch)"
+        raise _wrong_label(loss, scores, description)
+
+
+def _wrong_label(loss: nn.Module, scores: Tensor, description: str) -> DataError:
+    """Return the error for targets that are not among the network's classes."""
+    ignored = getattr(loss, "ignore_index", None)
+    ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
+    return DataError(
+        f"a target is not one of the network's classes: {description}; the classes are 0 to {scores.shape[1] - 1}"
+        f"{ignores}. Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to "
+        "the value used for targets without a class, including padded pixels (fill_mask of the padding transforms)"
+    )

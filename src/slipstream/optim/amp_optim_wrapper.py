@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slipstream.config import options
 from slipstream.errors import ConfigError
 from slipstream.optim.kernels import has_explicit_kernels, init_momentum, use_fused, why_not_fused
-from slipstream.optim.optim_wrapper import OptimWrapper, device_of
+from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
-from slipstream.typecheck import Positive, PositiveInt, Rule, matches, short_repr
+from slipstream.typecheck import Positive, matches, short_repr
 
 __all__ = ["AmpOptimWrapper"]
 
@@ -29,17 +26,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "bf16": torch.bfloat16,
 }
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Options for `torch.amp.GradScaler`, set with `loss_scale=dict(...)`."""
-
-    init_scale: Positive = 2.0**16
-    growth_factor: Annotated[float, Rule(lambda factor: 1 < factor < math.inf, "above 1")] = 2.0
-    backoff_factor: Annotated[float, Rule(lambda factor: 0 < factor < 1, "between 0 and 1")] = 0.5
-    growth_interval: PositiveInt = 2000
-    enabled: bool = True
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -80,7 +66,7 @@ class AmpOptimWrapper(OptimWrapper):
     @cached_property
     def device_type(self) -> str:
         """Device type of the parameters."""
-        return device_of(self.optimizer).type
+        return next(self.parameters()).device.type
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -176,4 +162,7 @@ def _make_scaler(device: str, loss_scale: str | float | Mapping[str, Any]) -> to
         raise ConfigError(
             f"must be 'dynamic', a positive number or a dict, not {short_repr(loss_scale)}", "loss_scale"
         )
-    return torch.amp.GradScaler(device, **asdict(options(LossScale, loss_scale, "loss_scale")))
+    try:
+        return torch.amp.GradScaler(device, **loss_scale)
+    except (AssertionError, TypeError) as error:
+        raise ConfigError(str(error), "loss_scale") from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 
 from slipstream.config import options
 from slipstream.errors import ConfigError, ModelError, did_you_mean
-from slipstream.optim.library import check_shapes
 from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from slipstream.typecheck import NonNegative, check
@@ -43,18 +41,6 @@ class ParamwiseOptions:
     dcn_offset_lr_mult: NonNegative | None = None  # `conv_offset` in deformable convolutions
     bypass_duplicate: bool = False  # whether a repeated parameter keeps its first options
 
-    @classmethod
-    def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
-        """Return the options in `cfg` after checking the keys and values. With `open_ended`, ignore unknown keys.
-
-        Raises:
-            ConfigError: a key or a value is invalid; the message names the key.
-        """
-        if open_ended:
-            known = {f.name for f in fields(cls)}
-            cfg = {key: value for key, value in cfg.items() if key in known}
-        return options(cls, cfg, "paramwise_cfg")
-
     def __post_init__(self) -> None:
         for key, values in self.custom_keys.items():
             for name in ("lr_mult", "decay_mult"):
@@ -62,13 +48,6 @@ class ParamwiseOptions:
                     check(values[name], NonNegative, _path(key, name))
             for name in values:
                 check(name, str, _path(key))
-
-    def option_with_suffix(self, suffix: str) -> str | None:
-        """Return the path of a set option that ends with `suffix` (such as `"lr_mult"`), or None if there is none."""
-        for name in (f.name for f in fields(self)):
-            if name.endswith(suffix) and getattr(self, name) is not None:
-                return name
-        return next((_path(k) for k, v in self.custom_keys.items() if suffix in v), None)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -97,9 +76,11 @@ class DefaultOptimWrapperConstructor:
         self.optim_wrapper_cfg = {"type": "OptimWrapper", **optim_wrapper_cfg}
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
         self.paramwise_cfg = dict(paramwise_cfg or {})
-        # A subclass that overrides add_params may use additional keys.
-        own_rules = type(self).add_params is not DefaultOptimWrapperConstructor.add_params
-        self.paramwise = ParamwiseOptions.from_dict(self.paramwise_cfg, open_ended=own_rules)
+        cfg = self.paramwise_cfg
+        if type(self).add_params is not DefaultOptimWrapperConstructor.add_params:
+            # The override may use additional keys.
+            cfg = {f.name: cfg[f.name] for f in fields(ParamwiseOptions) if f.name in cfg}
+        self.paramwise = options(ParamwiseOptions, cfg, "paramwise_cfg")
         if isinstance(self.optimizer_cfg, Optimizer):
             if self.paramwise_cfg:
                 raise ConfigError(
@@ -113,14 +94,6 @@ class DefaultOptimWrapperConstructor:
             )
         self.base_lr: Any = self.optimizer_cfg.get("lr")
         self.base_wd: float | None = self.optimizer_cfg.get("weight_decay")
-        for suffix, base, name in (
-            ("lr_mult", self.base_lr, "lr"),
-            ("decay_mult", self.base_wd, "weight_decay"),
-        ):
-            if base is None and (key := self.paramwise.option_with_suffix(suffix)):
-                raise ConfigError(
-                    f"{key} requires '{name}' in the optimizer configuration; add it", "paramwise_cfg"
-                )
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         """Return the wrapper, with an optimizer for the trainable parameters of `model`.
@@ -131,7 +104,6 @@ class DefaultOptimWrapperConstructor:
         """
         optimizer = self.optimizer_cfg
         if not isinstance(optimizer, Optimizer):
-            check_shapes(self.optimizer_cfg.get("type"), unwrap(model))
             groups = self._groups(unwrap(model))
             optimizer = OPTIMIZERS.build(self.optimizer_cfg, default_args={"params": groups})
             self._check_options(optimizer)
@@ -162,40 +134,41 @@ class DefaultOptimWrapperConstructor:
         if key is None:
             return None
         options = dict(keys[key])
-        scaled: dict[str, Any] = {}
-        if "lr_mult" in options:
-            scaled["lr"] = self.base_lr * options.pop("lr_mult")
-        if "decay_mult" in options:
-            scaled["weight_decay"] = self.base_wd * options.pop("decay_mult")
-        return scaled | options
+        return {
+            **self._scaled("lr", options.pop("lr_mult", None)),
+            **self._scaled("weight_decay", options.pop("decay_mult", None)),
+            **options,
+        }
+
+    def _scaled(self, name: str, mult: float | None) -> dict[str, Any]:
+        """Return the optimizer's option `name` multiplied by `mult`, or an empty dict if `mult` is None."""
+        if mult is None:
+            return {}
+        if self.optimizer_cfg.get(name) is None:
+            raise ConfigError(f"a multiplier of '{name}' requires '{name}' in the optimizer", "paramwise_cfg")
+        return {name: self.optimizer_cfg[name] * mult}
 
     def _lr_option(self, module: nn.Module, name: str, prefix: str, is_dcn_module: bool) -> dict[str, Any]:
         offset_mult = self.paramwise.dcn_offset_lr_mult
-        if (
-            offset_mult is not None
-            and is_dcn_module
-            and "conv_offset" in prefix
-            and isinstance(module, nn.Conv2d)
-        ):
-            return {"lr": self.base_lr * offset_mult}
-        bias_mult = self.paramwise.bias_lr_mult
-        if bias_mult is not None and name == "bias" and not isinstance(module, NORMS) and not is_dcn_module:
-            return {"lr": self.base_lr * bias_mult}
-        return {}
+        is_offset = is_dcn_module and "conv_offset" in prefix and isinstance(module, nn.Conv2d)
+        if offset_mult is not None and is_offset:
+            return self._scaled("lr", offset_mult)
+        is_bias = name == "bias" and not isinstance(module, NORMS) and not is_dcn_module
+        return self._scaled("lr", self.paramwise.bias_lr_mult if is_bias else None)
 
     def _decay_option(
         self, module: nn.Module, name: str, parameter: nn.Parameter, is_dcn_module: bool
     ) -> dict[str, Any]:
         depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
-        options = self.paramwise
+        mults = self.paramwise
         rules = (
-            (options.norm_decay_mult, isinstance(module, NORMS)),
-            (options.bias_decay_mult, name == "bias" and not is_dcn_module),
-            (options.dwconv_decay_mult, depthwise),
-            (options.flat_decay_mult, parameter.ndim == 1 and not is_dcn_module),
+            (mults.norm_decay_mult, isinstance(module, NORMS)),
+            (mults.bias_decay_mult, name == "bias" and not is_dcn_module),
+            (mults.dwconv_decay_mult, depthwise),
+            (mults.flat_decay_mult, parameter.ndim == 1 and not is_dcn_module),
         )
         mult = next((mult for mult, applies in rules if applies and mult is not None), None)
-        return {} if mult is None else {"weight_decay": self.base_wd * mult}  # type: ignore[operator]
+        return self._scaled("weight_decay", mult)
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         names = {id(p): name for name, p in model.named_parameters()}
@@ -234,7 +207,7 @@ class DefaultOptimWrapperConstructor:
         for key in self.paramwise.custom_keys:
             if not any(key in f".{name}" for name in names):
                 raise ConfigError(
-                    f"no parameter name contains '{key}'{did_you_mean(key, _prefixes(names))}",
+                    f"no parameter name contains '{key}'; the names are such as {names[:3]}",
                     "paramwise_cfg.custom_keys",
                 )
 
@@ -285,12 +258,3 @@ def _path(key: str, name: str = "") -> str:
     """Return the path of a custom key, or of one of its options, in `paramwise_cfg`."""
     quoted = f".{key}" if key.isidentifier() else f"['{key}']"  # a custom key may contain dots
     return f"custom_keys{quoted}" + (f".{name}" if name else "")
-
-
-def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return all components and prefixes of the names, as suggestions for a misspelled custom key."""
-    found: set[str] = set()
-    for name in names:
-        parts = name.split(".")
-        found.update(parts, accumulate(parts, "{}.{}".format))
-    return found

@@ -1,18 +1,27 @@
-"""Selection of optimizer kernels: fused kernels or torch's default implementation."""
+"""Optimizer kernels: fused kernels or torch's default implementation, and the memory formats that they require.
+
+torch's fused optimizers read parameters, gradients and states as flat arrays, so different strides silently produce
+wrong results.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.optim import Optimizer
 
 from slipstream.sharding import is_sharded
 
-__all__ = ["has_explicit_kernels", "init_momentum", "replace_kernel_options", "use_fused", "why_not_fused"]
+__all__ = [
+    "FusedLayouts", "has_explicit_kernels", "init_momentum", "lay_out_states", "replace_kernel_options",
+    "use_fused", "why_not_fused",
+]  # fmt: skip
 
 _SUPPORTED_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
 """Fused kernels that torch can run on a `DTensor`."""
@@ -34,11 +43,11 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
     for param in _parameters(optimizer):
         if not _runs_on(kernel, param.device):
             return f"torch has no fused {name} kernel for {param.device.type}"
-        if kernel == "_fused_adagrad_" and param.device.type == "cuda" and not _adagrad_runs_on_cuda():
+        if kernel == "_fused_adagrad_" and param.device.type == "cuda" and torch.__version__ < "2.12":
             return f"the fused {name} kernel for cuda requires torch 2.12 or newer"
         if not param.is_floating_point():
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
-        if not is_sharded(param) and not _is_dense(param):
+        if not is_sharded(param) and not is_dense(param):
             return "fused kernels do not support parameters with gaps or overlaps in memory"
         if is_sharded(param) and kernel not in _SUPPORTED_ON_SHARDS:
             return f"torch has no fused {name} kernel for sharded parameters; only Adam and AdamW have one"
@@ -89,22 +98,13 @@ def replace_kernel_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) 
         groups[index] = {**groups[index], **{key: own[key] for key in options if key in own}}
     # Kernels that are neither fused nor capturable read the step count on the host, which causes a synchronization if
     # the count is on the device.
-    on_host = {index for group in groups if _counts_on_host(group) for index in group["params"]}
-    state = {
-        key: _move_count_to_host(values) if key in on_host else values
-        for key, values in state_dict["state"].items()
-    }
+    state = dict(state_dict["state"])
+    for group in groups:
+        options_set = [group[key] for key in ("fused", "capturable") if key in group]
+        for index in group["params"] if options_set and not any(options_set) else ():
+            if isinstance(step := state.get(index, {}).get("step"), Tensor):
+                state[index] = {**state[index], "step": step.cpu()}
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _counts_on_host(group: Mapping[str, Any]) -> bool:
-    options = [group[key] for key in ("fused", "capturable") if key in group]
-    return bool(options) and not any(options)
-
-
-def _move_count_to_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    step = values.get("step")
-    return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
 
 
 def _fused_kernel(kind: type) -> str | None:
@@ -120,21 +120,77 @@ def _runs_on(kernel: str, device: torch.device) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kernel}", key)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements occupy a block of memory without gaps or overlaps, in any dimension order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _adagrad_runs_on_cuda() -> bool:
-    # torch 2.11 has the kernel, but its Adagrad rejects fused=True on CUDA.
-    return torch.__version__ >= "2.12"
-
-
 def _parameters(optimizer: Optimizer) -> chain[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def lay_out_states(optimizer: Optimizer) -> None:
+    """Convert an optimizer's loaded states to the strides of their parameters.
+
+    The states in a checkpoint have the memory format (such as channels_last) of the run that saved the checkpoint.
+    """
+    for param, states in optimizer.state.items():
+        if is_sharded(param):
+            continue
+        for name, value in states.items():
+            if isinstance(value, Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                states[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+
+
+class FusedLayouts:
+    """Convert gradients and states to the strides of their parameters before each step with fused kernels.
+
+    Autograd creates gradients with these strides, and the optimizer creates its states with the same strides. The
+    strides may differ if other code sets `p.grad`, loads or replaces states, or changes the model's memory format
+    between steps. The check for replaced states covers only parameters with four or more dimensions, because memory
+    formats apply only to these.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._strides: list[tuple[int, ...]] = []
+        self._state: Any = None
+        self._dicts: list[Any] = []
+        self._watched: list[dict[str, Any]] = []
+        self._values: list[Any] = []
+
+    def __call__(self) -> None:
+        """Convert gradients and states whose strides differ."""
+        params = [p for group in self._optimizer.param_groups if group.get("fused") for p in group["params"]]
+        if not params:
+            return
+        strides = list(map(Tensor.stride, params))
+        if strides != self._strides or self._states_replaced():
+            lay_out_states(self._optimizer)
+            self._strides = strides
+            self._record_states()
+        for param, stride in zip(params, strides, strict=True):
+            grad = param.grad
+            if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
+                continue
+            if not is_sharded(param):
+                param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+    def _states_replaced(self) -> bool:
+        """Return whether states were added or replaced. The loops run in C, because this method runs in every step."""
+        state = self._optimizer.state
+        if state is not self._state:  # `Optimizer.load_state_dict` replaces the dict
+            return True
+        values = chain.from_iterable(map(dict.values, self._watched))
+        return not (
+            all(map(is_, chain(state.values(), _SENTINEL), self._dicts))
+            and all(map(is_, chain(values, _SENTINEL), self._values))
+        )
+
+    def _record_states(self) -> None:
+        state = self._optimizer.state
+        self._state, self._dicts = state, [*state.values(), *_SENTINEL]
+        self._watched = [states for param, states in state.items() if param.dim() >= 4]
+        self._values = [*chain.from_iterable(map(dict.values, self._watched)), *_SENTINEL]
+
+
+_SENTINEL = (object(),)
+"""Appended to both sequences in a comparison, so that sequences of different lengths compare unequal."""

@@ -1,4 +1,4 @@
-"""Optimizers that are not in torch (RMSpropTF, BertAdam), and a check of Muon's parameters."""
+"""Optimizers that are not in torch: RMSpropTF and BertAdam."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
 from slipstream.sharding import full_tensor
 
-__all__ = ["BertAdam", "RMSpropTF", "check_shapes"]
+__all__ = ["BertAdam", "RMSpropTF"]
 
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -67,9 +67,6 @@ class RMSpropTF(_Foreach):
             changing the gradient.
         lr_in_momentum: whether to multiply `u` by `lr` before adding it to the momentum buffer; if False, the buffer is
             multiplied by `lr` in the update, as in torch.
-
-    Raises:
-        ConfigError: an argument is negative.
     """
 
     def __init__(
@@ -85,7 +82,6 @@ class RMSpropTF(_Foreach):
         lr_in_momentum: bool = True,
     ) -> None:
         numbers = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
-        _check_not_negative(numbers)
         flags = dict(centered=centered, decoupled_decay=decoupled_decay, lr_in_momentum=lr_in_momentum)
         super().__init__(params, {**numbers, **flags})
 
@@ -164,15 +160,10 @@ class BertAdam(_Foreach):
         weight_decay: float = 0.01,
         max_grad_norm: float = 1.0,
     ) -> None:
-        _check_not_negative(dict(lr=lr, b1=b1, b2=b2, e=e, weight_decay=weight_decay))
-        for name, value in (("b1", b1), ("b2", b2), ("warmup", warmup)):
-            disabled = " or -1" if name == "warmup" else ""
-            if not (0 <= value < 1 or (disabled and value == -1)):
-                raise ConfigError(f"must be in [0, 1){disabled}, not {value}", name)
+        if not (0 <= warmup < 1 or warmup == -1):
+            raise ConfigError(f"must be in [0, 1) or -1, not {warmup}", "warmup")
         if schedule not in _SCHEDULES:
             raise ConfigError(f"must be one of {', '.join(_SCHEDULES)}, not {schedule!r}", "schedule")
-        if t_total != -1 and t_total < 1:
-            raise ConfigError(f"must be a positive number of steps or -1, not {t_total}", "t_total")
         options = dict(lr=lr, warmup=warmup, t_total=t_total, schedule=schedule, b1=b1, b2=b2, e=e)
         super().__init__(params, {**options, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm})
 
@@ -194,27 +185,6 @@ class BertAdam(_Foreach):
         torch._foreach_sub_(params, updates)
 
 
-def check_shapes(kind: Any, model: nn.Module) -> None:
-    """Check that an optimizer of type `kind` supports the trainable parameters of `model`.
-
-    Raises:
-        ConfigError: `kind` is torch's Muon, and a parameter is not a matrix.
-    """
-    found = OPTIMIZERS.get(kind) if isinstance(kind, str) else kind
-    if found is not getattr(torch.optim, "Muon", torch):
-        return
-    params = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    others = [f"{name} {shape}" for name, shape in params.items() if len(shape) != 2]
-    if others:
-        listing = ", ".join(others[:5]) + (", ..." if others[5:] else "")
-        verb = "is not a matrix" if len(others) == 1 else "are not matrices"
-        raise ConfigError(
-            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters {verb}: {listing}. Use a "
-            "different optimizer, such as AdamW, or several optimizers in an OptimWrapperDict",
-            "optimizer.type",
-        )
-
-
 def _scheduled_lr(group: Mapping[str, Any]) -> Any:
     if group["t_total"] == -1:
         return group["lr"]
@@ -226,9 +196,3 @@ def _scheduled_lr(group: Mapping[str, Any]) -> Any:
 
 def _gradients(params: list[Tensor]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
-
-
-def _check_not_negative(options: Mapping[str, float]) -> None:
-    for name, value in options.items():
-        if value < 0:
-            raise ConfigError(f"must not be negative, got {value}", name)

@@ -15,16 +15,9 @@ from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fu
 from slipstream.registry import OPTIMIZERS
 
 __all__ = [
-    "NpuFusedAdadelta",
-    "NpuFusedAdam",
-    "NpuFusedAdamP",
-    "NpuFusedAdamW",
-    "NpuFusedBertAdam",
-    "NpuFusedLamb",
-    "NpuFusedRMSprop",
-    "NpuFusedRMSpropTF",
-    "NpuFusedSGD",
-]
+    "NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb",
+    "NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD",
+]  # fmt: skip
 
 
 def _register(
@@ -49,9 +42,18 @@ def _register(
                 f"{name} requires torch_npu ({reason}); install it on Ascend, or remove strict_npu to use the "
                 f"equivalent {equivalent}"
             )
-        substitute = _substitute(name, module, algorithm)
+        try:
+            substitute = getattr(importlib.import_module(module), algorithm)
+        except ImportError as error:
+            raise ConfigError(
+                f"{name} requires torch_npu on Ascend, or {equivalent} on other devices; run "
+                f"pip install 'slipstream[optimizers]' (importing {module} failed: {error})"
+            ) from error
         print_log(f"{name}: {reason}; using {equivalent} instead", "current", logging.WARNING)
-        return _use_fused_if_supported(substitute(params, **adapt(kwargs)))
+        optimizer = substitute(params, **adapt(kwargs))
+        if not has_explicit_kernels(optimizer) and why_not_fused(optimizer) is None:
+            use_fused(optimizer)
+        return optimizer
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"Return a `torch_npu.optim.{name}`, or a `{equivalent}` if torch_npu is not available."
@@ -68,24 +70,6 @@ def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
         return None, str(error)
     found = getattr(optim, name, None)
     return found, "" if found else f"torch_npu.optim has no {name}"
-
-
-def _substitute(name: str, module: str, algorithm: str) -> Callable[..., Optimizer]:
-    try:
-        found: Callable[..., Optimizer] = getattr(importlib.import_module(module), algorithm)
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} requires torch_npu on Ascend, or {module}.{algorithm} on other devices; run "
-            f"pip install 'slipstream[optimizers]' (importing {module} failed: {error})"
-        ) from error
-    return found
-
-
-def _use_fused_if_supported(optimizer: Optimizer) -> Optimizer:
-    """Switch the optimizer to fused kernels if it supports them and was constructed without `fused=` or `foreach=`."""
-    if not has_explicit_kernels(optimizer) and why_not_fused(optimizer) is None:
-        use_fused(optimizer)
-    return optimizer
 
 
 def _lamb(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,15 @@ from torch.optim import Optimizer
 
 from slipstream.config import options
 from slipstream.errors import ConfigError, LossError, ModelError
-from slipstream.logging import PhaseTimes, print_log
-from slipstream.optim.kernels import replace_kernel_options
-from slipstream.optim.layouts import FusedLayouts, lay_out_states
+from slipstream.logging import PhaseTimes
+from slipstream.optim.kernels import FusedLayouts, lay_out_states, replace_kernel_options
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.step.numerics import scale_
-from slipstream.step.parts import StepPart, apply_update, has_gradients
+from slipstream.step.parts import StepPart, apply_update
 from slipstream.typecheck import PositiveInt, Rule, check
 
-__all__ = ["ClipGradients", "GradClip", "OptimWrapper", "total_norm"]
+__all__ = ["ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm"]
 
 _NO_CONTEXT = nullcontext()
 
@@ -81,29 +79,9 @@ class ClipGradients(StepPart):
 
 def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the total norm of all tensors (0-dim). For sharded tensors, this is the norm over all processes."""
-    if not any(map(is_sharded, tensors)):
-        return nn.utils.get_total_norm(tensors, norm_type)
-    return (
-        max_abs(tensors)
-        if math.isinf(norm_type)
-        else full_tensor(nn.utils.get_total_norm(tensors, norm_type))
-    )
-
-
-class _Guard(Protocol):
-    """Interface of a guard, which skips steps with a non-finite loss or gradient without a device synchronization."""
-
-    def before_forward(self) -> None:
-        """Save the state that a forward pass changes."""
-
-    def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward; if the loss is not finite, backward produces NaN gradients."""
-
-    def step(self, optim: OptimWrapper) -> None:
-        """Call `optim.step()`; the call has no effect if a gradient is not finite."""
-
-    def finish_step(self, finite: Tensor) -> None:
-        """Restore the saved state if `finite` is False; called after an optimizer step that was not run by `step`."""
+    if math.isinf(norm_type) and any(map(is_sharded, tensors)):
+        return max_abs(tensors)
+    return full_tensor(nn.utils.get_total_norm(tensors, norm_type))
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -118,11 +96,6 @@ class OptimWrapper:
         clip_grad: gradient clipping options (see `GradClip`), or None.
     """
 
-    # Defined in the class, because a subclass may not call `__init__`.
-    _key: str | None = None  # the wrapper's name in an `OptimWrapperDict`
-    _has_own_gradients = False  # whether the gradients are zero or come from this wrapper's losses
-    _warned = False
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -133,8 +106,13 @@ class OptimWrapper:
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         check(accumulative_counts, PositiveInt, "accumulative_counts")
         self.optimizer = optimizer
-        if (reason := _unsupported_reason(optimizer)) is not None:
-            raise ConfigError(reason, "optimizer")
+        closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step requires a closure, which is not supported; use a different "
+                "optimizer, or your own training loop",
+                "optimizer",
+            )
         self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
@@ -144,7 +122,7 @@ class OptimWrapper:
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
         """Values to log, as returned by the parts in the last update."""
-        self.guard: _Guard | None = None
+        self.guard: Any = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
         """During an update that the guard checks, whether the gradients are finite (0-dim bool); otherwise None."""
@@ -167,41 +145,24 @@ class OptimWrapper:
             loss: a scalar tensor.
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
-        if self._key is not None and not self._has_own_gradients and self.begins_window():
-            self._warn_of_other_gradients()
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
             self.update()
-
-    def _warn_of_other_gradients(self) -> None:
-        """Warn once if the update includes gradients from another wrapper's loss. MMEngine also includes them."""
-        name = self._key
-        if not self._warned and has_gradients(self.parameters()) and not self.overrides_zero_grad:
-            self._warned = True
-            print_log(
-                f"The parameters of optim_wrapper['{name}'] have gradients before its backward pass, probably from the "
-                "loss of another optimizer, and the update includes these gradients. To exclude them, call "
-                f"requires_grad_(False) on the modules of optim_wrapper['{name}'] while the other optimizer is "
-                f"updated, or call optim_wrapper['{name}'].zero_grad() before the forward pass",
-                "current",
-                logging.WARNING,
-            )
 
     def update(self) -> None:
         """Update the weights with the gradients of the accumulation window, and clear the gradients."""
         if self.on_gradients is not None:
             self.on_gradients()
-        phases = self.phases
-        before = None if phases is None else phases.current
-        if phases is not None:
-            phases.switch("optimizer")
+        before = self.phases.current if self.phases is not None else None
+        if self.phases is not None:
+            self.phases.switch("optimizer")
         if self.guard is None:
             self.step()
         else:
             self.guard.step(self)
         self.zero_grad()
-        if phases is not None and before is not None:
-            phases.switch(before)
+        if self.phases is not None and before is not None:
+            self.phases.switch(before)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
@@ -226,7 +187,6 @@ class OptimWrapper:
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
-        self._has_own_gradients = True
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.should_sync():
             self._check_any_gradient()
@@ -263,7 +223,6 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        self._has_own_gradients = not kwargs.get("set_to_none", True)
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
@@ -271,8 +230,6 @@ class OptimWrapper:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
-                if self._accumulative_counts > 1:
-                    vars(param).pop("_window_of", None)
 
     # ---- accumulation ---------------------------------------------------------------------------
 
@@ -291,25 +248,6 @@ class OptimWrapper:
     def should_sync(self) -> bool:
         """Return whether the next batch ends its window, in which case backward must synchronize gradients."""
         return self.ends_window(self._inner_count + 1)
-
-    def claim_gradients(self) -> None:
-        """Mark the gradients in `p.grad` as part of this wrapper's unfinished accumulation window."""
-        for param in self.parameters():
-            if param.grad is not None:
-                param._window_of = id(self)  # type: ignore[attr-defined]
-
-    def check_gradients(self) -> None:
-        """Check that no other wrapper has accumulated the gradients in `p.grad`.
-
-        Raises:
-            ModelError: `p.grad` contains another wrapper's unfinished accumulation window.
-        """
-        for param in self.parameters():
-            if param.grad is not None and vars(param).get("_window_of", id(self)) != id(self):
-                raise ModelError(
-                    "two optimizer wrappers train the same parameters, and p.grad contains the unfinished accumulation "
-                    "window of the other wrapper; disable gradient accumulation, or finish that window first"
-                )
 
     def begins_window(self) -> bool:
         """Return whether the next batch is the first of its accumulation window."""
@@ -457,22 +395,6 @@ class OptimWrapper:
         self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
 
-    def __repr__(self) -> str:
-        extra = f", clip_grad={self.clip_grad}" if self.clip_grad else ""
-        name = type(self.optimizer).__name__
-        return f"{type(self).__name__}({name}, accumulative_counts={self._accumulative_counts}{extra})"
-
-
-def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer is not supported and what to do, or None if it is supported."""
-    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        return (
-            f"{type(optimizer).__name__}.step requires a closure, which is not supported; use a different optimizer, "
-            "or your own training loop"
-        )
-    return None
-
 
 def check_loss(loss: Any) -> None:
     """Check that `loss` supports backward.
@@ -493,7 +415,87 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def device_of(optimizer: Optimizer) -> torch.device:
-    """Return the device of the optimizer's first parameter."""
-    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    return device
+class OptimWrapperDict(OptimWrapper):
+    """A dict of `OptimWrapper` objects; the model's `train_step` accesses them by name (for example in GANs)."""
+
+    def __init__(self, **optim_wrappers: OptimWrapper) -> None:
+        for name, wrapper in optim_wrappers.items():
+            if not isinstance(wrapper, OptimWrapper):
+                raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
+        self.optim_wrappers = optim_wrappers
+        self.grad_norm, self.logs = None, {}
+        self.parts = []
+        self.phases = None
+
+    def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
+        names = ", ".join(self.optim_wrappers)
+        raise ModelError(
+            f"there are several optimizers ({names}); override train_step(data, optim_wrapper) in the model, and call "
+            "the methods of optim_wrapper[name] there"
+        )
+
+    update_params = backward = step = optim_context = _raise
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of all optimizers."""
+        for wrapper in self.values():
+            wrapper.zero_grad(**kwargs)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Do nothing, because the model determines how often each optimizer steps."""
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Always 1, because each wrapper has its own number of batches per step."""
+        return 1
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, in order."""
+        return [group for wrapper in self.values() for group in wrapper.param_groups]
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Return `{"name.lr": [...]}` with an entry for each wrapper."""
+        return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Return `{"name.momentum": [...]}` with an entry for each wrapper."""
+        return {f"{name}.momentum": wrapper.get_momentum()["momentum"] for name, wrapper in self.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{name: state}`."""
+        return {name: wrapper.state_dict() for name, wrapper in self.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of each wrapper by name."""
+        if state_dict.keys() != self.optim_wrappers.keys():
+            raise ConfigError(
+                f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}; load the "
+                "state of a run with the same optimizers"
+            )
+        for name, wrapper in self.items():
+            wrapper.load_state_dict(state_dict[name])
+
+    def __getitem__(self, name: str) -> OptimWrapper:
+        return self.optim_wrappers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.optim_wrappers
+
+    def __len__(self) -> int:
+        return len(self.optim_wrappers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.optim_wrappers)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self.optim_wrappers.keys()
+
+    def values(self) -> ValuesView[OptimWrapper]:
+        """Return the wrappers."""
+        return self.optim_wrappers.values()
+
+    def items(self) -> ItemsView[str, OptimWrapper]:
+        """Return the (name, wrapper) pairs."""
+        return self.optim_wrappers.items()

@@ -24,8 +24,8 @@ from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.errors import CheckpointError
 from slipstream.model import unwrap_model
-from slipstream.model.pretrained import skip_pretrained
 from slipstream.model.sync_batchnorm import average_batchnorm
+from slipstream.model.weight_init import skip_pretrained
 from slipstream.optim import OptimWrapper
 from slipstream.runner import resume
 from slipstream.sharding import mesh_of
@@ -169,9 +169,7 @@ class Checkpoints:
         self._loaded = True
         if not self._initialized:
             self._loaded_names |= loaded_names(core, state)
-        logger.info(
-            f"Loaded {source}{' (average of the weights)' if step_average(checkpoint, source) else ''}"
-        )
+        logger.info(f"Loaded {source}{' (average of the weights)' if step_average(checkpoint) else ''}")
 
     def _restore_parts(
         self, checkpoint: Mapping[str, Any], source: str | Path, optim: OptimWrapper | None, schedulers: Any
@@ -265,7 +263,7 @@ class Checkpoints:
 
         def on_complete(path: Path) -> None:
             if mark_last and is_main_process():
-                mark_last_checkpoint(runner.work_dir, path, self.run_id, checkpoint["meta"]["iter"])
+                mark_last_checkpoint(runner.work_dir, path, self.run_id)
             if on_saved is not None and is_main_process():
                 on_saved()
 

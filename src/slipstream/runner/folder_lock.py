@@ -10,13 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from slipstream.checkpoint import LOCK_FILE, describe_owner, folder_owner, remove_partial_checkpoints
+from slipstream.checkpoint import remove_partial_checkpoints
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import remove_temporary_files
 
 __all__ = ["FolderLock"]
 
+LOCK_FILE = ".lock"
+"""The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
+folder. This path remains valid if both are moved together."""
 _TIMEOUT = 5.0
 """Seconds to wait for the lock, because the data loader workers of a killed run hold it until they end."""
 
@@ -85,7 +88,7 @@ class FolderLock:
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
-        owner = folder_owner(folder)
+        owner = _owner(folder)
         if owner is not None and owner != self._work_dir and owner.exists():
             file.close()
             return (
@@ -96,12 +99,18 @@ class FolderLock:
         holder = (
             f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
         )
-        file.write(f"{holder}\n{describe_owner(folder, self._work_dir)}")
+        file.write(f"{holder}\n{os.path.relpath(self._work_dir, folder)}")
         file.flush()
         remove_temporary_files(folder)
         remove_partial_checkpoints(folder)
         self._files[folder] = file
         return None
+
+
+def _owner(folder: Path) -> Path | None:
+    """Return the work_dir of the run that writes to `folder`, which is resolved, or None if it is unknown."""
+    owner = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="surrogateescape").partition("\n")[2]
+    return Path(os.path.normpath(folder / owner)) if owner else None
 
 
 def _try_lock(file: IO[str]) -> OSError | None:

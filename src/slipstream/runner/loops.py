@@ -37,7 +37,7 @@ from slipstream.dataset.loading.workers import Loading, end_workers, explain_wor
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError, SlipstreamError
 from slipstream.evaluator import Evaluator
-from slipstream.evaluator.loss import LossMetric
+from slipstream.evaluator.metric import LossMetric
 from slipstream.logging import Phase
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF

@@ -44,10 +44,8 @@ from slipstream.dist import (
 )
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
-from slipstream.model.pretrained import load_pretrained, needs_pretrained
-from slipstream.model.weight_init import check_initialized
+from slipstream.model.weight_init import check_initialized, load_pretrained, needs_pretrained
 from slipstream.model.wrappers import (
-    check_comm_hook_state,
     comm_hook_state,
     full_weights,
     load_comm_hook_state,
@@ -407,14 +405,11 @@ def check_matches(
     check_tensors(core.state_dict(), checkpoint["state_dict"], "state_dict", source, warn, shapes=False)
     if optim is not None:
         check(checkpoint, PENDING, source)
-        # Before the first optimizer step, the optimizer has no state.
-        has_stepped = "batches" not in checkpoint or checkpoint["batches"] != checkpoint.get("unfinished")
-        _check_optim(optim, _required(checkpoint, "optimizer"), source, warn, has_stepped)
+        _check_optim(optim, _required(checkpoint, "optimizer"), source, warn)
         for name, wrapper in _wrappers(optim).items() if compare_rates else ():
             saved = checkpoint["optimizer"][name] if name else checkpoint["optimizer"]
             _compare_learning_rates(wrapper.param_groups, saved["param_groups"], warn)
         _check_gradients(dict(core.named_parameters()), checkpoint, source, warn)
-        check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
     if schedulers:
         _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)
 
@@ -449,7 +444,6 @@ def _check_optim(
     saved: Mapping[str, Any],
     source: Any,
     warn: Warn,
-    has_stepped: bool,
     path: str = "optimizer",
 ) -> None:
     if isinstance(optim, OptimWrapperDict):
@@ -459,9 +453,9 @@ def _check_optim(
                 f"{sorted(optim.keys())}; resume with the same optimizers, or start a new run with load_from"
             )
         for name, wrapper in optim.items():
-            _check_optim(wrapper, saved[name], source, warn, has_stepped, f"{path}.{name}")
+            _check_optim(wrapper, saved[name], source, warn, f"{path}.{name}")
         return
-    check_optimizer(optim.optimizer, saved, path, source, warn if has_stepped else None)
+    check_optimizer(optim.optimizer, saved, path, source)
     if (scaler := getattr(optim, "loss_scaler", None)) is None:
         return
     if saved.get("loss_scaler") in (None, {}):
@@ -511,12 +505,10 @@ def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> No
         )
     for index, (scheduler, state) in enumerate(zip(schedulers, saved, strict=True)):
         # The saved attributes are those that had changed, so they may differ. torch restores its schedulers' arguments.
-        expected = {k: v for k, v in scheduler.state_dict().items() if k not in ("attributes", "initial")}
+        expected = {k: v for k, v in scheduler.state_dict().items() if k != "attributes"}
         if isinstance(inner := expected.get("scheduler"), Mapping):
             expected["scheduler"] = {k: v for k, v in inner.items() if k != "milestones"}
         check_like(expected, state, f"{path}[{index}]", source)
-        if hasattr(scheduler, "check_attributes"):
-            scheduler.check_attributes(state)
 
 
 def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:

@@ -112,10 +112,8 @@ class EagerStep:
             with_host_parts: whether to also call `after_batch` for parts with `on_host`.
         """
         optim = self.optim
-        if has_gradients(optim.parameters()):
-            if self._can_restrict is False and optim.begins_window():
-                optim.zero_grad()  # other steps' gradients, because backward is not restricted
-            optim.check_gradients()
+        if self._can_restrict is False and optim.begins_window() and has_gradients(optim.parameters()):
+            optim.zero_grad()  # other steps' gradients, because backward is not restricted
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         try:
             logs = self._train_once(inputs) if part is None else self._train_repeatedly(inputs, part)
@@ -127,8 +125,6 @@ class EagerStep:
                 part.after_batch()
         if optim.should_update():
             logs.update(optim.logs)
-        else:
-            optim.claim_gradients()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs

@@ -177,11 +177,14 @@ class GraphStep(CompiledStep):
                 return self._train_and_record(inputs)
         if self.sync is None and needs_autograd_engine():
             return self.eager.train(inputs)
-        if has_gradients(self.optim.parameters()):
-            if self.optim.accumulative_counts == 1 and not self.optim.overrides_zero_grad:
-                # Train eagerly, because this update includes gradients that the user has set.
-                return self.eager.train(inputs)
-            self.optim.check_gradients()
+        optim = self.optim
+        if (
+            optim.accumulative_counts == 1
+            and not optim.overrides_zero_grad
+            and has_gradients(optim.parameters())
+        ):
+            # Train eagerly, because this update includes gradients that the user has set.
+            return self.eager.train(inputs)
         return self._train(inputs)
 
     # ---- the step --------------------------------------------------------------------------------------
@@ -292,8 +295,6 @@ class GraphStep(CompiledStep):
         if grad_buffers is not None:
             for param, grad in zip(captured.params, grad_buffers, strict=True):
                 param.grad = grad
-        if not ends_window:
-            optim.claim_gradients()
         outside = ends_window and captured.update is None
         if outside:
             optim.update()

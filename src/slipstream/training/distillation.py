@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
-from slipstream.model.pretrained import load_pretrained, needs_pretrained
+from slipstream.model.weight_init import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
 from slipstream.training.kd_module import KDModule
 from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, SupervisedModel

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.optim.scheduler.checks import check_int
+from slipstream.optim.scheduler.base import check_int
 
 __all__ = ["MODES", "WARMUPS", "LRSchedule", "check_known"]
 

@@ -12,9 +12,9 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
 from slipstream.model import Segmentor, unwrap_model
-from slipstream.model.pretrained import PretrainedWeights, load_pretrained
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
+from slipstream.model.weight_init import PretrainedWeights, load_pretrained
 from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze

@@ -11,7 +11,7 @@ import torch
 from slipstream.config import options
 from slipstream.errors import ConfigError
 from slipstream.optim.scheduler import ReduceOnPlateauLR, TorchSchedulerAdapter, _ParamScheduler
-from slipstream.optim.scheduler.checks import INF, check_int
+from slipstream.optim.scheduler.base import INF, check_int
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.training.lr_schedule import MODES, WARMUPS, LRSchedule, check_known
 from slipstream.training.params import TrainingParams

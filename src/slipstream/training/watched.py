@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError, SlipstreamError, UnknownNameError, did_you_mean
-from slipstream.evaluator.loss import LossMetric
+from slipstream.evaluator.metric import LossMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.losses import loss_config
 from slipstream.training.metrics import NAMES, known_names

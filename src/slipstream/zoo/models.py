@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, redacted_source, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
 from slipstream.logging import print_log
-from slipstream.model.pretrained import load_pretrained
+from slipstream.model.weight_init import load_pretrained
 from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
 from slipstream.zoo.network_names import TIMM_REMEDY, network_hint

@@ -17,7 +17,7 @@ from slipstream.errors import (
     did_you_mean,
 )
 from slipstream.extras import extra
-from slipstream.model.pretrained import PretrainedWeights, load_pretrained
+from slipstream.model.weight_init import PretrainedWeights, load_pretrained
 from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.network import Network

@@ -1,35 +1,7 @@
 """Wrappers for distributed training."""
 
-from slipstream.model.wrappers.distributed import (
-    MMDistributedDataParallel,
-    MMSeparateDistributedDataParallel,
-    check_comm_hook_state,
-    comm_hook_state,
-    device_ids,
-    is_model_wrapper,
-    load_comm_hook_state,
-    unwrap_model,
-)
-from slipstream.model.wrappers.fully_sharded import (
-    FullyShardedOptions,
-    MMFullyShardedDataParallel,
-    drop_unsharded_gradients,
-    full_weights,
-    unsharded_gradients,
-)
+from slipstream.model.wrappers import distributed, fully_sharded
+from slipstream.model.wrappers.distributed import *  # noqa: F403
+from slipstream.model.wrappers.fully_sharded import *  # noqa: F403
 
-__all__ = [
-    "FullyShardedOptions",
-    "MMDistributedDataParallel",
-    "MMFullyShardedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "check_comm_hook_state",
-    "comm_hook_state",
-    "device_ids",
-    "drop_unsharded_gradients",
-    "full_weights",
-    "is_model_wrapper",
-    "load_comm_hook_state",
-    "unsharded_gradients",
-    "unwrap_model",
-]
+__all__ = [*distributed.__all__, *fully_sharded.__all__]

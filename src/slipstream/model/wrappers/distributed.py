@@ -21,15 +21,9 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
-    "MMDistributedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "check_comm_hook_state",
-    "comm_hook_state",
-    "is_model_wrapper",
-    "load_comm_hook_state",
-    "train_wrapped",
-    "unwrap_model",
-]
+    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "comm_hook_state", "device_ids",
+    "is_model_wrapper", "load_comm_hook_state", "train_wrapped", "unwrap_model",
+]  # fmt: skip
 
 MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
 
@@ -167,17 +161,6 @@ def load_comm_hook_state(model: nn.Module, states: Mapping[str, Any]) -> None:
     for name, hook in _stateful_hooks(model):
         if name in states:
             hook.load_state_dict(states[name])
-
-
-def check_comm_hook_state(model: nn.Module, states: Mapping[str, Any], source: Any) -> None:
-    """Check that the communication hooks of a model can load `states`.
-
-    Raises:
-        CheckpointError: if a tensor does not belong to any parameter, or its shape differs.
-    """
-    for name, hook in _stateful_hooks(model):
-        if name in states:
-            hook.check_state_dict(states[name], f"comm_hook.{name}", source)
 
 
 def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.config import options
-from slipstream.dist import all_gather_object, broadcast, get_world_size
-from slipstream.errors import ConfigError, DistributedError, did_you_mean
+from slipstream.dist import broadcast, get_local_size, get_world_size
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.distributed import train_wrapped
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, mesh_of, shard_like
@@ -27,13 +26,9 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
 __all__ = [
-    "FullyShardedOptions",
-    "MMFullyShardedDataParallel",
-    "drop_unsharded_gradients",
-    "full_weights",
-    "repeated_blocks",
-    "unsharded_gradients",
-]
+    "FullyShardedOptions", "MMFullyShardedDataParallel", "drop_unsharded_gradients", "full_weights",
+    "repeated_blocks", "unsharded_gradients",
+]  # fmt: skip
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MIN_UNIT_SIZE = 1 << 18  # number of parameters; latency dominates smaller all-gathers
@@ -52,8 +47,6 @@ class FullyShardedOptions:
     """Class names of the blocks that are gathered separately. The default is all repeated blocks with at least 262,144
     parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children of their own and
     whose class occurs at least twice in the container."""
-    min_params: int | None = None
-    """Alternative to `wrap`: separately gather the smallest modules with at least this many parameters."""
     param_dtype: Literal["bf16"] | None = None
     """Dtype of gathered weights and of the forward and backward passes; floating-point inputs are also cast. The
     shards, the optimizer and BatchNorm keep the model's dtype."""
@@ -63,13 +56,6 @@ class FullyShardedOptions:
     """Free gathered weights after the forward pass (True; less memory), keep them for the backward pass (False; less
     communication), or reshard them over groups of this many processes (int). None frees the weights of blocks and
     keeps all other weights."""
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        if self.wrap and self.min_params is not None:
-            raise ConfigError("specify wrap or min_params, not both", "min_params")
-        if self.min_params is not None and self.min_params < 1:
-            raise ConfigError(f"must be at least 1, not {self.min_params}", "min_params")
 
 
 @MODEL_WRAPPERS.register_module()
@@ -205,10 +191,7 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     world = get_world_size()
-    if shard_size == "machine":
-        size = _processes_per_machine()
-    else:
-        size = world if shard_size is None else int(shard_size)
+    size = get_local_size() if shard_size == "machine" else int(shard_size or world)
     if size < min(2, world) or world % size:
         raise ConfigError(
             f"must be at least 2 and divide the number of processes ({world}), but is {size}; with one process per "
@@ -219,23 +202,6 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     if size == world:
         return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def _processes_per_machine() -> int:
-    """Return the number of processes on each machine.
-
-    Raises:
-        DistributedError: if LOCAL_WORLD_SIZE is not set, or differs between machines.
-    """
-    sizes = set(all_gather_object(os.environ.get("LOCAL_WORLD_SIZE", "")))
-    text = sizes.pop()
-    if sizes or not text.isdigit():
-        found = sorted({text, *sizes})
-        raise DistributedError(
-            f"shard_size='machine' requires the same LOCAL_WORLD_SIZE on all machines, but found {found}; set "
-            "shard_size to the number of processes that share a model"
-        )
-    return int(text)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> list[Any]:
@@ -263,12 +229,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> l
 
 def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
     """Return the modules that are gathered separately, inner modules first, excluding the model itself."""
-    if config.wrap:
-        found = _modules_of_class(model, config.wrap)
-    elif config.min_params is not None:
-        found = _select_large(_inner_first(model), config.min_params)
-    else:
-        found = _select_large(repeated_blocks(model), _MIN_UNIT_SIZE)
+    found = _modules_of_class(model, config.wrap) if config.wrap else _large(repeated_blocks(model))
     uses = _uses(model)
     # Exclude blocks that share weights with other modules, because sharding would untie these weights.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
@@ -294,13 +255,13 @@ def _modules_of_class(model: nn.Module, names: list[str]) -> list[nn.Module]:
     return [m for m, own in classes.items() if own & set(names)]
 
 
-def _select_large(candidates: list[nn.Module], min_params: int) -> list[nn.Module]:
-    """Return the modules with at least `min_params` parameters that are not in a previously selected module."""
+def _large(candidates: list[nn.Module]) -> list[nn.Module]:
+    """Return the modules with at least `_MIN_UNIT_SIZE` parameters that are not in a previously selected module."""
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in candidates:
         rest = [param for param in module.parameters() if param not in taken]
-        if sum(param.numel() for param in rest) >= min_params:
+        if sum(param.numel() for param in rest) >= _MIN_UNIT_SIZE:
             found.append(module)
             taken.update(rest)
     return found

@@ -1,87 +1,17 @@
 """Schedulers for the learning rate, the momentum and other options of parameter groups."""
 
+from slipstream.optim.scheduler import lr_scheduler, momentum_scheduler, param_scheduler
 from slipstream.optim.scheduler.build import (
     TorchSchedulerAdapter,
     all_schedulers,
     build_param_scheduler,
+    last_change,
 )
-from slipstream.optim.scheduler.lr_scheduler import (
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineRestartLR,
-    ExponentialLR,
-    LinearLR,
-    LRSchedulerMixin,
-    MultiStepLR,
-    OneCycleLR,
-    PolyLR,
-    ReduceOnPlateauLR,
-    StepLR,
-)
-from slipstream.optim.scheduler.momentum_scheduler import (
-    ConstantMomentum,
-    CosineAnnealingMomentum,
-    CosineRestartMomentum,
-    ExponentialMomentum,
-    LinearMomentum,
-    MomentumSchedulerMixin,
-    MultiStepMomentum,
-    PolyMomentum,
-    ReduceOnPlateauMomentum,
-    StepMomentum,
-)
-from slipstream.optim.scheduler.param_scheduler import (
-    INF,
-    ConstantParamScheduler,
-    CosineAnnealingParamScheduler,
-    CosineRestartParamScheduler,
-    ExponentialParamScheduler,
-    LinearParamScheduler,
-    MultiStepParamScheduler,
-    OneCycleParamScheduler,
-    PolyParamScheduler,
-    ReduceOnPlateauParamScheduler,
-    StepParamScheduler,
-    _ParamScheduler,
-)
-from slipstream.optim.scheduler.torch_steps import last_change
+from slipstream.optim.scheduler.lr_scheduler import *  # noqa: F403
+from slipstream.optim.scheduler.momentum_scheduler import *  # noqa: F403
+from slipstream.optim.scheduler.param_scheduler import *  # noqa: F403
 
-__all__ = [
-    "INF",
-    "ConstantLR",
-    "ConstantMomentum",
-    "ConstantParamScheduler",
-    "CosineAnnealingLR",
-    "CosineAnnealingMomentum",
-    "CosineAnnealingParamScheduler",
-    "CosineRestartLR",
-    "CosineRestartMomentum",
-    "CosineRestartParamScheduler",
-    "ExponentialLR",
-    "ExponentialMomentum",
-    "ExponentialParamScheduler",
-    "LRSchedulerMixin",
-    "LinearLR",
-    "LinearMomentum",
-    "LinearParamScheduler",
-    "MomentumSchedulerMixin",
-    "MultiStepLR",
-    "MultiStepMomentum",
-    "MultiStepParamScheduler",
-    "OneCycleLR",
-    "OneCycleParamScheduler",
-    "PolyLR",
-    "PolyMomentum",
-    "PolyParamScheduler",
-    "ReduceOnPlateauLR",
-    "ReduceOnPlateauMomentum",
-    "ReduceOnPlateauParamScheduler",
-    "StepLR",
-    "StepMomentum",
-    "StepParamScheduler",
-    "TorchSchedulerAdapter",
-    "_ParamScheduler",
-    "all_schedulers",
-    "build_param_scheduler",
-    "last_change",
-]
+__all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler", "last_change"]
+__all__ += lr_scheduler.__all__
+__all__ += momentum_scheduler.__all__
+__all__ += param_scheduler.__all__

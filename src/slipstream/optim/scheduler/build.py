@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from slipstream.errors import ConfigError
-from slipstream.optim.scheduler.base import _ParamScheduler
-from slipstream.optim.scheduler.checks import INF
-from slipstream.optim.scheduler.torch_steps import counts_epochs
-from slipstream.plain_values import plain
+from slipstream.optim.scheduler.base import INF, _ParamScheduler
+from slipstream.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, is_number, short_repr
 
-__all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler"]
-
-
-_NOT_ARGUMENTS = {
-    "base_lrs", "last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step",
-    "_schedulers",
-}  # fmt: skip
-"""Entries in the states of torch's schedulers that do not depend on their arguments alone."""
+__all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler", "last_change"]
 
 
 class TorchSchedulerAdapter:
@@ -48,7 +39,6 @@ class TorchSchedulerAdapter:
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
-        self._initial = _arguments(scheduler)
         # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -63,32 +53,19 @@ class TorchSchedulerAdapter:
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's progress, its state, and its initial state, which depends on its arguments."""
-        states = {"scheduler": self.scheduler.state_dict(), "initial": self._initial}
-        return {"_global_step": self._global_step, **states}
+        """Return the scheduler's progress and its state."""
+        return {"_global_step": self._global_step, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`."""
         self._global_step = state_dict["_global_step"]
         self.scheduler.load_state_dict(state_dict["scheduler"])
-        self._initial = state_dict.get("initial", {})  # torch restores the arguments
         due = min(self._global_step, self.end - 1) + self._offset
         if getattr(self.scheduler, "last_epoch", due) == due - 1:
             self.scheduler.step()  # a completed run with a smaller `end` omitted this step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
-
-
-def _arguments(scheduler: Any) -> dict[str, Any]:
-    """Return the class and the state of a new torch scheduler as plain values, without rates and progress."""
-    state = scheduler.state_dict()
-    if not isinstance(state, Mapping):
-        return {}
-    values = {key: value for key, value in state.items() if key not in _NOT_ARGUMENTS}
-    copied = copy.deepcopy(plain(values, lambda message: None))
-    parts = [_arguments(part) for part in getattr(scheduler, "_schedulers", ())]  # of SequentialLR and others
-    return {"class": type(scheduler).__name__, "parts": parts, **copied}
 
 
 def all_schedulers(schedulers: list[Any] | dict[str, list[Any]] | None) -> list[Any]:
@@ -140,7 +117,13 @@ def build_param_scheduler(
     for key in ("by_epoch", "convert_to_iter_based"):
         check(cfg.get(key, True), bool, key)
     end = max_epochs if cfg.get("by_epoch", True) else max_iters
-    _check_begin(cfg, end)
+    begin: Any = cfg.get("begin")
+    if cfg.get("end") is None and end is not None and is_number(begin) and begin >= end:
+        raise ConfigError(
+            f"is {begin}, but the run is only {end} long; train longer, reduce begin (and the `end` of the preceding "
+            "scheduler), or set param_scheduler=null to train with a constant learning rate",
+            "begin",
+        )
     default_args = {"optimizer": optimizer, "end": INF if end is None else end}
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         return _build_torch(cfg, optimizer, (max_epochs, max_iters))
@@ -162,26 +145,19 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
             f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may only contain "
             "scheduler, by_epoch and end"
         )
+    _check_owner(cfg["scheduler"], optimizer)
+    return _adapted(cfg["scheduler"], cfg, (None, None))
+
+
+def _adapted(
+    scheduler: Any, cfg: Mapping[str, Any], ends: tuple[int | None, int | None]
+) -> TorchSchedulerAdapter:
+    """Return an adapter with the `by_epoch` and `end` of `cfg`; `ends` contains the default (epochs, iterations)."""
     check(by_epoch := cfg.get("by_epoch"), bool | None, "by_epoch")
     check(end := cfg.get("end"), PositiveInt | None, "end")
-    scheduler = cfg["scheduler"]
     if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
-        by_epoch = counts_epochs(scheduler)
-    adapter = TorchSchedulerAdapter(scheduler, bool(by_epoch), INF if end is None else end)
-    _check_owner(scheduler, optimizer)
-    return adapter
-
-
-def _check_begin(cfg: Mapping[str, Any], length: int | None) -> None:
-    """Check that a scheduler without `end` begins before the end of a run with `length` epochs or iterations."""
-    begin: Any = cfg.get("begin")
-    if cfg.get("end") is None and length is not None and is_number(begin) and begin >= length:
-        unit = "epochs" if cfg.get("by_epoch", True) else "iterations"
-        raise ConfigError(
-            f"is {begin}, but the run has only {length} {unit}; train longer, reduce begin (and the `end` of the "
-            "preceding scheduler), or set param_scheduler=null to train with a constant learning rate",
-            "begin",
-        )
+        by_epoch = _counts_epochs(scheduler)
+    return TorchSchedulerAdapter(scheduler, bool(by_epoch), end or ends[0 if by_epoch else 1] or INF)
 
 
 def _check_owner(scheduler: Any, optimizer: Any) -> None:
@@ -207,12 +183,63 @@ def _build_torch(
             )
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}
-    check(cfg.get("end"), PositiveInt | None, "end")
-    scheduler = PARAM_SCHEDULERS.build(
-        arguments, default_args={"optimizer": getattr(optimizer, "optimizer", optimizer)}
+    torch_optimizer = getattr(optimizer, "optimizer", optimizer)
+    scheduler = PARAM_SCHEDULERS.build(arguments, default_args={"optimizer": torch_optimizer})
+    return _adapted(scheduler, cfg, ends)
+
+
+# ---- torch's schedulers ----------------------------------------------------------------------------------
+
+_STEP_PER_BATCH = (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+_STEP_PER_EPOCH = (
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.CosineAnnealingLR,
+)
+_LAST_CHANGE: Mapping[type, str] = {
+    OneCycleParamScheduler: "total_steps",
+    lr_scheduler.OneCycleLR: "total_steps",
+    lr_scheduler.StepLR: "step_size",
+    lr_scheduler.ConstantLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+}
+"""For each class, the argument that sets the length of the schedule; see `last_change`."""
+
+
+def _counts_epochs(scheduler: LRScheduler) -> bool:
+    """Return whether the torch documentation recommends calling the scheduler's `step` after each epoch.
+
+    Raises:
+        ConfigError: the documentation does not specify when to call `step`, so the user must set `by_epoch`.
+    """
+    units = _units(scheduler)
+    if units in ({True}, {False}):
+        return units == {True}
+    raise ConfigError(
+        f"{type(scheduler).__name__} can step after each epoch or after each iteration; set by_epoch to True or False. "
+        "For a scheduler object, pass dict(scheduler=..., by_epoch=...)"
     )
-    by_epoch = cfg.get("by_epoch")
-    if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
-        by_epoch = counts_epochs(scheduler)
-    end = cfg.get("end") or ends[0 if by_epoch else 1]
-    return TorchSchedulerAdapter(scheduler, bool(by_epoch), INF if end is None else end)
+
+
+def _units(scheduler: LRScheduler) -> set[bool | None]:
+    """Return the set of `by_epoch` values of `scheduler`, or of the schedulers that it combines (None: unknown)."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+        return {unit for part in scheduler._schedulers for unit in _units(part)}
+    if isinstance(scheduler, _STEP_PER_BATCH):
+        return {False}
+    return {True} if isinstance(scheduler, _STEP_PER_EPOCH) else {None}
+
+
+def last_change(scheduler: Any) -> tuple[str, int] | None:
+    """Return the name and value of the argument that sets the schedule's length, or None if there is none.
+
+    The length is the number of steps until the schedule is complete or first changes the learning rate.
+    """
+    name = next((name for kind, name in _LAST_CHANGE.items() if isinstance(scheduler, kind)), None)
+    return None if name is None else (name, int(getattr(scheduler, name)))

@@ -2,81 +2,61 @@
 
 from __future__ import annotations
 
-from slipstream.optim.scheduler.mixins import LRSchedulerMixin
-from slipstream.optim.scheduler.param_scheduler import (
-    ConstantParamScheduler,
-    CosineAnnealingParamScheduler,
-    CosineRestartParamScheduler,
-    ExponentialParamScheduler,
-    LinearParamScheduler,
-    MultiStepParamScheduler,
-    OneCycleParamScheduler,
-    PolyParamScheduler,
-    ReduceOnPlateauParamScheduler,
-    StepParamScheduler,
-)
+from slipstream.optim.scheduler import param_scheduler as base
+from slipstream.optim.scheduler.base import LRSchedulerMixin
 from slipstream.registry import PARAM_SCHEDULERS
 
 __all__ = [
-    "ConstantLR",
-    "CosineAnnealingLR",
-    "CosineRestartLR",
-    "ExponentialLR",
-    "LRSchedulerMixin",
-    "LinearLR",
-    "MultiStepLR",
-    "OneCycleLR",
-    "PolyLR",
-    "ReduceOnPlateauLR",
-    "StepLR",
-]
+    "ConstantLR", "CosineAnnealingLR", "CosineRestartLR", "ExponentialLR", "LRSchedulerMixin", "LinearLR",
+    "MultiStepLR", "OneCycleLR", "PolyLR", "ReduceOnPlateauLR", "StepLR",
+]  # fmt: skip
 
 
 @PARAM_SCHEDULERS.register_module()
-class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
+class ConstantLR(LRSchedulerMixin, base.ConstantParamScheduler):
     """`ConstantParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
+class CosineAnnealingLR(LRSchedulerMixin, base.CosineAnnealingParamScheduler):
     """`CosineAnnealingParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
+class CosineRestartLR(LRSchedulerMixin, base.CosineRestartParamScheduler):
     """`CosineRestartParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
+class ExponentialLR(LRSchedulerMixin, base.ExponentialParamScheduler):
     """`ExponentialParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class LinearLR(LRSchedulerMixin, LinearParamScheduler):
+class LinearLR(LRSchedulerMixin, base.LinearParamScheduler):
     """`LinearParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
+class MultiStepLR(LRSchedulerMixin, base.MultiStepParamScheduler):
     """`MultiStepParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
+class OneCycleLR(LRSchedulerMixin, base.OneCycleParamScheduler):
     """`OneCycleParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class PolyLR(LRSchedulerMixin, PolyParamScheduler):
+class PolyLR(LRSchedulerMixin, base.PolyParamScheduler):
     """`PolyParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
+class ReduceOnPlateauLR(LRSchedulerMixin, base.ReduceOnPlateauParamScheduler):
     """`ReduceOnPlateauParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class StepLR(LRSchedulerMixin, StepParamScheduler):
+class StepLR(LRSchedulerMixin, base.StepParamScheduler):
     """`StepParamScheduler` for the learning rate."""

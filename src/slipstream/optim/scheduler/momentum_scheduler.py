@@ -2,74 +2,57 @@
 
 from __future__ import annotations
 
-from slipstream.optim.scheduler.mixins import MomentumSchedulerMixin
-from slipstream.optim.scheduler.param_scheduler import (
-    ConstantParamScheduler,
-    CosineAnnealingParamScheduler,
-    CosineRestartParamScheduler,
-    ExponentialParamScheduler,
-    LinearParamScheduler,
-    MultiStepParamScheduler,
-    PolyParamScheduler,
-    ReduceOnPlateauParamScheduler,
-    StepParamScheduler,
-)
+from slipstream.optim.scheduler import param_scheduler as base
+from slipstream.optim.scheduler.base import MomentumSchedulerMixin
 from slipstream.registry import PARAM_SCHEDULERS
 
 __all__ = [
-    "ConstantMomentum",
-    "CosineAnnealingMomentum",
-    "CosineRestartMomentum",
-    "ExponentialMomentum",
-    "LinearMomentum",
-    "MomentumSchedulerMixin",
-    "MultiStepMomentum",
-    "PolyMomentum",
-    "ReduceOnPlateauMomentum",
-    "StepMomentum",
-]
+    "ConstantMomentum", "CosineAnnealingMomentum", "CosineRestartMomentum", "ExponentialMomentum",
+    "LinearMomentum", "MomentumSchedulerMixin", "MultiStepMomentum", "PolyMomentum",
+    "ReduceOnPlateauMomentum", "StepMomentum",
+]  # fmt: skip
 
 
 @PARAM_SCHEDULERS.register_module()
-class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
+class ConstantMomentum(MomentumSchedulerMixin, base.ConstantParamScheduler):
     """`ConstantParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
+class CosineAnnealingMomentum(MomentumSchedulerMixin, base.CosineAnnealingParamScheduler):
     """`CosineAnnealingParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
+class CosineRestartMomentum(MomentumSchedulerMixin, base.CosineRestartParamScheduler):
     """`CosineRestartParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
+class ExponentialMomentum(MomentumSchedulerMixin, base.ExponentialParamScheduler):
     """`ExponentialParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
+class LinearMomentum(MomentumSchedulerMixin, base.LinearParamScheduler):
     """`LinearParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
+class MultiStepMomentum(MomentumSchedulerMixin, base.MultiStepParamScheduler):
     """`MultiStepParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
+class PolyMomentum(MomentumSchedulerMixin, base.PolyParamScheduler):
     """`PolyParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
+class ReduceOnPlateauMomentum(MomentumSchedulerMixin, base.ReduceOnPlateauParamScheduler):
     """`ReduceOnPlateauParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
-class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
+class StepMomentum(MomentumSchedulerMixin, base.StepParamScheduler):
     """`StepParamScheduler` for the momentum."""
