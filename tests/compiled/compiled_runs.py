@@ -59,7 +59,6 @@ class Case:
         cause: a regular expression that the first warning, or the error, must match.
         line: the file that the warning must name, if any.
         speed: further speed options.
-        remark: further text for the remark column in docs/matrix.md.
         fast: whether `make test` runs the case; `make matrix` runs the others.
         tolerance: tolerance for the comparison with the plain loop.
     """
@@ -70,7 +69,6 @@ class Case:
     cause: str = ""
     line: str = ""
     speed: dict[str, Any] = field(default_factory=dict)
-    remark: str = ""
     fast: bool = False
     tolerance: dict[str, float] = field(default_factory=lambda: TOLERANCE)
     slow: bool = False

@@ -1,13 +1,9 @@
 """Tests of hooks that a graph could miss, including hooks that are added or removed between steps."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.nn.functional as F
 from compiled_runs import FALLS_BACK, Base, Case, Training, check, check_plain, net, params_of, sgd
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 HERE = Path(__file__).name
 
@@ -48,11 +44,6 @@ def halves(training, seen):
     return training.model[0].weight.register_hook(lambda grad: grad * 0.5)
 
 
-def records(training, seen):
-    """Store a gradient without changing it."""
-    return training.model[3].weight.register_hook(lambda grad: seen.append(grad.clone()))
-
-
 def clips_after(training, seen):
     """Clip the gradient after its accumulation."""
 
@@ -63,14 +54,6 @@ def clips_after(training, seen):
     return training.model[3].weight.register_post_accumulate_grad_hook(clip)
 
 
-def prehook_of_accumulation(training, seen):
-    """Halve the gradient in a pre-hook of the parameter's AccumulateGrad node."""
-    weight = training.model[3].weight
-    node = weight.view_as(weight).grad_fn.next_functions[0][0]
-    training.node = node  # keep the hook alive
-    return node.register_prehook(lambda grads: (grads[0] * 0.5,))
-
-
 def module_backward(training, seen):
     def hook(module, grad_input, grad_output):
         seen.append(grad_output[0].clone())
@@ -79,23 +62,10 @@ def module_backward(training, seen):
     return training.model[3].register_full_backward_hook(hook)
 
 
-def module_backward_pre(training, seen):
-    return training.model[3].register_full_backward_pre_hook(lambda module, grad: (grad[0] * 0.5,))
-
-
-def global_backward(training, seen):
-    hook = nn.modules.module.register_module_full_backward_hook
-    return hook(lambda module, grad_input, grad_output: seen.append(type(module).__name__))
-
-
 _GRADIENT_HOOKS = {
     "a `Tensor.register_hook` hook": halves,
-    "a `Tensor.register_hook` hook that stores the gradient": records,
     "a post-accumulate-grad hook": clips_after,
-    "an AccumulateGrad node pre-hook": prehook_of_accumulation,
     "a module's full backward hook": module_backward,
-    "a module's full backward pre-hook": module_backward_pre,
-    "a global module backward hook": global_backward,
 }
 
 
@@ -130,31 +100,6 @@ class HookInside(Base):
         return x
 
 
-class HookOnOutput(nn.Sequential):
-    """A hook that stores the output's gradient."""
-
-    def forward(self, x):
-        x = super().forward(x)
-        x.register_hook(self.seen.append)
-        return x
-
-
-def hook_on_output():
-    model = HookOnOutput(*net())
-    model.seen = []
-    return Training(model, sgd(model), observe=lambda: model.seen)
-
-
-def hook_in_loss():
-    model = net()
-
-    def loss(scores, targets):
-        scores.register_hook(lambda grad: grad.sign() * 0.01)
-        return F.mse_loss(scores, targets)
-
-    return Training(model, sgd(model), loss)
-
-
 def retained():
     """The loop reads the gradient of an activation after each step."""
     model, seen = net(), []
@@ -171,8 +116,6 @@ def retained():
 
 INSIDE = [
     Case("a tensor hook inside forward", lambda: (m := HookInside()) and Training(m, sgd(m)), fast=True),
-    Case("a tensor hook that stores the gradient", hook_on_output, FALLS_BACK, "hook"),
-    Case("a tensor hook in the loss", hook_in_loss),
     Case("`retain_grad()` on an activation", retained, FALLS_BACK, "retain_grad", HERE),
 ]
 
@@ -184,15 +127,6 @@ def scales_output(training, seen):
     return training.model[1].register_forward_hook(lambda module, args, output: output * 0.5)
 
 
-def scales_input(training, seen):
-    return training.model[3].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-
-
-def global_forward(training, seen):
-    hook = nn.modules.module.register_module_forward_hook
-    return hook(lambda module, args, output: output * 0.5 if isinstance(module, nn.Tanh) else None)
-
-
 def shrinks_before(training, seen):
     """Shrink gradients before the optimizer step."""
 
@@ -202,30 +136,6 @@ def shrinks_before(training, seen):
             param.grad.mul_(0.5)
 
     return training.optimizer.register_step_pre_hook(hook)
-
-
-def rounds_after(training, seen):
-    """Change weights after the optimizer step."""
-
-    def hook(optimizer, args, kwargs):
-        for param in optimizer.param_groups[0]["params"]:
-            param.data.clamp_(-0.3, 0.3)
-
-    return training.optimizer.register_step_post_hook(hook)
-
-
-def _all_shrink(training, optimizer, args, kwargs):
-    if optimizer is training.optimizer:
-        for param in optimizer.param_groups[0]["params"]:
-            param.grad.mul_(0.5)
-
-
-def global_before(training, seen):
-    return register_optimizer_step_pre_hook(partial(_all_shrink, training))
-
-
-def global_after(training, seen):
-    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(type(optimizer)))
 
 
 def patched_step(training, seen):
@@ -243,12 +153,7 @@ def patched_step(training, seen):
 
 _OTHER_HOOKS = {
     "a forward hook": scales_output,
-    "a forward pre-hook": scales_input,
-    "a global module forward hook": global_forward,
     "an optimizer step pre-hook": shrinks_before,
-    "an optimizer step post-hook": rounds_after,
-    "a global optimizer step pre-hook": global_before,
-    "a global optimizer step post-hook": global_after,
 }
 OTHER_HOOKS = [
     *(
@@ -266,7 +171,6 @@ OTHER_HOOKS = [
 
 
 CASES = [*GRADIENT_HOOKS, *INSIDE, *OTHER_HOOKS]
-GROUPS = {"Gradient hooks": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

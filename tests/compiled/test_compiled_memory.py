@@ -90,18 +90,6 @@ class Unused(Base):
         return x
 
 
-class Every(Base):
-    """A network that branches on an incremented int. Every third step uses the other branch."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def change(self, x):
-        self.calls += 1
-        return x * 0.5 if self.calls % 3 == 0 else x
-
-
 ATTRIBUTES = [
     Case("a tensor attribute that forward assigns", of(PlainTensor, "mean"), fast=True),
     Case("a tensor attribute that forward changes in place", of(PlainInPlace, "mean")),
@@ -113,7 +101,6 @@ ATTRIBUTES = [
         FALLS_BACK,
         "a new graph",
     ),
-    Case("a branch on an int that forward increments", of(Every, "calls")),
 ]
 
 
@@ -134,14 +121,6 @@ class Recurrent(nn.Module):
         return self.last(hidden)
 
 
-class DetachesLater(Recurrent):
-    """A network that keeps its hidden state attached to the graph, and detaches it in the next step."""
-
-    def forward(self, x):
-        self.hidden = self.cell(x, self.hidden.detach())
-        return self.last(self.hidden)
-
-
 class DetachedByUser(Recurrent):
     """The loop detaches the hidden state between steps."""
 
@@ -160,7 +139,6 @@ def detached_between():
 
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
-    Case("a hidden state that is detached one step later", of(DetachesLater), FALLS_BACK, "requires grad"),
     Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "requires grad"),
 ]
 
@@ -192,15 +170,6 @@ class OwnGenerator(Base):
         return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
 
 
-class NumpyGenerator(Base):
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(3)
-
-    def change(self, x):
-        return x * float(self.rng.uniform(0.5, 1.5))
-
-
 class GlobalNumpy(Base):
     def change(self, x):
         return x * np.random.uniform(0.5, 1.5)
@@ -214,16 +183,6 @@ class GlobalPython(Base):
 class GlobalTorch(Base):
     def change(self, x):
         return F.dropout(x, 0.3) + 0.1 * torch.randn_like(x)
-
-
-def generator_in_loss():
-    model, generator = Base(), torch.Generator().manual_seed(5)
-
-    def loss(scores, targets):
-        keep = torch.rand(scores.shape, generator=generator, dtype=scores.dtype) < 0.7
-        return (F.mse_loss(scores, targets, reduction="none") * keep).mean()
-
-    return Training(model, sgd(model), loss, observe=lambda: float(torch.rand((), generator=generator)))
 
 
 def next_numbers():
@@ -242,14 +201,11 @@ def drawing(module, loss=F.mse_loss):
 RANDOM = [
     Case("dropout and `torch.randn_like`", drawing(GlobalTorch), fast=True),
     Case("a `torch.Generator` in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
-    Case("a `torch.Generator` in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
-    Case("a NumPy `Generator` in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("`np.random` in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
     Case("Python's `random` in forward", drawing(GlobalPython), FALLS_BACK, "random"),
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]
-GROUPS = {"Module attributes": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

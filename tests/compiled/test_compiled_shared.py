@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from slipstream import accelerate
-from slipstream.errors import ModelError
 
 SPEEDS = {"eager": {}, "compiled": dict(compile=COMPILE)}
 
@@ -211,18 +210,3 @@ SHARED = {
 )
 def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
     compare(make, train, speed)
-
-
-@pytest.mark.parametrize("windows", [(2, 2), (2, 1)])
-@pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
-def test_step_raises_an_error_for_gradients_that_another_step_accumulates(speed, windows):
-    """Both steps would accumulate in p.grad: one step would use the sum, and the other would have no gradient."""
-    parts = two_optimizers(_SGD, _ADAM, windows)
-    steps = [
-        accelerate(part.model, part.optimizer, part.loss, speed=speed | dict(accumulate=part.window))
-        for part in parts
-    ]
-    batch = batches(1)[0]
-    steps[0](batch)
-    with pytest.raises(ModelError, match="the other wrapper"):
-        steps[1](batch)

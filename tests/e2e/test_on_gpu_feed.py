@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerators import DEVICE, IS_CUDA, cuda_only, no_waiting
 from slipstream.dataset.loading.feed import DeviceFeed, feed
 from slipstream.optim import OptimWrapper
-from slipstream.speed.nan_guard import Locator, StepGuard
+from slipstream.speed.nan_guard import StepGuard
 from slipstream.speed.precision import tf32
-from slipstream.speed.process import expandable_segments
 from slipstream.step import EagerStep
 
 pytestmark = pytest.mark.gpu
@@ -98,15 +97,6 @@ def test_bad_steps_have_no_effect_and_do_not_synchronize(options):
             assert torch.equal(state[number][name], value), (number, name)
 
 
-def test_locator_does_not_synchronize():
-    net = Net().to(DEVICE)
-    locator = Locator(net)
-    x = torch.full((4, 8), math.nan, device=DEVICE)
-    with no_waiting():
-        net(x)
-    assert "'body.0' (Linear); the module's inputs were not finite either" in locator.report()
-
-
 @cuda_only
 def test_tf32_changes_matrix_products_in_its_context():
     if torch.cuda.get_device_capability() < (8, 0):
@@ -118,11 +108,3 @@ def test_tf32_changes_matrix_products_in_its_context():
     assert not torch.equal(rounded, exact)
     torch.testing.assert_close(rounded, exact, rtol=0, atol=0.5)
     assert torch.equal(x @ x, exact)
-
-
-@cuda_only
-def test_segments_are_expandable_in_their_context():
-    with expandable_segments():
-        kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
-        assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
-    assert kept.is_cuda

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from accelerators import BACKEND, DEVICE, IS_CUDA, cuda_only, no_waiting
-from slipstream.model import SyncBatchNorm
 from slipstream.speed.accelerate import accelerate
 from slipstream.step.graph import GraphStep
 
@@ -89,11 +88,6 @@ def test_step_graph_trains_like_the_eager_step(case):
     assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
 
 
-def test_results_with_device_step_counts_match_those_with_host_step_counts():
-    make = partial(AdamW, lr=1e-3)
-    assert_agree(train(STEP, make, norm=_groups), train(None, make, norm=_groups))
-
-
 def _groups(channels):
     return nn.GroupNorm(4, channels)
 
@@ -102,12 +96,6 @@ def _groups(channels):
 def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
     graph = train(dict(scope="step", mode="reduce-overhead"))
     assert graph[2]._step._step.cuda_graphs is not None
-    assert_agree(graph, train(None))
-
-
-def test_sync_batchnorm_in_one_process_is_captured():
-    graph = train(STEP, norm=SyncBatchNorm)
-    assert graph[2]._step._fallback is None
     assert_agree(graph, train(None))
 
 

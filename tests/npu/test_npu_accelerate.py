@@ -7,11 +7,7 @@ from npu_runs import STEPS, adamw, assert_equal_on_the_host, batches, by_hand, n
 from torch import nn
 
 from slipstream import accelerate, feed
-from slipstream.model import ExponentialMovingAverage
 from slipstream.optim import npu
-from slipstream.step.average import AveragePart
-
-torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
 ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 
@@ -82,42 +78,3 @@ def test_model_that_visits_the_cpu_between_batches_is_still_trained():
             model.to("npu")
         step(batch)
     assert_equal_on_the_host(model, by_hand(sgd, batches()))
-
-
-def test_parameter_attributes_and_state_dtypes_are_kept():
-    model = nn.Linear(4, 2).bfloat16()
-    model.weight.no_decay = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model.weight]["momentum_buffer"] = torch.full((2, 4), 1.001)
-    accelerate(model, optimizer, F.cross_entropy, speed={})
-    assert model.weight.device.type == "npu"
-    assert model.weight.no_decay
-    assert optimizer.state[model.weight]["momentum_buffer"].cpu().eq(1.001).all()
-
-
-def test_compiled_nadam_matches_a_plain_loop():
-    def nadam(params):
-        return torch.optim.NAdam(params, lr=0.01, eps=1e-3)
-
-    model = net()
-    step = accelerate(model, nadam(model.parameters()), F.cross_entropy, speed=dict(compile=ONE_GRAPH))
-    for batch in batches():
-        step(batch)
-    assert step._step.uses_graph
-    assert_equal_on_the_host(model, by_hand(nadam, batches()), atol=1e-5)
-
-
-def test_average_on_the_host_waits_once_per_update():
-    model = net().to("npu")
-    average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
-    part = AveragePart(average, model, lambda: 0)
-    part.before_batch()
-    with torch_npu.watching() as seen:
-        part.after_batch()
-    assert sum(seen.values()) == 1, seen
-    start = model[1].weight.detach().cpu().clone()
-    model[1].weight.data.add_(1)
-    part = AveragePart(average, model, lambda: 1)
-    part.before_batch()
-    part.after_batch()
-    torch.testing.assert_close(average.module[1].weight, start + 0.5)

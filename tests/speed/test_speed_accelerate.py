@@ -2,18 +2,14 @@
 
 import copy
 import gc
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
 
-import slipstream
-from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError
+from slipstream.errors import DataError, LossError, ModelError
 from slipstream.speed.accelerate import accelerate
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -86,34 +82,6 @@ def test_accelerate_matches_a_plain_training_loop(how, options):
     assert step.model is model
 
 
-def test_auto_is_the_default_and_matches_a_plain_loop():
-    model = net()
-    step = slipstream.accelerate(model, sgd(model), F.cross_entropy)
-    for batch in slipstream.feed(batches()):
-        log = step(batch)
-    assert step.plan.auto
-    assert log["loss"].ndim == 0
-    assert not log["loss"].requires_grad
-    assert_same(model, by_hand()[0])
-
-
-def test_torch_scheduler_works_without_warnings():
-    def falling(optimizer):
-        return StepLR(optimizer, 3, 0.5)
-
-    hand, expected = by_hand(schedule=falling)
-    model, losses = net(), []
-    optimizer = sgd(model)
-    step, scheduler = accelerate(model, optimizer, F.cross_entropy, dict(compile=GRAPH)), falling(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for batch in batches():
-            losses.append(step(batch)["loss"])
-            scheduler.step()
-    torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-5, atol=0)
-    assert_same(model, hand)
-
-
 # ---- batches and losses -----------------------------------------------------------------------------------
 
 
@@ -141,24 +109,6 @@ def test_losses_in_a_dict_are_summed_and_other_entries_are_logged(how):
     log = step(batches()[0])
     assert list(log) == ["loss", "loss_one", "loss_two", "accuracy"]
     torch.testing.assert_close(log["loss_two"], log["loss"] * 0.75)
-
-
-@pytest.mark.parametrize("how", [None, GRAPH])
-def test_batch_can_have_several_inputs(how):
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, left, right):
-            return self.layer(left) + 2 * right
-
-    model = Sum()
-    x, bias, y = torch.randn(5, 4), torch.randn(5, 1), torch.randn(5, 1)
-    step = accelerate(model, SGD(model.parameters(), lr=0.0), F.mse_loss, dict(compile=how))
-    expected = F.mse_loss(model(x, bias), y)
-    for _ in range(2):
-        torch.testing.assert_close(step([x, bias, y])["loss"], expected.detach())
 
 
 @pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3),), {"x": torch.ones(3)}])
@@ -276,36 +226,6 @@ def test_state_dict_resumes_training_with_and_without_compile(before, after, sto
     assert_same(resumed.average, reference.average, **exact)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("optimizer", None),
-        ("optimizer", {"state": {}, "param_groups": []}),
-        ("steps", -1),
-        ("steps", "4"),
-        ("average", {"steps": torch.tensor(2)}),
-        ("average", [1]),
-        ("gradients", [torch.zeros(1)]),
-        ("gradients", {"a": 1}),
-    ],
-)
-def test_error_names_the_invalid_state_and_leaves_the_step_unchanged(key, value):
-    options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9))
-    _, _, step = train(batches()[:4], **options)
-    saved = step.state_dict()
-    other = net()
-    resumed = accelerate(other, sgd(other), F.cross_entropy, options)
-    with pytest.raises(CheckpointError, match=f"'{key}"):
-        resumed.load_state_dict({**saved, key: value})
-    with pytest.raises(CheckpointError, match="'optimizer' is missing"):
-        resumed.load_state_dict({"steps": 1})
-    assert resumed.steps == 0
-    assert resumed.average.steps == 0
-    assert not resumed.optim.state_dict()["state"]
-    resumed.load_state_dict(saved)
-    assert resumed.steps == 4
-
-
 def test_last_accumulation_window_is_smaller_with_total_steps():
     model, _, step = train(batches(5), accumulate=4, total_steps=5, compile=GRAPH)
     assert step.steps == 5
@@ -319,59 +239,7 @@ def test_last_accumulation_window_is_smaller_with_total_steps():
     assert_same(model, hand)
 
 
-# ---- errors and messages ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ema", "total_steps", "slow"),
-    [
-        (True, 12, True),
-        (True, 100_000, False),
-        (dict(type="constant"), 1000, True),
-        (dict(type="constant"), None, False),
-        (dict(type="threshold"), 12, False),
-        (dict(type="swa"), 12, False),
-    ],
-)
-def test_decay_that_is_too_high_for_a_short_run_warns(ema, total_steps, slow, caplog):
-    model = net()
-    accelerate(model, sgd(model), F.cross_entropy, dict(ema=ema), total_steps)
-    assert ("speed.ema: the decay is too high for a run of" in caplog.text) == slow
-
-
 # ---- processes ----------------------------------------------------------------------------------------
-
-
-def test_optimizer_whose_first_step_differs_steps_outside_the_graph():
-    hand, model = net(), net()
-    makes = [SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5) for m in (hand, model)]
-    step = accelerate(model, makes[1], F.cross_entropy, dict(compile=GRAPH))
-    for x, y in batches():
-        makes[0].zero_grad()
-        F.cross_entropy(hand(x), y).backward()
-        makes[0].step()
-        step((x, y))
-    assert_same(model, hand)
-    assert step._step._fallback is None
-
-
-def test_process_settings_are_restored_when_the_step_is_deleted(monkeypatch):
-    seen = []
-
-    @contextmanager
-    def switch(plan, device):
-        seen.append("on")
-        yield
-        seen.append("off")
-
-    monkeypatch.setattr("slipstream.speed.accelerate.process_settings", switch)
-    model = net()
-    step = slipstream.accelerate(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={}
-    )
-    assert seen == ["on"]
-    step.close()
-    assert seen == ["on", "off"]
 
 
 def test_close_logs_the_compile_report(caplog):
@@ -385,20 +253,3 @@ def test_close_logs_the_compile_report(caplog):
         step.close()
     told = [r.getMessage() for r in caplog.records if r.name == "slipstream"]
     assert len([text for text in told if text.startswith("torch.compile: 1 graph, no graph breaks")]) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            dict(optimizer=SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
-            "optimizer: contains none of the model's parameters",
-        ),
-        (dict(loss_fn=nn.CrossEntropyLoss), "loss_fn: must be a function, .* not <class"),
-    ],
-)
-def test_mismatched_model_optimizer_or_loss_raises_an_error(change, message):
-    model = net()
-    given = dict(optimizer=SGD(model.parameters(), lr=0.1), loss_fn=F.cross_entropy) | change
-    with pytest.raises(ConfigError, match=message):
-        accelerate(model, **given)

@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import accelerate
-from slipstream.errors import CheckpointError
 
 COMPILED = dict(compile=dict(backend="eager"))
 
@@ -61,26 +60,6 @@ def test_resumed_run_matches_an_uninterrupted_run(tmp_path, options):
     torch.testing.assert_close(dict(resumed.average.state_dict()), dict(step.average.state_dict()), **exact)
 
 
-def test_sparse_gradients_of_an_unfinished_window_are_restored(tmp_path):
-    def sparse():
-        torch.manual_seed(0)
-        model = nn.Embedding(9, 4, sparse=True)
-        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-        return model, accelerate(model, optimizer, F.cross_entropy, dict(accumulate=3))
-
-    batches = [(torch.tensor([i % 9, 3]), torch.tensor([0, 2])) for i in range(9)]
-    model, step = sparse()
-    for number, batch in enumerate(batches):
-        step(batch)
-        if number == 3:
-            step.save(tmp_path / "a.pth")
-    other, resumed = sparse()
-    resumed.load(tmp_path / "a.pth")
-    for batch in batches[4:]:
-        resumed(batch)
-    assert torch.equal(other.weight, model.weight)
-
-
 def test_save_and_load_within_averaged_use_the_training_weights(tmp_path):
     model, step, schedule = parts(dict(ema=dict(type="threshold")))
     epochs(step, schedule, range(2))
@@ -100,63 +79,6 @@ def test_save_and_load_within_averaged_use_the_training_weights(tmp_path):
         torch.testing.assert_close(model[0].weight, average["module.0.weight"], rtol=0, atol=0)
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
     torch.testing.assert_close(step.average.state_dict(), average, rtol=0, atol=0)
-
-
-def test_file_with_an_average_loaded_without_ema_warns_that_it_is_ignored(tmp_path, caplog):
-    model, step, schedule = parts(dict(ema=dict(type="threshold")))
-    epochs(step, schedule, [0], tmp_path)
-    other, resumed, _ = parts({}, seed=1)
-    for _ in range(2):
-        resumed.load(tmp_path / "0.pth")
-    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert resumed.average is None
-    assert caplog.text.count("contains an average, which is ignored, because the option ema is off") == 1
-
-
-def test_file_without_an_average_restarts_the_average_from_the_loaded_weights_and_warns(tmp_path, caplog):
-    model, step, schedule = parts({})
-    step.save(tmp_path / "new.pth")
-    epochs(step, schedule, [0], tmp_path)
-    other, resumed, schedule = parts(dict(ema=dict(type="threshold")), seed=1)
-    resumed.load(tmp_path / "new.pth")  # before the first update, there is no average to lose
-    assert "average" not in caplog.text
-    epochs(resumed, schedule, [0])
-    resumed.load(tmp_path / "0.pth")
-    assert caplog.text.count("contains no average, so the average starts again from the loaded weights") == 1
-    assert resumed.average.steps == 0
-    torch.testing.assert_close(resumed.average.module.state_dict(), model.state_dict(), rtol=0, atol=0)
-    resumed(next(iter(loader())))
-    assert torch.equal(
-        resumed.average.module[0].weight, other[0].weight
-    )  # the first update copies the weights
-
-
-def test_file_from_another_model_is_rejected_without_changing_the_step(tmp_path):
-    _, step, schedule = parts({})
-    epochs(step, schedule, [0], tmp_path)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    other = accelerate(model, torch.optim.AdamW(model.parameters()), F.cross_entropy)
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    for name, message in [
-        ("0.pth", "0.pth belongs to a different model: 0.weight"),
-        ("1.pth", "does not exist; did you mean '0.pth'"),
-    ]:
-        with pytest.raises(CheckpointError, match=message):
-            other.load(tmp_path / name)
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "weights.pth")
-    with pytest.raises(CheckpointError, match="'step' is missing"):
-        other.load(tmp_path / "weights.pth")
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert other.steps == 0
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_values_that_cannot_be_loaded_are_rejected(tmp_path):
-    _, step, schedule = parts({})
-    with pytest.raises(CheckpointError, match=r"values\.schedule is not saved: CosineAnnealingLR objects"):
-        step.save(tmp_path / "a.pth", schedule=schedule)
-    assert not (tmp_path / "a.pth").exists()
 
 
 class Scaled(nn.Module):
@@ -239,26 +161,3 @@ def test_summary_reports_why_the_step_is_not_compiled():
     assert "step: eager, with a compiled model; trained on 4 batches" in text
     assert "warning: The step cannot be compiled as one graph" in text
     assert "outputs.sum().item() > 0" in text
-
-
-@pytest.mark.parametrize(
-    ("compile", "count", "scope", "text"),
-    [
-        (dict(backend="eager"), 4, "step", "compiled as one graph until close()"),
-        (dict(backend="eager"), 0, "step", "eager, because its graph was not ready before close()"),
-        (dict(backend="eager", scope="model"), 4, "model", "eager, with a compiled model"),
-        (None, 4, None, "eager"),
-    ],
-)
-def test_summary_of_a_closed_step_describes_the_code_that_trained_the_batches(compile, count, scope, text):
-    _, step, _ = parts(dict(compile=compile))
-    for batch in list(loader())[:count]:
-        step(batch)
-    step.close()
-    step.close()
-    assert f"step: {text}; trained on {count} batches" in step.summary()
-    assert step.compiled_scope == scope
-    if text.startswith("compiled"):
-        assert "2 of them with the graph" in step.summary()
-    step(next(iter(loader())))  # runs eagerly
-    assert f"step: {text}; trained on {count + 1} batch" in step.summary()

@@ -122,28 +122,6 @@ def test_model_computes_its_own_loss_from_a_dict_batch(speed, kind):
     assert set(step(text()[0])) - {"grad_norm"} == expected[kind]
 
 
-@pytest.mark.parametrize("speed", SPEEDS)
-def test_loss_function_receives_the_outputs_and_the_dict_batch(speed):
-    def loss_fn(outputs, batch):
-        return F.cross_entropy(outputs["logits"], batch["labels"], label_smoothing=0.1)
-
-    assert_trains_like_a_loop(
-        speed, Classifier, text(), lambda model, batch: loss_fn(model(**batch), batch), loss_fn
-    )
-
-
-def test_loss_per_sample_is_not_a_scalar():
-    model = model_of(Classifier)
-    step = accelerate(
-        model,
-        sgd(model),
-        speed={},
-        compute_loss=lambda model, batch: {"loss": model(**batch)["logits"][:, 0]},
-    )
-    with pytest.raises(LossError, match=r"use its mean\(\) or sum\(\)"):
-        step(text()[0])
-
-
 # ---- several models -----------------------------------------------------------------------------------
 
 
@@ -251,32 +229,3 @@ def test_a_total_next_to_its_terms_raises_an_error_instead_of_being_added_to_the
         LossError, match=r"'loss' and \['loss_a', 'loss_b'\], and all of them would be summed"
     ):
         step((torch.ones(1, 2), torch.ones(1, 1)))
-
-
-# ---- transformers -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("speed", SPEEDS[:2])
-def test_transformers_model_trains_like_a_plain_loop(speed):
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=50
-    )
-    dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-    def make():
-        return transformers.BertForSequenceClassification(
-            transformers.BertConfig(**sizes, **dropout, num_labels=3)
-        )
-
-    generator = torch.Generator().manual_seed(5)
-    data = [
-        {
-            "input_ids": torch.randint(0, 50, (4, 7), generator=generator),
-            "attention_mask": torch.ones(4, 7, dtype=torch.long),
-            "labels": torch.randint(0, 3, (4,), generator=generator),
-        }
-        for _ in range(6)
-    ]
-    assert_trains_like_a_loop(speed, make, data, lambda model, batch: model(**batch).loss)

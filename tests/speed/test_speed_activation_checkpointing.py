@@ -1,9 +1,5 @@
 """Activation checkpointing stores fewer activations and does not change results."""
 
-import copy
-import io
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +7,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 
-from accelerators import DEVICE
 from slipstream.speed import activation_checkpointing as option
 from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
@@ -149,45 +144,6 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_shared_and_nested_blocks_match_training_without_checkpointing(compiled):
-    def net():
-        net = Net(dropout=0.0)
-        net.blocks.append(net.blocks[0])
-        net.stem = nn.Sequential(net.stem, net.blocks[0].inner)  # shared with blocks.0
-        return net
-
-    model = net()
-    names = checkpoint_activations(model, ActivationCheckpointingOptions(["Bottleneck", "stem.1"]))
-    assert names == ["stem.1", "blocks.0", "blocks.1"]
-    assert_same(train(model, compiled, steps=4), train(net(), steps=4), 1e-6)
-
-
-# ---- the model ---------------------------------------------------------------------------------------
-
-
-def test_state_dict_keys_do_not_change_and_copies_recompute():
-    model = checkpointed(Net())
-    assert list(model.state_dict()) == list(Net().state_dict())
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for twin in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(buffer, weights_only=False),
-    ):
-        for p in twin.parameters():
-            p.data.mul_(0.5)
-        expected = Net()
-        for p in expected.parameters():
-            p.data.mul_(0.5)
-        assert_same(train(twin, steps=4), train(expected, steps=4))
-        assert twin.blocks[0].calls == 8
-    assert model.blocks[0].calls == 0
-    assert_same(train(model, steps=4), train(Net(), steps=4))
-
-
 # ---- memory ------------------------------------------------------------------------------------------
 
 
@@ -262,35 +218,3 @@ def test_offload_copies_only_block_inputs(monkeypatch):
         (3, 4, 6, 6),
         (),
     ] * 4  # x and scale of two blocks in two steps
-
-
-@pytest.mark.gpu
-def test_offload_preserves_the_memory_format():
-    x = torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last)
-    device, host = packed = option._to_host(x)
-    assert host.is_pinned()
-    assert device == x.device
-    back = option._from_host(packed)
-    assert torch.equal(back, x)
-    assert back.stride() == x.stride()
-    data = batches(1)[0].to(DEVICE)
-    gradients = []
-    for net in (checkpointed(Net(), offload=True).to(DEVICE), Net().to(DEVICE)):
-        torch.manual_seed(0)
-        gradients.append(torch.autograd.grad(net(data), list(net.parameters())))
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize(
-    ("names", "blocks"),
-    [
-        (["blocks.1"], ["blocks.1"]),
-        (["blocks.*"], ["blocks.0", "blocks.1"]),
-        (["blocks.*.inner"], ["blocks.0.inner", "blocks.1.inner"]),
-        (["Bottleneck"], ["blocks.0", "blocks.1"]),
-        (["blocks.*", "blocks.0.inner", "stem"], ["stem", "blocks.0", "blocks.1"]),
-        (None, ["blocks.0", "blocks.1"]),
-    ],
-)
-def test_blocks_are_selected_by_name_class_or_repetition(names, blocks):
-    assert checkpoint_activations(Net(), ActivationCheckpointingOptions(names)) == blocks

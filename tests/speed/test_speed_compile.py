@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import shutil
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,24 +11,10 @@ from compiled_nets import Backend, Net, Tower, assert_as_eager, batches, raises,
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
-from slipstream.speed.compile import CompileOptions, compile_model, read_compile
+from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_report import CompileReport
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-
-
-class ModelOutput:
-    def __init__(self, logits):
-        self.logits = logits
-
-    def _batch_fields(self):
-        return {"logits": self.logits}
 
 
 @pytest.fixture(autouse=True)
@@ -55,20 +40,6 @@ def test_compiled_training_and_validation_match_eager(backend, broken_graph, amp
         parts = 2 if broken_graph else 1
         assert counting.graphs == 2 * parts  # one for training, one for validation
         assert counting.calls == (6 + 3) * parts
-
-
-def test_cuda_graph_outputs_inside_objects_are_copied(monkeypatch):
-    static = torch.zeros(2)
-
-    def replay(x):  # like a CUDA graph, writes its outputs to the same memory
-        static.copy_(x)
-        return [ModelOutput(logits=static), Output(static)]
-
-    monkeypatch.setattr(torch, "compile", lambda call, **options: replay)
-    model = nn.Linear(2, 2)
-    compile_model(model, CompileOptions("inductor", mode="reduce-overhead"), pytest.fail)
-    first, second = model(torch.ones(2)), model(torch.full((2,), 2.0))
-    assert [output.logits.tolist() for output in first + second] == [[1, 1]] * 2 + [[2, 2]] * 2
 
 
 def test_compiled_model_can_be_copied_and_pickled():
@@ -126,30 +97,6 @@ def test_failed_compilation_falls_back_to_eager_with_one_warning(how, broken_gra
     assert warnings[0].startswith("Net cannot be compiled (")
     assert reason in warnings[0]
     assert "and runs eagerly" in warnings[0]
-
-
-def test_failure_in_validation_does_not_affect_training():
-    model, warnings = Net(), []
-    eager = copy.deepcopy(model)
-    compile_model(model, CompileOptions(Backend(fail_at=2)), warnings.append)
-    assert_as_eager(model, eager)
-    assert len(warnings) == 1
-
-
-class Branching(Net):
-    def forward(self, x, y, mode="tensor"):
-        if x.sum() > 0:
-            x = x + 1
-        return super().forward(x, y, mode)
-
-
-def test_warning_names_the_line_that_cannot_be_captured():
-    model, warnings = Branching(), []
-    eager = copy.deepcopy(model)
-    compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
-    assert_as_eager(model, eager, tolerance=0)
-    assert len(warnings) == 1
-    assert f"{__file__}:{Branching.forward.__code__.co_firstlineno + 1}: `if x.sum() > 0:`" in warnings[0]
 
 
 # ---- shapes ------------------------------------------------------------------------------------------
@@ -212,21 +159,6 @@ def test_varying_batch_and_image_sizes_require_few_graphs(dynamic, most, last, s
     assert warnings == []
 
 
-def test_sizes_beyond_the_recompile_limit_run_eagerly_with_one_warning():
-    model, counting, warnings = Net(), Backend(), []
-    eager = copy.deepcopy(model)
-    compile_model(model, CompileOptions(counting, dynamic=False), warnings.append)
-    for size in [*range(2, 14), *range(2, 14)]:
-        x = torch.randn(size, 3)
-        torch.testing.assert_close(model(x, None), eager(x, None))
-    assert counting.graphs == 8
-    assert counting.calls == 16  # sizes below the limit stay compiled
-    assert len(warnings) == 1
-    assert warnings[0].startswith("Net reached torch's recompile limit")
-    assert "tensor 'args[0]' size mismatch at index 0. expected 9, actual 10" in warnings[0]
-    assert "dynamic=True" in warnings[0]
-
-
 def test_models_of_one_class_do_not_share_a_recompile_limit():
     backends = [Backend() for _ in range(10)]
     for size, backend in enumerate(backends, start=2):
@@ -260,48 +192,6 @@ def test_outer_graph_inlines_the_compiled_model(scope):
 
 
 # ---- parsing the configuration -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        ({"mod": "default"}, UnknownNameError, "compile.mod: no such option; did you mean 'mode'?"),
-        ({"fullgraph": "yes"}, ConfigError, "compile.fullgraph: must be a bool, not 'yes'"),
-        ({"mode": 3}, ConfigError, "compile.mode: must be a str or None, not 3"),
-        (
-            {"scope": "net"},
-            ConfigError,
-            "compile.scope: must be 'step' or 'model' or 'block' or None, not 'net'",
-        ),
-        ({"blocks": ["Block"]}, ConfigError, "compile.blocks: requires scope='block', not None"),
-        (
-            {"budget": 300},
-            UnknownNameError,
-            "compile.budget: this option was removed; compile a smaller scope, such as compile='block'",
-        ),
-        ({"cache": 3}, ConfigError, "compile.cache: must be a bool or str, not 3"),
-        ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is not a backend of torch.compile"),
-        (
-            "inductor",
-            ConfigError,
-            "compile.scope: must be 'step' or 'model' or 'block' or None, not 'inductor'",
-        ),
-        (
-            {"mode": "reduce-overhed"},
-            ConfigError,
-            "compile.mode: must be one of ('default', 'reduce-overhead'",
-        ),
-        (
-            {"mode": "default", "options": {}},
-            ConfigError,
-            "compile.options: mode and options are mutually exclusive",
-        ),
-    ],
-)
-def test_invalid_compile_options_raise_an_error(value, error, message):
-    with pytest.raises(error) as caught:
-        read_compile(value)
-    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compiled_nets import Backend, Block, Net, Tower, assert_as_eager, raises
+from compiled_nets import Backend, Block, Tower, raises
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -46,34 +46,6 @@ def test_equal_blocks_share_graphs_and_match_eager():
     assert counting.graphs == 2  # one for training, one for validation
     assert counting.calls == 6 * 6
     assert model._compiled_call_impl is None
-
-
-@pytest.mark.parametrize("scope", ["model", "block"])
-def test_torch_modules_are_compiled(scope):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
-    model, counting, x = nn.Sequential(model, nn.Tanh()), Backend(), torch.randn(2, 5, 4)
-    expected = model(x)
-    compile_model(model, CompileOptions(counting, scope=scope, fullgraph=True), pytest.fail)
-    torch.testing.assert_close(model(x), expected)
-    assert counting.calls == (1 if scope == "model" else 3)
-    assert counting.graphs == (1 if scope == "model" else 2)  # the first block's input requires no gradient
-
-
-class Disabled(Net):
-    @torch.compiler.disable
-    def forward(self, x, y, mode="tensor"):
-        return super().forward(x, y, mode)
-
-
-def test_model_that_torch_refuses_to_compile_runs_eagerly():
-    model, warnings = Disabled(), []
-    eager = copy.deepcopy(model)
-    compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
-    assert_as_eager(model, eager, tolerance=0)
-    assert len(warnings) == 1
-    assert "torch.compiler.disable" in warnings[0]  # every version of torch names this cause
 
 
 def test_blocks_of_many_widths_remain_compiled():

@@ -120,13 +120,6 @@ def failure(kind, *args, **given):
     raise AssertionError("the compilation raised no error")
 
 
-class Reading(nn.Module):
-    def forward(self, x):
-        if x.sum().item() > 0:
-            x = x + 1
-        return x
-
-
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,19 +134,3 @@ def test_failure_names_the_line_of_user_code_inside_torch_modules():
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"
     )
-
-
-def test_failure_in_item_names_its_line():
-    text = explain_failure(failure(Reading, torch.ones(2)))
-    assert text.endswith(f"at {line(Reading, 1)}: `if x.sum().item() > 0:`")
-    assert "\n" not in text
-
-
-def test_recompile_limit_is_explained_with_its_cause():
-    module = compiled(Halves, dynamic=False, fullgraph=True)
-    for n in range(2, 10):
-        module(torch.ones(n))
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
-        module(torch.ones(10))
-    text = explain_failure(caught.value)
-    assert "cause of the last recompile: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text

@@ -129,37 +129,6 @@ def test_residual_net_is_channels_last_without_copies_of_activations():
     assert len(clones) == 5
 
 
-def test_1x1_convolutions_become_matrix_products():
-    module, _ = traced(pixelwise(), torch.randn(2, 3, 12, 12))
-    lay_out_convolutions(module.graph)
-    assert convolutions(module) == []
-    assert len(module.graph.find_nodes(op="call_function", target=ATEN.mm.default)) == 5
-
-
-def test_large_weight_remains_contiguous():
-    module, _ = traced(heavy(), torch.randn(2, 3, 12, 12))
-    lay_out_convolutions(module.graph)
-    kinds = {
-        node.args[1].meta["val"].shape[1]: [v.is_contiguous() for v in operands(node)[:2]]
-        for node in convolutions(module)
-        if node.target is ATEN.convolution.default
-    }
-    assert not any(kinds[3])
-    assert all(kinds[32])
-
-
-def test_stride_dependent_operators_receive_eager_strides():
-    def step(x, w):
-        return torch.as_strided(F.conv2d(x, w), (2, 5), (7, 1))
-
-    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
-    module = make_fx(step, tracing_mode="fake")(x, w)
-    expected = module(x, w)
-    lay_out_convolutions(module.graph)
-    module.recompile()
-    torch.testing.assert_close(module(x, w), expected)
-
-
 @pytest.mark.slow
 def test_inductor_code_matches_eager_without_transposing_activations():
     torch.manual_seed(0)

@@ -1,14 +1,12 @@
 """Tests of the `ema` option."""
 
-import pytest
-import torch
 from torch import nn
 
 from slipstream.hooks import EMAHook
-from slipstream.model import ScheduledEMA, StochasticWeightAverage
+from slipstream.model import StochasticWeightAverage
 from slipstream.runner.builders import plan_hooks
 from slipstream.speed import SpeedPlan
-from slipstream.speed.ema import EmaOptions, read_ema
+from slipstream.speed.ema import read_ema
 
 
 def build(value):
@@ -21,15 +19,6 @@ def hook_of(value):
     (hook,) = plan_hooks(SpeedPlan.read(dict(ema=value)))
     assert isinstance(hook, EMAHook)
     return hook
-
-
-@pytest.mark.parametrize("value", [True, {}, EmaOptions()])
-def test_ema_true_selects_the_supergradients_average(value):
-    assert read_ema(value) == EmaOptions()
-    average = build(value)
-    assert isinstance(average, ScheduledEMA)
-    assert (average.schedule.decay, average.schedule.decay_type) == (0.9999, "exp")
-    assert average.schedule.at(40, 100) == pytest.approx(0.9999 * (1 - torch.e ** (-15 * 0.4)))
 
 
 def test_all_ema_options_are_passed_to_the_average_and_the_hook():

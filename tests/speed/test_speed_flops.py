@@ -7,7 +7,7 @@ from torch import nn
 
 from slipstream.checkpoint import get_random_state
 from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
-from slipstream.speed.flops import peak_flops, training_flops, without_data
+from slipstream.speed.flops import training_flops, without_data
 
 
 class Net(nn.Module):
@@ -70,14 +70,6 @@ def test_recomputed_blocks_are_counted_once():
     loss_of(net, batch()).backward()  # the model is unchanged and still works
 
 
-def test_gradients_that_the_step_does_not_compute_are_not_counted():
-    net = Net()
-    count = training_flops(net, without_data(batch()), loss_of, list(net.last.parameters()))
-    first, block, last = 2 * 2 * 4 * 8 * 8 * 3 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 4 * 3 * 3, 2 * 2 * 6 * 4 * 4 * 5
-    assert count == first + block + 2 * last  # no gradient with respect to the input of the last layer
-    assert all(param.requires_grad for param in net.parameters())
-
-
 class Single(nn.Module):
     """A model that returns the mean of a layer's output as the loss."""
 
@@ -113,30 +105,3 @@ def test_recurrent_layers_are_counted():
     # The last time step's hidden state has no gradient with respect to the weights of a later step.
     count = count_of(nn.LSTM(4, 16, batch_first=True), torch.randn(2, 6, 4))
     assert 2 * 2 * 6 * weights < count <= 3 * 2 * 2 * 6 * weights
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "teraflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H200 NVL", "bf16", 835),
-        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
-        ("NVIDIA A10G", "bf16", 70),
-        ("NVIDIA L40S", "fp16", 362),
-        ("NVIDIA L4", "bf16", 121),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
-        ("Tesla V100-PCIE-16GB", "fp32", 14),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165),
-        ("Tesla T4", "bf16", None),
-        ("NVIDIA A10G", "fp32", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("NVIDIA GeForce RTX 4090 D", "bf16", None),
-        ("NVIDIA RTX A1000", "bf16", None),
-        ("the CPU", "fp32", None),
-    ],
-)
-def test_peak_is_found_by_the_device_name(name, precision, teraflops):
-    found = peak_flops(name, precision)
-    assert found is None if teraflops is None else found[0] == pytest.approx(1e12 * teraflops)

@@ -7,11 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError
-from slipstream.hooks import EMAHook
-from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from slipstream.optim import AmpOptimWrapper
 from slipstream.speed import CompileOptions, SpeedPlan
-from slipstream.speed.ema import EmaOptions
-from slipstream.speed.front_ends import is_plain_wrapper
 
 SGD = dict(type="SGD", lr=0.1)
 
@@ -68,44 +65,6 @@ def test_mmengine_keys_are_read():
 def test_amp_optim_wrapper_sets_precision(dtype, device, precision, kind):
     wrapper = dict(type=kind, optimizer=SGD, dtype=dtype)
     assert SpeedPlan.read(optim_wrapper=wrapper, device=device).precision.name == precision
-
-
-def test_existing_wrapper_sets_options_without_reading_its_device():
-    clip = dict(type="value", clip_value=0.5)
-    wrapper = AmpOptimWrapper(optimizer=optimizer(), dtype="float16", accumulative_counts=3, clip_grad=clip)
-    plan = SpeedPlan.read(optim_wrapper=wrapper)
-    assert (plan.precision.name, plan.accumulate, plan.clip_grad.clip_value) == ("fp16", 3, 0.5)
-    assert "device_type" not in vars(wrapper)  # the parameters may still move to another device
-    assert SpeedPlan.read(optim_wrapper=OptimWrapper(optimizer())) == SpeedPlan()
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "plain"),
-    [
-        (dict(optimizer=SGD), True),
-        (dict(type="AmpOptimWrapper", optimizer=SGD), True),
-        (dict(constructor="Mine"), True),
-        (optimizer(), True),
-        (dict(type="MyWrapper", optimizer=SGD), False),
-        (OptimWrapper(optimizer()), False),
-        (dict(a=OptimWrapper(optimizer())), False),
-        (OptimWrapperDict(a=OptimWrapper(optimizer())), False),
-        (None, False),
-        (5, False),
-    ],
-)
-def test_only_optimizers_and_configs_of_known_wrappers_count_as_plain(wrapper, plain):
-    assert is_plain_wrapper(wrapper) is plain
-    assert SpeedPlan.read(optim_wrapper=wrapper).accumulate == 1
-
-
-def test_ema_hook_config_is_passed_through():
-    hook = dict(type="EMAHook", momentum=0.01)
-    plan = SpeedPlan.read(custom_hooks=[dict(type="EarlyStoppingHook", monitor="acc"), hook])
-    assert plan.ema.hook is hook
-    assert plan.sources == {"ema": "custom_hooks.EMAHook"}
-    ready = EMAHook()
-    assert SpeedPlan.read(custom_hooks=[ready]).ema.hook is ready
 
 
 class Mine(DistributedDataParallel):
@@ -177,30 +136,6 @@ def test_supergradients_keys_are_read():
     assert plan.sources["ema"] == "training_params.ema"
     assert plan.sources["channels_last"] == "training_params.speed.channels_last"
     assert SpeedPlan.read(training_params=params).precision.name == "bf16"  # autocast's default dtype on CPU
-
-
-@pytest.mark.parametrize(
-    ("params", "option", "value"),
-    [
-        (dict(mixed_precision=False), "precision", "fp32"),
-        (dict(mixed_precision="bf16"), "precision", "bf16"),
-        (dict(torch_compile=True, torch_compile_options=dict(dynamic=True)), "compile", CompileOptions(dynamic=True)),
-        (dict(torch_compile=False, torch_compile_mode="default"), "compile", None),
-        (dict(torch_compile_mode="default"), "compile", None),
-        (dict(ema=False, ema_params=dict(decay=0.9)), "ema", None),
-        (dict(torch_compile=True, torch_compile_options=dict(disable=True)), "compile", None),
-        (dict(torch_compile=True, torch_compile_options=dict(disable=False)), "compile", CompileOptions()),
-        (dict(ema=True, ema_params=dict(exp_activation=True)), "ema", EmaOptions(type="exp", count="batches")),
-        (dict(ema=True, ema_params=dict(exp_activation=False)), "ema", EmaOptions(type="constant", count="batches")),
-        (dict(multi_gpu="Off"), "parallel", None),
-        (dict(multi_gpu="MultiGPUMode.OFF"), "parallel", None),
-        (dict(clip_grad_norm=None), "clip_grad", None),
-        (dict(speed="auto"), "auto", True),
-    ],
-)  # fmt: skip
-def test_each_key_of_training_params_is_read(params, option, value):
-    read = getattr(SpeedPlan.read(training_params=params), option)
-    assert (read.name if option == "precision" else read) == value
 
 
 # ---- two front ends ----------------------------------------------------------------------------------------------

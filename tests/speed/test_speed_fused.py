@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from accelerators import DEVICE, IS_CUDA, no_waiting
-from slipstream.errors import ConfigError
-from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF
+from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.optim import kernels as kernels_module
 from slipstream.speed.simple_options import fuse
 
@@ -88,39 +87,6 @@ def test_none_keeps_the_configured_kernels(choice):
     assert all(group[key] is value for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, RMSpropTF])
-def test_class_without_fused_kernels_is_skipped_or_raises_an_error(kind):
-    optimizer = kind(make_net().parameters(), lr=0.1)
-    before = copy.deepcopy(optimizer.defaults)
-    assert fuse(optimizer, None) is False
-    assert optimizer.defaults == before
-    with pytest.raises(
-        ConfigError, match=rf"^fused: {kind.__name__} has no fused kernels; .* Adagrad, Adam, AdamW, SGD"
-    ):
-        fuse(optimizer, True)
-
-
-# ---- resume ------------------------------------------------------------------------------------------
-
-
-@by_kind
-@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_resumed_run_uses_its_own_kernels(name, before, after):
-    plain, net = make_net(), make_net()
-    train(OptimWrapper(make(name, plain)), plain, batches(8))
-    first = OptimWrapper(make(name, net))
-    fuse(first.optimizer, before)
-    train(first, net, batches(4))
-    saved = copy.deepcopy(first.state_dict())
-    second = OptimWrapper(make(name, net))
-    fuse(second.optimizer, after)
-    second.load_state_dict(saved)
-    assert all(bool(group["fused"]) is after for group in second.param_groups)
-    assert [group["lr"] for group in second.param_groups] == [group["lr"] for group in first.param_groups]
-    train(second, net, batches(4, start=4))
-    assert_close(net, plain)
-
-
 # ---- loss scale ---------------------------------------------------------------------------------
 
 
@@ -154,22 +120,6 @@ def test_fused_steps_skip_overflows_like_unfused_steps(name, clip, when):
     assert fused_scale == scale
 
 
-@by_kind
-def test_fused_step_with_loss_scale_does_not_sync(name, monkeypatch):
-    net = make_net()
-    wrapper = scaled(name, net, True, {"max_norm": 0.1})
-    train(wrapper, net, batches(1))
-
-    def read(self):
-        raise AssertionError("the step read the value of a tensor")
-
-    loss = nn.functional.cross_entropy(net(batches(1)[0]), torch.zeros(5, dtype=torch.long))
-    monkeypatch.setattr(torch.Tensor, "item", read)
-    monkeypatch.setattr(torch.Tensor, "__float__", read)
-    monkeypatch.setattr(torch.Tensor, "__bool__", read)
-    wrapper.update_params(loss)
-
-
 def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
     # PyTorch creates the momentum buffer with torch.empty_like, and a skipped step does not write to the buffer.
     net = make_net()
@@ -178,19 +128,6 @@ def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
     overflow(wrapper, net)
     for p in net.parameters():
         assert torch.equal(wrapper.optimizer.state[p]["momentum_buffer"], torch.zeros_like(p))
-
-
-def test_parameter_unfrozen_later_has_its_own_first_step():
-    trained = []
-    for fused in (False, True):
-        net = make_net()
-        wrapper = scaled("SGD", net, fused)
-        net[0].requires_grad_(False)
-        train(wrapper, net, batches(2))
-        net[0].requires_grad_(True)
-        overflow(wrapper, net)
-        trained.append(train(wrapper, net, batches(3, start=2)))
-    assert_close(*trained)
 
 
 def test_overflow_with_dampening_is_skipped_on_the_host():

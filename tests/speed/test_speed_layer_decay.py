@@ -70,6 +70,3 @@ def test_listed_layers_keep_their_order():
     found = depths_of(Stages(), ["more.*", "stages.*.*"])
     assert [found["more.0.0.bias"], found["more.1.0.bias"]] == [6, 5]
     assert [found[f"stages.{i}.{j}.0.bias"] for i in (0, 1) for j in (0, 1)] == [4, 3, 2, 1]
-
-
-# ---- invalid input ----------------------------------------------------------------------------------------

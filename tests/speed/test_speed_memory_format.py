@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.optim import OptimWrapper
 from slipstream.optim.kernels import lay_out_states
 from slipstream.speed.memory_format import to_channels_last
 
@@ -89,32 +88,10 @@ def test_20_steps_match_contiguous_training_and_keep_the_format():
     assert model.positions.is_contiguous()  # only convolution weights are converted
 
 
-def test_weights_false_converts_only_batches():
-    model = Net()
-    to_channels_last(model, weights=False)
-    assert all(p.is_contiguous() for p in model.parameters())
-    losses, _ = train(model)
-    assert all(model.formats)
-    assert_close(losses, train(Net())[0])
-
-
 def test_compiled_step_with_channels_last_matches_eager():
     model = laid_out()
     model.compile(backend="aot_eager", fullgraph=True)
     assert_close(train(model, data=batches(5))[0], train(Net(), data=batches(5))[0])
-
-
-def test_volumes_and_layers_without_weights_are_supported():
-    lazy, volume = nn.LazyConv2d(4, 3), nn.Conv3d(3, 4, 3)
-    shared = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
-    sentence = nn.Conv1d(3, 4, 3)
-    model = nn.ModuleList([lazy, volume, shared, sentence])
-    before = sentence.weight.clone()
-    to_channels_last(model)
-    assert volume.weight.is_contiguous(memory_format=LAST_3D)
-    assert torch.equal(sentence.weight, before)
-    assert lazy(torch.randn(1, 2, 5, 5)).shape == (1, 4, 3, 3)
-    assert shared(torch.randn(1, 3, 5, 5)).shape == (1, 4, 3, 3)
 
 
 @pytest.mark.parametrize("writes_last", [False, True])
@@ -141,59 +118,3 @@ def test_checkpoint_in_the_other_format_resumes_with_the_same_results(kind, fuse
     more = batches(5, seed=2)
     assert_close(train(reader, second, more)[0], train(writer, first, more)[0])
     assert_close(reader.state_dict(), writer.state_dict())
-
-
-def contiguous_gradients(weight, optim, step):
-    weight.grad = weight.grad.contiguous()
-
-
-def memory_format_changes(weight, optim, step):
-    if step == 1:
-        weight.data = weight.data.contiguous()
-        weight.grad = weight.grad.contiguous()
-
-
-def states_are_loaded(weight, optim, step):
-    if step == 1:
-        state = optim.optimizer.state_dict()
-        for values in state["state"].values():
-            values.update({k: v.contiguous() for k, v in values.items() if v is not None and v.ndim})
-        optim.optimizer.load_state_dict(state)
-
-
-def states_are_replaced(weight, optim, step):
-    if step == 2:
-        states = optim.optimizer.state[weight]
-        states.update({name: value.contiguous() for name, value in states.items() if value.dim() > 1})
-
-
-def dict_of_states_is_replaced(weight, optim, step):
-    if step == 2:
-        states = optim.optimizer.state[weight]
-        optim.optimizer.state[weight] = {name: value.contiguous() for name, value in states.items()}
-
-
-CHANGES = [
-    contiguous_gradients,
-    memory_format_changes,
-    states_are_loaded,
-    states_are_replaced,
-    dict_of_states_is_replaced,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_kernels_accept_gradients_and_states_with_other_strides(kind, change):
-    def trained(fused):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
-        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        optim = OptimWrapper(kind([weight], lr=0.1, fused=fused, **options))
-        for step in range(3):
-            weight.grad = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
-            change(weight, optim, step)
-            optim.step()
-        return weight.detach()
-
-    assert_close(trained(fused=True), trained(fused=False))

@@ -28,18 +28,6 @@ def test_all_parts_match_a_plain_training_loop(how, together):
     assert_equal(trained(how, together=together, **ALL), expected)
 
 
-def kinds(optim):
-    return [type(part).__name__ for part in optim.parts]
-
-
-def test_resumed_run_has_each_part_once(tmp_path):
-    _, runner = run(tmp_path, "eager", together=True, **ALL)
-    before = kinds(runner.optim_wrapper)
-    runner.train()
-    assert kinds(runner.optim_wrapper) == before
-    assert len(set(before)) == len(before) == 6
-
-
 # ---- swa --------------------------------------------------------------------------------------------------
 
 

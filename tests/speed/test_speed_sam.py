@@ -3,13 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
-from slipstream.errors import ConfigError
+from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, trained
 from slipstream.hooks import Hook
-from slipstream.speed.accelerate import accelerate
-from slipstream.step.dynamo import why_not_recomputed
 
 RHO = 0.3
 
@@ -51,55 +47,6 @@ def test_adaptive_option_scales_the_perturbation_by_the_weights(how):
     expected = by_hand(adamw, gradients=adaptive)
     assert differ(expected, by_hand(adamw, gradients=lambda *args: perturbed(*args, rho=2.0)))
     assert_equal(trained(how, adamw, sam=dict(rho=2.0, adaptive=True)), expected)
-
-
-@pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
-def test_recomputed_blocks_cannot_be_in_the_step_graph():
-    recomputed = dict(sam=dict(rho=RHO), activation_checkpointing=["blocks.*"])
-    expected = by_hand(gradients=perturbed)
-    for scope in (None, "model"):
-        step, found = _accelerated(dict(recomputed, compile=dict(HOW["compiled"], scope=scope)))
-        assert_equal(found, expected)
-        assert step.compiled_scope == "model"
-    with pytest.raises(
-        ConfigError, match=r"compile\.scope: the step cannot be compiled as one graph: .* but sam runs two"
-    ):
-        trained("compiled", **recomputed)
-
-
-def _accelerated(options):
-    torch._dynamo.reset()
-    model = Net()
-    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, options)
-    losses = torch.stack([step(batch)["loss"] for batch in batches()])
-    return step, (losses, dict(model.state_dict()), None)
-
-
-# ---- invariants -------------------------------------------------------------------------------------------
-
-
-class Partly(nn.Module):
-    """A model with two heads, one of which is unused."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.used, self.unused = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-
-    def forward(self, x):
-        return self.used(x)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_parameters_without_a_gradient_are_not_decayed(how):
-    model = Partly()
-    kept = model.unused.weight.clone()
-    data = [(torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])) for _ in range(5)]
-    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, dict(sam=True, compile=HOW[how]))
-    for batch in data:
-        step(batch)
-    assert torch.equal(model.unused.weight, kept)
-    assert step.compiled_scope == ("step" if how == "compiled" else None)
 
 
 # ---- float16 and skipped steps ----------------------------------------------------------------------------

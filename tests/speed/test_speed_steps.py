@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD, Adagrad
-from torch.utils.checkpoint import checkpoint
+from torch.optim import SGD
 
-from slipstream.errors import ConfigError
 from slipstream.model.wrappers import MMDistributedDataParallel
 from slipstream.model.wrappers.comm_hooks import HalfPrecision, PowerSGD
-from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.optim import OptimWrapper
 from slipstream.speed import SpeedPlan
-from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
 from slipstream.speed.graph_step import why_not_one_graph
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import EagerStep
@@ -109,80 +106,6 @@ def test_compile_captures_the_step_as_a_single_graph(how):
     assert (said, graphs.count) == ([], 1)
 
 
-@pytest.mark.parametrize("how", [dict(scope="model"), dict(scope="block", blocks=["Linear"])])
-def test_narrower_scope_uses_the_eager_step_with_a_compiled_model(how):
-    step, said, graphs = assert_trains_as_eager(Net(), how)
-    assert type(step) is EagerStep
-    assert not said
-    assert graphs.count
-
-
-def test_validation_of_a_model_in_one_graph_is_compiled():
-    model, graphs = Net(), Graphs()
-    step = step_of(model, True, backend=graphs)
-    first, second, *_ = batches()
-    for _ in range(3):
-        step(first)
-        model.eval()
-        with torch.no_grad():
-            found, expected = model(**second)["loss"], F.cross_entropy(model.body(second["x"]), second["y"])
-        torch.testing.assert_close(found, expected)
-        model.train()
-    assert graphs.count == 2
-
-
-def gan():
-    model = Net()
-    optim = {"one": OptimWrapper(SGD(model.body[0].parameters(), lr=0.1))}
-    return model, OptimWrapperDict(**optim)
-
-
-def sparse():
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(4, 2))
-    return model, OptimWrapper(Adagrad(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [(gan, "there are several optimizers"), (sparse, "'0' has sparse gradients, which torch.compile")],
-)
-def test_unsupported_step_raises_an_error_or_compiles_only_the_model(make, why):
-    model, optim = make()
-    with pytest.raises(
-        ConfigError, match=rf"^compile.scope: the step cannot be compiled as one graph: {why}"
-    ):
-        step_of(model, dict(scope="step"), optim)
-    assert model._compiled_call_impl is None
-    said = []
-    assert type(step_of(model, True, optim, said.append)) is EagerStep
-    assert len(said) == 1
-    assert f"The step cannot be compiled as one graph: {why}" in said[0]
-    assert model._compiled_call_impl is not None
-
-
-class Recomputed(Net):
-    """A model that calls torch's own checkpoint."""
-
-    def forward(self, x, y, **others):
-        return {"loss": F.cross_entropy(checkpoint(self.body[2:], self.body[:2](x), use_reentrant=False), y)}
-
-
-def test_only_the_model_is_compiled_if_torch_cannot_recompute_inside_a_graph(monkeypatch):
-    monkeypatch.setattr("slipstream.step.dynamo._recomputes", lambda: False)  # simulate torch 2.11
-    why = "activation checkpointing in a step's graph requires torch 2.12 or newer"
-    model, said = Net(), []
-    checkpoint_activations(model, ActivationCheckpointingOptions(["Linear"]))
-    with pytest.raises(ConfigError, match=rf"^compile.scope: .*one graph: {why}.* Use scope='model'"):
-        step_of(model, dict(scope="step"))
-    assert type(step_of(model, True, warn=said.append)) is EagerStep
-    assert len(said) == 1
-    assert f"The step cannot be compiled as one graph: {why}" in said[0]
-    step, said, _ = assert_trains_as_eager(Recomputed())
-    assert type(step._fallback) is EagerStep
-    assert len(said) == 1
-    assert f"The step cannot be compiled as one graph ({why}" in said[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -248,69 +171,7 @@ def test_failed_capture_compiles_only_the_model_and_names_the_line(kind):
     assert len(said) == 1
 
 
-class Lists(Net):
-    """A network that converts a tensor to Python values, which a graph cannot capture."""
-
-    def forward(self, x, y, **others):
-        x.numpy().tolist()
-        return super().forward(x, y)
-
-
-class Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class PlainFunction(Net):
-    def forward(self, x, y, **others):
-        return {"loss": F.cross_entropy(Doubles.apply(self.body(x)), y)}
-
-
-class Copies(Net):
-    def forward(self, x, y, meta, **others):
-        samples = [dict(sample) for sample in meta]
-        return super().forward(x[: len(samples)], y)
-
-
-class Weighs(Net):
-    def forward(self, x, y, number, share, **others):
-        return {"loss": super().forward(x, y)["loss"] * share / (number + 1)}
-
-
-class CountsUp(Net):
-    def forward(self, x, y, **others):
-        self.calls += 1
-        return super().forward(x, y)
-
-
-class Named(Net):
-    def forward(self, x, y, name, **others):
-        return {"loss": super().forward(x, y)["loss"] * (2 if name.endswith("1.png") else 1)}
-
-
-@pytest.mark.parametrize(("kind", "graphs"), [(Net, 1), (Copies, 1), (Weighs, 3), (CountsUp, 2)])
-def test_changing_strings_and_numbers_require_few_graphs(kind, graphs):
-    _, said, counted = assert_trains_as_eager(kind(), dict(scope="step"))
-    assert not said
-    assert counted.count <= graphs
-
-
 # ---- changes to trained parameters -------------------------------------------------------------------------
-
-
-class Switched(Net):
-    def __init__(self):
-        super().__init__()
-        self.extra, self.on = nn.Linear(4, 3), False
-
-    def forward(self, x, y, number, **others):
-        scores = self.body(x) + (self.extra(x) if self.on else 0)
-        return {"loss": F.cross_entropy(scores, y)}
 
 
 def test_frozen_and_unfrozen_parameters_match_eager():
@@ -331,21 +192,3 @@ def test_frozen_and_unfrozen_parameters_match_eager():
     assert "invalidated 9 times" in said[0]
     assert "requires_grad" in said[0]
     assert graphs <= 12  # the count includes the graphs of the model
-
-
-def test_parameter_group_added_during_training_is_trained():
-    def run(compile):
-        model = Switched()
-        model.on = True
-        optim = OptimWrapper(SGD(model.body.parameters(), lr=0.01, momentum=0.9))
-        step = step_of(model, compile, optim)
-        for number, batch in enumerate(batches()):
-            if number == 4:
-                optim.optimizer.add_param_group({"params": model.extra.parameters(), "lr": 0.05})
-            model.extra.requires_grad_(number >= 4)
-            step(batch)
-        return model
-
-    model, eager = run(True), run(None)
-    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
-    assert not torch.equal(model.extra.weight, Switched().extra.weight)

@@ -7,7 +7,6 @@ from functools import partial
 import graphs
 import pytest
 import torch
-import torch.nn.functional as F
 from tape import Tape
 
 from accelerators import cuda_only
@@ -75,33 +74,6 @@ def test_replayed_step_matches_a_plain_loop(make, window):
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
-class Sample:
-    """A sample in a batch. Its tensor is an attribute, not an element of a container."""
-
-    def __init__(self, label):
-        self.label = label
-
-    def _batch_fields(self):
-        return {"label": self.label}
-
-
-def test_replayed_step_reads_the_tensors_in_the_objects_of_each_batch():
-    make, data, tape = partial(torch.optim.SGD, lr=0.05), graphs.batches(16), Tape()
-    expected, _, losses = graphs.by_hand(make, data)
-    model = graphs.net()
-    step = graphs.graph_step(
-        model,
-        OptimWrapper(optimizer=make(model.parameters())),
-        loss=lambda out, samples: F.cross_entropy(out, torch.stack([s.label for s in samples])),
-        capture_calls=lambda: CapturedCalls(tape),
-        dynamic=False,
-    )
-    found = graphs.train(step, [(x, [Sample(label.clone()) for label in y]) for x, y in data])
-    torch.testing.assert_close(found, losses)
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
-    assert tape.replayed >= 4
-
-
 def test_replayed_step_detects_a_changed_attribute():
     make, data = partial(torch.optim.SGD, lr=0.05), graphs.batches(16)
 
@@ -137,39 +109,6 @@ def test_replayed_step_detects_a_changed_attribute():
         return graphs.graph_step(model, optim, capture_calls=lambda: CapturedCalls(tape), dynamic=False)
 
     torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
-
-
-class Counts(torch.nn.Module):
-    """A network that counts its forward calls in Python and uses the count."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.calls = graphs.net(), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.net(x) * (1.0 + 0.1 * min(self.calls, 6))
-
-
-def test_step_with_a_python_counter_is_not_replayed():
-    make, data = partial(torch.optim.SGD, lr=0.05), graphs.batches(16)
-    tape, model, expected = Tape(), Counts(), Counts()
-    optim = OptimWrapper(optimizer=make(model.parameters()))
-    step = graphs.graph_step(
-        model,
-        optim,
-        capture_calls=lambda: CapturedCalls(tape),
-        dynamic=False,
-        recover=lambda error, problem: step.eager,
-    )
-    optimizer = make(expected.parameters())
-    for batch in data:
-        step(batch)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(expected(batch[0]), batch[1]).backward()
-        optimizer.step()
-    assert tape.captured == 0
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
 class BrokenCapture(Tape):
@@ -224,20 +163,6 @@ def test_graphs_are_released_when_the_step_is_closed():
         assert not capture.alive
     finally:
         gc.enable()
-
-
-def test_number_of_captured_graphs_is_limited():
-    tape, said = Tape(), []
-    calls = CapturedCalls(tape, said.append)
-    run = partial(calls, step)
-    for number in range(200):
-        assert float(run(([torch.ones(1)], number))["all"][0]) == number
-        run(([torch.ones(3)], 0))
-    assert tape.captured == 1
-    assert len(calls._calls) == 16
-    assert tape.warmed == 18
-    (message,) = said
-    assert "more than 16 CUDA graphs" in message
 
 
 @pytest.mark.gpu

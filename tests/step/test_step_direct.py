@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import Counting, batches, by_hand, graph_step, net, train
+from graphs import batches, by_hand, graph_step, net, train
 from torch import nn
 from torch.optim import SGD
 
@@ -85,35 +85,6 @@ def test_changes_to_the_model_are_detected(direct, change):
     torch.testing.assert_close(torch.cat(found), torch.cat(losses), rtol=1e-5, atol=0)
     assert direct[4]
     assert not direct[5]
-
-
-def test_unread_tensor_in_the_batch_never_replaces_a_tensor_that_the_step_reads(direct):
-    """If two entries of a batch are the same tensor, its identity does not show which entry the step reads."""
-    data, model, other = batches(), net(), net()
-    unread = [x if number < 6 else torch.zeros_like(x) for number, (x, _) in enumerate(data)]
-    found = train(graph_step(model, wrapper(model)), [(*b, u) for b, u in zip(data, unread, strict=True)])
-    _, _, losses = by_hand(make(0.1), data, model=other)
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    assert direct == [False] * 2 + [True] * 3 + [False] + [True] * 5
-
-
-class Counts(nn.Module):
-    """A module that counts its calls in Python, a side effect that Dynamo applies after the graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.calls = net(), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.body(x)
-
-
-def test_code_with_side_effects_is_called_through_dynamo(direct):
-    model = Counts()
-    train(graph_step(model, wrapper(model), Counting()), batches())
-    assert model.calls == len(batches())
-    assert not any(direct)
 
 
 def test_error_in_compiled_code_is_raised_and_training_continues():

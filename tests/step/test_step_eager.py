@@ -84,20 +84,6 @@ def test_train_step_of_a_model_matches_the_eager_step():
         assert step(batch) == other.train_step(batch, other_optim)
 
 
-def test_custom_reduction_selects_the_loss():
-    weight = nn.Parameter(torch.tensor([1.0, 1.0]))
-    optim = OptimWrapper(torch.optim.SGD([weight], lr=1.0))
-
-    def reduce(losses):
-        return losses["loss_a"] * 2, {"seen": losses["loss_b"].detach()}
-
-    step = EagerStep(
-        lambda batch: {"loss_a": weight[0] * 1.0, "loss_b": weight[1] * 1.0}, nn.Module(), optim, reduce
-    )
-    assert step(None) == {"seen": torch.tensor(1.0)}
-    assert weight.tolist() == [-1.0, 1.0]
-
-
 # ---- sum_losses --------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from graphs import STEPS, Counting, batches, by_hand, graph_step, in_graph, net, train
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from slipstream.model import BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
@@ -61,22 +61,6 @@ def test_scheduler_changes_settings_without_a_new_graph():
     assert compiler.graphs == 1
 
 
-def test_groups_with_diverging_settings_are_separated():
-    def groups(make, model):
-        return make([{"params": [p]} for p in model.parameters()])
-
-    def first_alone(optimizer, number):
-        for index, group in enumerate(optimizer.param_groups):
-            group["lr"] = 0.1 / (1 + max(number - 4, 0) * (index == 0))
-
-    one, other = net(), net()
-    by_hand(lambda _: groups(MOMENTUM, one), batches(), first_alone, one)
-    compiler = Counting()
-    in_graph(lambda _: groups(MOMENTUM, other), batches(), first_alone, other, compiler)
-    assert_same(other, one)
-    assert compiler.graphs == 2  # one merged group at first, then two
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_graph_in_lower_precision_matches_the_eager_step(dtype):
     def run(graph):
@@ -121,36 +105,7 @@ class Scripted(BaseAveragedModel):
         return next(self.weights)
 
 
-def test_averages_are_updated_in_the_graph():
-    model = net()
-    average = Scripted(model, [1.0, 0.5, 0.0, 0.25])
-    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
-    optim.parts.append(AveragePart(average, model, lambda: optim.batches))
-    step = graph_step(model, optim)
-    seen = []
-    for batch in batches(4):
-        step(batch)
-        seen.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    expected = seen[0].lerp(seen[1], 0.5).lerp(seen[3], 0.25)
-    found = torch.nn.utils.parameters_to_vector(average.module.parameters())
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, seen[-1], atol=1e-3)
-    assert next(average.weights, "none left") == "none left"
-
-
 # ---- state ------------------------------------------------------------------------------------------------
-
-
-def test_state_matches_the_eager_step():
-    data = [(x.double(), y) for x, y in batches()]
-    model, optimizer, _ = by_hand(partial(AdamW, lr=0.01), data, model=net().double())
-    own, optim, _ = in_graph(partial(AdamW, lr=0.01), data, model=net().double())
-    expected, found = optimizer.state_dict(), optim.state_dict()
-    assert found["state"].keys() == expected["state"].keys()
-    for index, values in expected["state"].items():
-        torch.testing.assert_close(found["state"][index], values, rtol=1e-9, atol=1e-12)
-    assert found["param_groups"] == expected["param_groups"]
-    assert own.state_dict().keys() == model.state_dict().keys()
 
 
 def test_loaded_state_is_used():
@@ -185,49 +140,6 @@ def test_custom_optimizer_steps_outside_the_graph():
     own, _, found = in_graph(make, batches())
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     assert_same(own, model)
-
-
-class KeepsGradients(SGD):
-    """An optimizer that sets gradients to zero instead of None, like the fused NPU optimizers."""
-
-    def zero_grad(self, set_to_none=False):
-        super().zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("window", [1, 3])
-def test_optimizer_that_keeps_its_gradients_uses_the_graph(window):
-    make = partial(KeepsGradients, lr=0.1, momentum=0.9)
-    compiler = Counting()
-    model, _, losses = by_hand(MOMENTUM, batches(), window=window)
-    own, optim, found = in_graph(make, batches(), backend=compiler, accumulative_counts=window)
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    assert_same(own, model)
-    assert compiler.graphs == (1 if window == 1 else 2)
-    assert all(not p.grad.any() for p in optim.parameters())
-
-
-# ---- shapes -----------------------------------------------------------------------------------------------
-
-
-def test_smaller_last_batch_requires_no_new_graph():
-    data = [(x[:2], y[:2]) if i % 6 == 5 else (x, y) for i, (x, y) in enumerate(batches(24))]
-    compiler = Counting()
-    model, _, losses = by_hand(MOMENTUM, data)
-    own, _, found = in_graph(MOMENTUM, data, backend=compiler)
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    assert_same(own, model)
-    assert compiler.graphs == 1
-
-
-def test_many_shapes_use_a_single_graph_with_dynamic_shapes():
-    sizes = [6, 5, 4, 3, 2] * 8
-    data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=True)]
-    compiler = Counting()
-    model, _, losses = by_hand(MOMENTUM, data)
-    own, _, found = in_graph(MOMENTUM, data, backend=compiler)
-    torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-6)
-    assert_same(own, model, rtol=1e-4, atol=1e-5)
-    assert compiler.graphs <= 3
 
 
 # ---- fallbacks --------------------------------------------------------------------------------------------
@@ -265,42 +177,6 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
     assert next(average.weights, "none left") == "none left"
 
 
-def test_hook_added_after_the_capture_is_called_even_if_another_hook_was_removed():
-    """After the last hook is removed, torch keeps the tensor's empty dict of hooks and reuses it for the next hook."""
-    make, data = partial(SGD, lr=0.05), batches()
-
-    def run(step_of):
-        model = net()
-        weight = model[0].weight
-        weight.register_hook(lambda grad: grad).remove()
-        step = step_of(model)
-        for number, batch in enumerate(data):
-            if number == 6:
-                weight.register_hook(lambda grad: 2 * grad)
-            step(batch)
-        return model
-
-    def loop(model):
-        optimizer = make(model.parameters())
-
-        def step(batch):
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch[0]), batch[1]).backward()
-            optimizer.step()
-
-        return step
-
-    def captured(model):
-        optim = OptimWrapper(optimizer=make(model.parameters()))
-        return graph_step(model, optim, recover=lambda _, problem: EagerStep(_losses_of(model), model, optim))
-
-    torch.testing.assert_close(run(captured).state_dict(), run(loop).state_dict())
-
-
-def _losses_of(model):
-    return lambda batch: {"loss": F.cross_entropy(model(batch[0]), batch[1])}
-
-
 class _FailsOnce(StepPart):
     on_host = True
 
@@ -327,19 +203,3 @@ def test_error_after_the_graph_is_raised_and_the_batch_is_counted_once():
             step(batch)
     torch.testing.assert_close(model.state_dict(), by_hand(make, data)[0].state_dict())
     assert optim.batches == len(data)
-
-
-def test_verification_without_memory_for_float64_falls_back_to_eager(monkeypatch):
-    def no_memory(graph, inputs, double):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr("slipstream.step.verification.interpret", no_memory)
-    model, reasons = net(), []
-    optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05))
-
-    def recover(error, problem):
-        reasons.append(error)
-        return EagerStep(_losses_of(model), model, optim)
-
-    train(graph_step(model, optim, recover=recover), batches())
-    assert [type(reason) for reason in reasons] == [torch.OutOfMemoryError]

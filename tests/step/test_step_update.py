@@ -93,28 +93,6 @@ def test_sgd_momentum_can_change_without_a_new_graph(nesterov):
     assert compiler.graphs == 1
 
 
-def test_momentum_enabled_later_creates_its_state():
-    def late(optimizer, number):
-        optimizer.param_groups[0]["momentum"] = 0.9 if number > 3 else 0.0
-
-    make = partial(optim.SGD, lr=0.05)
-    model, _, losses = by_hand(make, batches(), late, without_bias())
-    own, _, found = in_graph(make, batches(), late, without_bias())
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(own.state_dict(), model.state_dict())
-
-
-def test_betas_can_change_without_a_new_graph():
-    def cycle(optimizer, number):
-        optimizer.param_groups[0]["betas"] = (0.9 - 0.05 * number, 0.999)
-
-    make = partial(optim.AdamW, lr=0.01)
-    _, _, losses = by_hand(make, batches(), cycle, without_bias())
-    _, _, found = in_graph(make, batches(), cycle, without_bias(), compiler := Counting())
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
-    assert compiler.graphs == 1
-
-
 def test_groups_keep_their_own_settings():
     def groups(model):
         first, *others = model.parameters()

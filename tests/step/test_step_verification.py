@@ -163,19 +163,6 @@ def test_incomplete_graph_is_not_reported_as_a_compiler_bug():
     assert not caught.value.compiler
 
 
-def test_random_numbers_are_the_same_in_float64():
-    model, batch = net(0.5), batches(1)[0]
-    captured, _ = capture(model, batch)
-    results = []
-    for dtype in (None, torch.float64):
-        own = copies(captured.inputs, dtype)
-        torch.manual_seed(3)
-        interpret(captured.compiled.graph, own, double=dtype is not None)
-        results.append([value.double() for value in own if value.is_floating_point()])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-
-
 def test_autocast_is_compared_with_float64():
     """The rounding error of a bfloat16 step is a few percent, which is not a compiler bug."""
     model, (x, y) = net(), batches(1)[0]

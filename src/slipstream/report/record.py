@@ -169,7 +169,7 @@ class Example:
 
 @dataclass
 class OptionRow:
-    """A speed option; see `slipstream.speed.table`."""
+    """A speed option; see `slipstream.speed.plan.option_rows`."""
 
     option: str
     value: str
