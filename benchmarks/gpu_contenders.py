@@ -133,7 +133,7 @@ def cuda_graph_loop(setting: Setting) -> Train:
 
 def slipstream(setting: Setting, compiled: bool = True, **options: Any) -> Train:
     net, optimizer = setting.network(fused=False)
-    compile_options = {"scope": "step", "wait": True, "cache": False, "backend": setting.backend}
+    compile_options = {"scope": "step", "cache": False, "backend": setting.backend}
     speed = {"precision": "bf16", "fused": True, "compile": compile_options if compiled else None, **options}
     step = accelerate(net, optimizer, setting.case.loss, speed=speed)
     return repeat_step(setting, lambda batch: step(batch)["loss"])

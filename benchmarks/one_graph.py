@@ -71,9 +71,7 @@ def loop(
 def one_graph(case: Case) -> Step:
     net = case.build()
     optimizer = torch.optim.SGD(net.parameters(), lr=case.learning_rate, momentum=0.9)
-    train = accelerate(
-        net, optimizer, case.loss, speed={"compile": {"scope": "step", "cache": False, "wait": True}}
-    )
+    train = accelerate(net, optimizer, case.loss, speed={"compile": {"scope": "step", "cache": False}})
     return lambda batch: train(batch)["loss"]
 
 

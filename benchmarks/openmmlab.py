@@ -149,17 +149,11 @@ def check_training(case: Case, work: Path, data: Path, resume: bool, seconds: fl
     return "yes" if complete else "no metric or checkpoint in the log"
 
 
-def start_workers(
-    engines: Sequence[str], case: Case, work: Path, data: Path, budget: float
-) -> dict[str, Worker]:
+def start_workers(engines: Sequence[str], case: Case, work: Path, data: Path) -> dict[str, Worker]:
     """Start a process for each engine."""
     common = [*case.options(data, 10**6), "default_hooks.checkpoint.interval=1000000"]
     common.append("default_hooks.logger.interval=50")
-    limit = {COMPILED: [f"speed.compile.budget={budget:g}"]}
-    return {
-        engine: Worker(engine, case, work, [*common, *ENGINES[engine][1], *limit.get(engine, ())])
-        for engine in engines
-    }
+    return {engine: Worker(engine, case, work, [*common, *ENGINES[engine][1]]) for engine in engines}
 
 
 def measure(workers: dict[str, Worker], warmup: int, end: float) -> dict[str, Any]:
@@ -211,8 +205,8 @@ def fallback_warning(log: Path) -> str | None:
     return re.sub(r"/\S*/site-packages/", "", match[1]) if match else None
 
 
-def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
-    """Run a case within `limit` seconds, and return its result. If `budget` is None, times are not measured."""
+def run(name: str, limit: float, measures: bool) -> dict[str, Any]:
+    """Run a case within `limit` seconds, and return its result; `measures` is whether to measure times."""
     case = CASES[name]
     if (reason := missing(case)) is not None:
         return {"library": case.library, "name": name, "config": case.config, "missing": reason}
@@ -225,13 +219,13 @@ def run(name: str, limit: float, budget: float | None) -> dict[str, Any]:
         resumes = check_training(case, work, data, True, limit) if trains == "yes" else "no"
         load = round(os.getloadavg()[0], 2)
         phases = []
-        if budget is not None:
+        if measures:
             now = time.monotonic()
             ends = (now + (start + limit - now) * _UNCOMPILED_FRACTION, start + limit)
             for engines, warmup, end in zip(
                 (UNCOMPILED, ("MMEngine", COMPILED)), (3, WARMUP), ends, strict=True
             ):
-                phases.append(measure(start_workers(engines, case, work, data, budget), warmup, end))
+                phases.append(measure(start_workers(engines, case, work, data), warmup, end))
         reason = fallback_warning(work / f"{COMPILED}.log")
     return {
         "library": case.library,
@@ -294,9 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("cases", nargs="*", help=f"configurations: {', '.join(CASES)} (default: all)")
     parser.add_argument("--limit", default="20m", help="time limit for the whole command (default: 20m)")
     parser.add_argument(
-        "--budget", default="40s", help="value of compile.budget for each scope (default: 40s)"
-    )
-    parser.add_argument(
         "--only-check", action="store_true", help="train and resume, but do not measure times"
     )
     parser.add_argument(
@@ -312,11 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = environment_info(
         ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
     )
-    budget = None if args.only_check else read_duration(args.budget, "budget")
     cases = earlier_cases(args.out) if args.out else {}
     for index, name in enumerate(names):
         now = time.monotonic()
-        case = run(name, (end - now) / (len(names) - index), budget)
+        case = run(name, (end - now) / (len(names) - index), not args.only_check)
         cases[name] = case | {"date": info["date"], "command": info["command"]}
         rows = [cases[name] for name in CASES if name in cases]
         text = summary(rows)

@@ -83,12 +83,7 @@ GRADIENT_HOOKS = [
         ("from step 5 on", 5, None),
         ("from step 5 to 9", 5, removed),
     )
-    if hook is halves
-    or (
-        (at, undo) == (5, removed if hook in (clips_after, module_backward) else None)
-        # PyTorch does not report the hooks of this node, so a hook added after the verification is not detected.
-        and hook is not prehook_of_accumulation
-    )
+    if hook is halves or (at, undo) == (5, removed)
 ]
 
 

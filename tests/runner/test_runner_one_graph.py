@@ -117,7 +117,7 @@ def average(found):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_run_resumed_inside_an_accumulation_window_is_bitwise_identical(tmp_path, backend):
-    how = dict(scope="step", backend=backend, wait=True)
+    how = dict(scope="step", backend=backend)
     adamw = dict(type="AdamW", lr=0.01)
     whole = stopping(tmp_path / "whole", how, optimizer=adamw)
     rest = stopping(tmp_path / "rest", how, str(tmp_path / "whole/iter_7.pth"), adamw)

@@ -226,7 +226,6 @@ class TrainStep:
             # torch warns if a schedule steps before the first update, as in the first accumulation window.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._total_steps = total_steps
-        self._is_longer = False  # whether training has continued after total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
         self.optim.batches_per_epoch = batches_per_epoch
         move = BaseDataPreprocessor().to(device)
@@ -272,9 +271,12 @@ class TrainStep:
                 "the step cannot be called inside `with step.averaged()`, because it would train the averaged weights; "
                 "call it after the block"
             )
-        if self._total_steps is not None and self.steps >= self._total_steps and not self._is_longer:
-            self._is_longer = True
-            self._warn_of_length()
+        if self._total_steps is not None and self.steps >= self._total_steps:
+            self._warn_once(
+                f"Training continues past total_steps={self._total_steps} batches, but the schedule of ema and the "
+                "last accumulation window were computed for that length. total_steps is the number of batches in the "
+                "whole run, not of weight updates; pass len(loader) * epochs to accelerate()"
+            )
         return self._step(batch)
 
     def close(self) -> None:
@@ -321,13 +323,6 @@ class TrainStep:
     def _warn_once(self, message: str) -> None:
         if message not in self._warnings:
             self._warn(message)
-
-    def _warn_of_length(self) -> None:
-        self._warn(
-            f"Training continues past total_steps={self._total_steps} batches, but the schedule of ema and the last "
-            "accumulation window were computed for that length. total_steps is the number of batches in the whole "
-            "run, not of weight updates; pass len(loader) * epochs to accelerate()"
-        )
 
     def _add_average(self, options: EmaOptions, total_steps: int | None) -> None:
         path = self.plan.config_path("ema")
@@ -429,10 +424,9 @@ class TrainStep:
         self._check_not_averaged("load_state_dict")
         self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
-        if "other_tensors" in state:
-            with torch.no_grad():
-                for tensor, saved in zip(self._other_tensors(), state["other_tensors"], strict=True):
-                    tensor.copy_(saved)
+        with torch.no_grad():
+            for tensor, saved in zip(self._other_tensors(), state.get("other_tensors", []), strict=True):
+                tensor.copy_(saved)
         self._load_average(state)
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -212,14 +212,6 @@ def select_kernels(optim: OptimWrapper, plan: SpeedPlan, device: torch.device) -
                 fuse(wrapper.optimizer, plan.fused)
 
 
-@runtime_checkable
-class _PartOptions(Protocol):
-    """Interface of options that create a step part."""
-
-    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part for the unwrapped `model` and the wrapper `optim`."""
-
-
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """Insert the step parts for the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
@@ -231,7 +223,7 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """
     core = unwrap_model(model)
     part_options = {
-        option: value for option in plan.options() if isinstance(value := getattr(plan, option), _PartOptions)
+        option: value for option in plan.options() if hasattr(value := getattr(plan, option), "part")
     }
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
         parts = []

@@ -80,9 +80,7 @@ def read_compile(value: Any) -> CompileOptions | None:
     return options
 
 
-def compile_model(
-    model: nn.Module, options: CompileOptions, warn: Callable[[str], None], warn_limit: bool = True
-) -> None:
+def compile_model(model: nn.Module, options: CompileOptions, warn: Callable[[str], None]) -> None:
     """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
     The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
@@ -93,7 +91,6 @@ def compile_model(
         model: the unwrapped model.
         options: the options.
         warn: called with a message if the model cannot be compiled as requested.
-        warn_limit: whether to also call `warn` if torch's recompile limit is reached.
 
     Raises:
         ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
@@ -108,7 +105,7 @@ def compile_model(
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
-    compile_modules(modules, options, warn, warn_limit)
+    compile_modules(modules, options, warn)
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:

@@ -107,22 +107,24 @@ def _recompile_reason(record: Any) -> str:
 
 @dataclass(frozen=True)
 class CompileSummary:
-    """Statistics of torch.compile over a period of time; each dict maps a message to its number of occurrences."""
+    """Statistics of torch.compile over a period of time; each dict maps a message to its number of occurrences.
+
+    Attributes:
+        graphs: number of captured graphs, including those after graph breaks and from recompiles.
+        cache_hits, cache_misses: number of graphs (forward and backward) whose code was, or was not, in the cache.
+        breaks: location and reason of each graph break.
+        recompiles: function and cause of each recompile.
+        unexpected: number of recompiles beyond those expected for each function.
+        eager: cause of the last recompile of each function that reached the recompile limit and then ran eagerly.
+    """
 
     graphs: int = 0
-    """Number of captured graphs, including those after graph breaks and from recompiles."""
     cache_hits: int = 0
-    """Number of graphs (forward and backward) whose code inductor found in its cache."""
     cache_misses: int = 0
-    """Number of graphs that inductor compiled."""
     breaks: dict[str, int] = field(default_factory=dict)
-    """Location and reason of each graph break."""
     recompiles: dict[str, int] = field(default_factory=dict)
-    """Function and cause of each recompile."""
     unexpected: int = 0
-    """Number of recompiles beyond those expected for each function."""
     eager: dict[str, int] = field(default_factory=dict)
-    """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
 
     @property
     def has_problems(self) -> bool:

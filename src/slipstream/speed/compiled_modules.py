@@ -18,20 +18,17 @@ from slipstream.step.leaves import clone_tensors
 __all__ = ["compile_modules"]
 
 
-def compile_modules(
-    modules: list[nn.Module], options: CompileOptions, warn: Callable[[str], None], warn_limit: bool
-) -> None:
+def compile_modules(modules: list[nn.Module], options: CompileOptions, warn: Callable[[str], None]) -> None:
     """Compile modules in place: the model, or blocks of the model. Equal modules share their graphs.
 
     Args:
         modules: the modules.
         options: the options.
         warn: called with a message if a module cannot be compiled as requested.
-        warn_limit: whether to also call `warn` if torch's recompile limit is reached.
     """
     groups: dict[type[nn.Module], _Group] = {}
     for module in modules:
-        groups.setdefault(type(module), _Group(warn, warn_limit)).modules.append(module)
+        groups.setdefault(type(module), _Group(warn)).modules.append(module)
     for group in groups.values():
         _compile(group, options)
 
@@ -88,9 +85,9 @@ def _clone_outputs(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules of one class. If one of them cannot be compiled, all of them run eagerly."""
 
-    def __init__(self, warn: Callable[[str], None], warn_limit: bool) -> None:
+    def __init__(self, warn: Callable[[str], None]) -> None:
         self.modules: list[nn.Module] = []
-        self.warn, self.warn_limit = warn, warn_limit
+        self.warn, self.warn_limit = warn, True
 
     def give_up(self, module: nn.Module, error: Exception) -> None:
         for each in self.modules:

@@ -125,8 +125,7 @@ def _compile_less(
             f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
             f"{remedy}To suppress this warning, set compile=dict(scope='model')"
         )
-        # If the recompile limit was reached, the warning above already reports it.
-        compile_model(core, options, warn, warn_limit=False)
+        compile_model(core, options, warn)
 
 
 def _wrong_numbers(error: WrongNumbersError, options: CompileOptions) -> str:

@@ -37,33 +37,6 @@ from slipstream.speed.simple_options import (
 
 __all__ = ["CFG_OPTIONS", "IDLE", "PARAMS_OPTIONS", "REFUSED", "Refusal", "SpeedPlan", "idle", "option_rows"]
 
-CFG_OPTIONS = (
-    "compile",
-    "sync_bn",
-    "parallel",
-    "model_wrapper_cfg",
-    "find_unused_parameters",
-    "activation_checkpointing",
-    "training_params",
-)
-"""The keys of options that a Runner reads only from its `cfg`."""
-
-PARAMS_OPTIONS = (
-    "speed",
-    "mixed_precision",
-    "torch_compile",
-    "torch_compile_loss",
-    "torch_compile_options",
-    "torch_compile_mode",
-    "ema",
-    "ema_params",
-    "sync_bn",
-    "multi_gpu",
-    "batch_accumulate",
-    "clip_grad_norm",
-)
-"""The keys of SuperGradients' `training_params` that set speed options."""
-
 
 class _Option(NamedTuple):
     """How to read an option, and its config paths in addition to `speed=`."""
@@ -260,6 +233,19 @@ _CONFIG_PATHS: Mapping[str, list[str]] = {
     name: [f"speed.{name}", *option.paths, f"training_params.speed.{name}"]
     for name, option in _OPTIONS.items()
 }
+
+
+def _keys(front_end: str) -> list[str]:
+    """Return the keys of a front end that set options."""
+    paths = (path.rpartition(".") for option_paths in _CONFIG_PATHS.values() for path in option_paths)
+    return [key for prefix, _, key in paths if prefix == front_end]
+
+
+CFG_OPTIONS = (*_keys("cfg"), "training_params")
+"""The keys of options that a Runner reads only from its `cfg`."""
+_MORE_PARAMS = ("speed", "torch_compile_loss", "torch_compile_options", "torch_compile_mode", "ema_params")
+PARAMS_OPTIONS = (*_keys("training_params"), *_MORE_PARAMS)
+"""The keys of SuperGradients' `training_params` that set speed options."""
 
 
 # ---- invalid combinations, and options without effect ---------------------------------------------------

@@ -65,14 +65,7 @@ def check_step_state(step: TrainStep, state: Mapping[str, Any], others: list[Ten
             _check_entries("average", own, state["average"], source)
             averaged = {key: value for key, value in state["average"].items() if key != "steps"}
             check_tensors(own, averaged, "average", source, warnings.warn)
-        if "other_tensors" in state:
-            _check_list("other_tensors", others, state["other_tensors"], source)
-        elif others:
-            warnings.warn(
-                f"{source} does not contain the tensors outside the model that the optimizer or loss_fn uses; the "
-                "current values are kept",
-                stacklevel=4,
-            )
+        _check_list("other_tensors", others, state.get("other_tensors", []), source)
         if "gradients" in state:
             _check_list("gradients", params, state["gradients"], source, layouts=False)
             scaled = bool(saved)

@@ -57,8 +57,6 @@ class CapturedStep:
     """Number of batches since the last graph of each kind was captured; see `verified`."""
     has_graphs = False
     """Whether a graph was captured; its compilation may have failed."""
-    logged_no_replay = False
-    """Whether the message that direct calls cannot be replayed as CUDA graphs has been logged."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class CapturedCalls:
         # destroys the process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
-        Finalize(self, _release, (release,), exitpriority=0)
+        Finalize(self, release, exitpriority=0)
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
         """Call `run(arguments)`, or replay the CUDA graph of this call; `run` must not synchronize with the device."""
@@ -109,11 +109,6 @@ class CapturedCalls:
             )
             self._warn = None
         return run(arguments)
-
-
-def _release(release: Callable[[], None]) -> None:
-    release()
-    atexit.unregister(release)
 
 
 class _Graph:

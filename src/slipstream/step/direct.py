@@ -201,7 +201,4 @@ def _leaves(inputs: Any, grad_buffers: Sequence[Tensor] | None) -> list[Any]:
 
 
 def _entries(code: Any) -> list[Any]:
-    try:
-        return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-    except AttributeError:  # this version of torch does not have the function; all calls use Dynamo
-        return []
+    return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))

@@ -282,9 +282,8 @@ class GraphStep(CompiledStep):
         optim, grad_buffers = self.optim, called.grad_buffers
         if called.args is not None and captured.direct is not None and captured.last_compiled is not None:
             call = captured.direct.add_call(captured.last_compiled, called.args, called.outputs)
-            replays = call is not None and call.one_device
-            if not replays and captured.cuda_graphs is not None and not captured.logged_no_replay:
-                captured.logged_no_replay = True
+            if captured.cuda_graphs is not None and (call is None or not call.one_device):
+                captured.cuda_graphs = None
                 self.info(
                     "The step is not replayed as a CUDA graph, because it changes Python objects, reads tensors on the "
                     "CPU, or reads tensors that belong to neither the batch nor the model"
