@@ -85,7 +85,7 @@ def loop(case: Case) -> Step:
 
 def one_graph(case: Case) -> Step:
     net, optimizer = net_and_optimizer(case)
-    options = {"scope": "step", "cache": False, "wait": True}
+    options = {"scope": "step", "cache": False}
     train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": options})
     return lambda batch: train(batch)["loss"]
 

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["to_channels_last"]
+__all__ = ["as_channels_last", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +36,11 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         model.register_forward_pre_hook(_convert_batch, with_kwargs=True)
 
 
+def as_channels_last(batch: Any) -> Any:
+    """Return a batch (nested dicts, lists and tuples) with its images (4-d or 5-d tensors) in channels_last."""
+    return tree_map_only(Tensor, _convert, batch)
+
+
 def _convert(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _IMAGE_DTYPES or tensor.ndim not in _FORMATS:
         return tensor
@@ -43,4 +48,4 @@ def _convert(tensor: Tensor) -> Tensor:
 
 
 def _convert_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tree_map_only(Tensor, _convert, (args, kwargs))
+    return as_channels_last((args, kwargs))

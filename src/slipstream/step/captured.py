@@ -53,8 +53,6 @@ class CapturedStep:
     """Calls the compiled code without Dynamo, if possible."""
     cuda_graphs: CapturedCalls | None = None
     """Replays direct calls as CUDA graphs."""
-    uses: Counter[bool]
-    """Number of batches since the last graph of each kind was captured; see `verified`."""
     has_graphs = False
     """Whether a graph was captured; its compilation may have failed."""
 
@@ -81,10 +79,10 @@ class CapturedStep:
         self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
         window, and False for all other batches."""
-        self.uses = Counter()
+        self.uses: Counter[bool] = Counter()
+        """Number of batches since the last graph of each kind was captured."""
         self._wasted = 0
         self._hooked = is_hooked(optim.optimizer)
-        self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
         self._requires_grad = list(map(_REQUIRES_GRAD, self._owned))
@@ -108,10 +106,7 @@ class CapturedStep:
             return "the global module hooks"
         if self.scale is not None and self.scale.is_changed():
             return "the loss scale settings"
-        if (
-            is_hooked(optim.optimizer) != self._hooked
-            or type(optim.optimizer).step is not self._optimizer_step
-        ):
+        if is_hooked(optim.optimizer) != self._hooked:
             return "the optimizer hooks"
         if self.update is None:
             return None
