@@ -1,12 +1,13 @@
 """`python -m slipstream.train_from_recipe --config-name=NAME`: SuperGradients' command, with all Hydra options.
 
-Hydra parses the command line, runs the jobs of a `--multirun` in sequence or with a launcher plugin, and prints the
-recipe for `--cfg job`. Each job runs `slipstream train NAME OVERRIDES`.
+Each run is the same as `slipstream train NAME OVERRIDES`. With `--multirun`, Hydra runs the jobs in sequence or with a
+launcher plugin, and a sweeper plugin, such as Optuna's, receives the best value of the watched metric.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["main"]
+__all__ = ["best_value", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,18 +44,16 @@ def _main(argv: list[str]) -> int:
 
     trust = "--trust" in argv  # removed below, because Hydra does not support this option
     args = get_args_parser().parse_args([word for word in argv if word != "--trust"])
-    folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:
         raise ConfigError("no recipe given; add --config-name=NAME ('slipstream recipes' lists all recipes)")
     if not _hydra_options(args):
-        return _train(args.config_name, args.overrides, folder, trust)
-    path = find_recipe(args.config_name or "variable_setup", folder)
+        return _train(args, args.overrides, trust)
+    path = find_recipe(args.config_name or "variable_setup", args.config_dir or args.config_path)
     if path.suffix != ".yaml":
         raise ConfigError(
-            f"Hydra reads only .yaml files, not {path}; run `slipstream train {path}` instead",
-            "--config-name",
+            f"Hydra reads only .yaml files, not {path}; run `slipstream train {path}`", "--config-name"
         )
-    _run_hydra(args, path, folder, trust)
+    _run_hydra(args, path, trust)
     return 0
 
 
@@ -62,41 +61,39 @@ def _hydra_options(args: argparse.Namespace) -> list[str]:
     """Return the command-line options that only Hydra can handle."""
     flags = ("multirun", "help", "hydra_help", "shell_completion")
     options = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
-    options += [
-        f"--{name}={getattr(args, name)}" for name in ("cfg", "info", "package") if getattr(args, name)
-    ]
+    options += [f"--{key}={value}" for key in ("cfg", "info", "package") if (value := getattr(args, key))]
     return [*options, "--resolve"] if options and args.resolve else options
 
 
 def _train(
-    name: str, overrides: Sequence[str], folder: str | None, trust: bool, work_dir: Path | None = None
+    args: argparse.Namespace, overrides: Sequence[str], trust: bool, work_dir: Path | None = None
 ) -> int:
     from slipstream.cli.main import main as command
 
-    options = {"--config-dir": folder, "--work-dir": work_dir}
-    arguments = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return command(["train", name, *overrides, *arguments, *(["--trust"] if trust else [])])
+    options = {"--config-dir": args.config_dir or args.config_path, "--work-dir": work_dir}
+    words = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return command(["train", args.config_name, *overrides, *words, *(["--trust"] if trust else [])])
 
 
-def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: bool) -> None:
+def _run_hydra(args: argparse.Namespace, path: Path, trust: bool) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
     from slipstream.errors import SlipstreamError
-    from slipstream.recipes.compose import hydra_overrides
-    from slipstream.recipes.resolvers import register_resolvers
+    from slipstream.recipes.compose import hydra_overrides, register_resolvers
 
-    def job(_: DictConfig) -> None:
+    def job(_: DictConfig) -> float | None:
         run = HydraConfig.get()
-        work_dir = Path(run.sweep.dir) / str(run.job.num)
-        status = _train(args.config_name, list(run.overrides.task), folder, trust, work_dir)
+        work_dir, overrides = Path(run.sweep.dir) / str(run.job.num), list(run.overrides.task)
+        status = _train(args, overrides, trust, work_dir)
         if status in (1, 2):
             # After this error, Hydra continues with the other runs.
             raise SlipstreamError(f"run {run.job.num} failed; see the error above")
         if status:
             sys.exit(status)
+        return best_value(args.config_name, overrides, args.config_dir or args.config_path, work_dir)
 
-    overrides = hydra_overrides(path, args.overrides, folder, trust)
+    overrides = hydra_overrides(path, args.overrides, args.config_dir or args.config_path, trust)
     register_resolvers()
     # hydra.main reads its arguments only from sys.argv.
     previous_argv, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *overrides]
@@ -104,6 +101,25 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: 
         hydra.main(str(path.parent.resolve()), path.stem, version_base="1.3")(job)()
     finally:
         sys.argv = previous_argv
+
+
+def best_value(name: str, overrides: Sequence[str], config_dir: str | None, work_dir: Path) -> float | None:
+    """Return the best value of the metric that selects the best checkpoint, or None if the run has not logged it.
+
+    The values are read from the run's JSON log, because the run may have been several processes.
+    """
+    from slipstream.cli.configure import load_config
+
+    checkpoint = (load_config(name, overrides, config_dir).cfg.get("default_hooks") or {}).get(
+        "checkpoint"
+    ) or {}
+    metric = str(checkpoint.get("save_best") or "").removeprefix("val/")
+    values = []
+    for log in work_dir.glob("*/vis_data/scalars.json"):
+        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        values += [entry[metric] for entry in entries if metric in entry]
+    best = min if checkpoint.get("rule") == "less" else max
+    return float(best(values)) if values else None
 
 
 if __name__ == "__main__":

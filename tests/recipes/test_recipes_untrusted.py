@@ -9,7 +9,6 @@ from slipstream.config import Config
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose, find_recipe
 from slipstream.recipes.compose import hydra_overrides
-from slipstream.recipes.resolvers import output_dir
 from slipstream.registry import HOOKS, METRICS
 from slipstream.training.callbacks import callback_hooks
 from slipstream.training.losses import loss_config

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from slipstream import Trainer
 from slipstream.dataset import apply_device_transforms
 from slipstream.errors import ConfigError
-from slipstream.supergradients import dataloaders
+from slipstream.training.super_gradients import loaders as dataloaders
 from slipstream.training import dataloaders as plain_dataloaders
 
 pytest.importorskip("omegaconf")

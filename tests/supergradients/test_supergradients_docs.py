@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.supergradients.names import MODULES
+from slipstream.training.super_gradients import MODULES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/from_supergradients.md").read_text()

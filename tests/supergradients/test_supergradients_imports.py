@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.supergradients import environment, hyperparams, models
-from slipstream.supergradients.names import MODULES, missing_message
-from slipstream.supergradients.object_names import Models, StrictLoad
-from slipstream.supergradients.registry import register_loss, register_model
-from slipstream.supergradients.trainer import Trainer
+from slipstream.training.super_gradients import scripts as environment, scripts as hyperparams, scripts as models
+from slipstream.training.super_gradients import MODULES, missing_message
+from slipstream.training.super_gradients.scripts import Models, StrictLoad
+from slipstream.training.super_gradients.scripts import register_loss, register_model
+from slipstream.training.super_gradients.scripts import Trainer
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 
@@ -243,7 +243,7 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path):
         "    print(*DataLoader(parts.Names(), num_workers=1, multiprocessing_context='spawn'))\n"
     )
     done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "['slipstream.supergradients.trainer']"
+    assert done.stdout.splitlines()[-1] == "['slipstream.training.super_gradients.scripts']"
 
 
 def test_models_get_has_supergradients_argument_order_and_defaults(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from slipstream import dataset
 from slipstream.dataset.transforms.pipeline import apply_transforms
 from slipstream.errors import ConfigError
-from slipstream.supergradients import transforms
+from slipstream.training.super_gradients import transforms
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -39,7 +39,7 @@ def sample():
     }
 
 
-@pytest.mark.parametrize("name", transforms.__all__)
+@pytest.mark.parametrize("name", [name for name in dataset.__all__ if name.startswith("Seg") and name[3].isupper()])
 def test_a_transform_accepts_a_sample_of_pillow_images(name):
     transform = pickle.loads(pickle.dumps(getattr(transforms, name)(**ARGUMENTS[name])))
     random.seed(3)

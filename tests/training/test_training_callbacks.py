@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError, DataError, UnknownNameError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.registry import HOOKS
 from slipstream.runner import Runner
-from slipstream.training.binary_visualization import BinarySegmentationVisualizationCallback
+from slipstream.training.callbacks import BinarySegmentationVisualizationCallback
 from slipstream.training.callbacks import (
     Callback,
     CallbackHook,
@@ -23,7 +23,7 @@ from slipstream.training.callbacks import (
     PhaseCallback,
     callback_hooks,
 )
-from slipstream.training.sg_logger import SGLogger
+from slipstream.training.callbacks import SGLogger
 from slipstream.visualization import Visualizer
 from tiny_runs import Accuracy, Net, Scripted, assert_same, loader, run, training, validation, weights
 

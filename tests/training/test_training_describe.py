@@ -8,11 +8,11 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from slipstream import Trainer
+from slipstream.apps.street_scenes import StreetScenes
+from slipstream.zoo import models
 from slipstream.dataset import CIFAR10
 from slipstream.recipes import compose
-from slipstream.training.describe import store_processing
-from slipstream.zoo import models
-from slipstream.zoo.street_scenes import StreetScenes
+from slipstream.training.trainer import _store_processing as store_processing
 
 CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5] * 3, "std": [0.2] * 3}]
 

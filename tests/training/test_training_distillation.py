@@ -14,7 +14,7 @@ from slipstream.runner import Runner
 from slipstream.step.graph import GraphStep
 from slipstream.training import KDTrainer, Trainer
 from slipstream.training.distillation import DistillationModel
-from slipstream.training.kd_module import KDModule
+from slipstream.training.distillation import KDModule
 from slipstream.training.recipe import recipe_config
 from slipstream.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
 

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, ModelError, UnknownNameError
 from slipstream.hooks import Hook
-from slipstream.supergradients.registry import register_metric
+from slipstream.training.super_gradients.scripts import register_metric
 from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
-from slipstream.training.watched import Watched, loss_value, watched_value
+from slipstream.training.losses import Watched, loss_value, watched_value
 
 
 class Both(nn.Module):

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from slipstream.errors import ConfigError, SlipstreamError, UnknownNameError
-from slipstream.supergradients.object_names import Models
+from slipstream.training.super_gradients.scripts import Models
 from slipstream.training.recipe import recipe_config
 from slipstream.zoo import models
 

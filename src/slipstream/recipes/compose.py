@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
-from slipstream.config.override import check_override
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
-from slipstream.recipes.data_root import set_data_root
-from slipstream.recipes.find import FOLDER, find_recipe, read_yaml, recipes_extending
-from slipstream.recipes.interpolations import check_interpolations
-from slipstream.recipes.resolvers import register_resolvers
+from slipstream.files import check_name
+from slipstream.recipes.find import FOLDER, find_recipe, read_yaml
 from slipstream.recipes.shortcuts import SYNONYMS
-from slipstream.recipes.targets import replace_targets
-from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
-from slipstream.training.tasks import check_task
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["compose", "hydra_overrides", "load", "normalize_overrides", "search_folders"]
+__all__ = ["check_task", "compose", "hydra_overrides", "register_resolvers"]
 
-# The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`.
+_LOADERS = "dataset_params.{}_dataloader_params"
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],
-    "batch_size": ["dataset_params.train_dataloader_params.batch_size"],
-    "val_batch_size": ["dataset_params.val_dataloader_params.batch_size"],
+    "batch_size": [f"{_LOADERS.format('train')}.batch_size"],
+    "val_batch_size": [f"{_LOADERS.format('val')}.batch_size"],
     "ema": ["training_hyperparams.ema"],
     "epochs": ["training_hyperparams.max_epochs"],
     "resume": ["training_hyperparams.resume"],
-    "num_workers": [
-        "dataset_params.train_dataloader_params.num_workers",
-        "dataset_params.val_dataloader_params.num_workers",
-    ],
+    "num_workers": [f"{_LOADERS.format(split)}.num_workers" for split in ("train", "val")],
 }
-# Keys that overrides can set without a +, even if the recipe does not contain them.
+"""The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`."""
 _TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
-# Unknown keys in these sections are rejected later, so new keys do not require a +.
+"""Keys that overrides can set without a +, even if the recipe does not contain them."""
 _OPEN_SECTIONS = (
     r"training_hyperparams|arch_params|checkpoint_params"
     r"|dataset_params\.(train|val|test)_(dataset|dataloader)_params"
 )
+"""Unknown keys in these sections are rejected later, so new keys do not require a +."""
 _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.)")
-_SUPERGRADIENTS = "super_gradients"
+_TRUST = "If you trust the recipe, add --trust on the command line, or pass trust=True in Python"
+_TRUSTED_PACKAGES = re.compile(r"pkg://(slipstream|hydra|super_gradients)(\.|$)|file://|(?!.*://)")
+_TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
+_TASKS = {
+    "pose estimation": r"pose|dekr|rescoring|keypoint",
+    "object detection": r"yolo|(?<![a-z])ssd|detection|roboflow|coco2017_(train|val)",
+    "quantization (pre_launch_callbacks_list)": r"(QAT|PTQ)RecipeModificationCallback",
+}
+_RANGES = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
+"""Functions that recipes use to compute `lr_updates`."""
 
 
 def compose(
@@ -70,65 +74,54 @@ def compose(
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
-        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, the recipe's task is
-            not supported, or the recipe is only a base for other recipes.
+        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, or the recipe's task is
+            not supported.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-    normalized = normalize_overrides(overrides)
+    normalized = _normalize(overrides)
     path = find_recipe(name, config_dir)
-    check_files(path, normalized, search_folders(path, config_dir))  # reports syntax errors with line numbers
     with _hydra(path.parent):
-        cfg = load(path, normalized, config_dir, trust)
+        cfg = _load(path, normalized, config_dir, trust)
         OmegaConf.set_struct(cfg, False)
         del cfg["hydra"]
         _merge_synonyms(cfg, normalized)
         raw: Any = OmegaConf.to_container(cfg, resolve=False)
         check_task(raw)
-        _check_base(raw, path, config_dir)
-        check_interpolations(raw, str(path))
         try:
             plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{_first_line(error)} (in {path})", str(error.full_key or "")) from None
-        except RecursionError:
-            raise ConfigError(
-                f"{path}: the values contain a cycle or are nested too deeply; remove the cycle, or use fewer levels"
-            ) from None
-    values: dict[str, Any] = replace_targets(plain)
-    set_data_root(values, raw, normalized)
-    _expand_shortcuts(values)
+    values: dict[str, Any] = _replace_targets(plain)
+    _set_data_root(values, raw, normalized)
+    for shortcut, keys in _SHORTCUTS.items():
+        value = values.pop(shortcut, None)
+        for key in keys if value is not None else ():
+            *parents, last = key.split(".")
+            node = values
+            for parent in parents:
+                node[parent] = node = node.get(parent) or {}
+            node[last] = value
     return values
 
 
-def normalize_overrides(overrides: Iterable[str]) -> list[str]:
+def _normalize(overrides: Iterable[str]) -> list[str]:
     """Return the overrides, with `training_params` renamed, and with a ++ prefix for keys that may be new."""
-    renamed = [
-        re.sub(r"^([+~]*)training_params(?=[.=])", r"\1training_hyperparams", override)
-        for override in overrides
-    ]
-    return [
-        _NEW_KEYS.sub("++", override, count=1) if _NEW_KEYS.match(override) else override
-        for override in renamed
-    ]
+    old = re.compile(r"^([+~]*)training_params(?=[.=])")
+    renamed = [old.sub(r"\1training_hyperparams", override) for override in overrides]
+    return [f"++{override}" if _NEW_KEYS.match(override) else override for override in renamed]
 
 
-def search_folders(path: Path, config_dir: str | Path | None) -> list[Path]:
+def _search_folders(path: Path, config_dir: str | Path | None) -> list[Path]:
     """Return the search path for config groups: the recipe's folder, the user's folder and the built-in folder."""
     folders = [path.parent, *([Path(config_dir)] if config_dir else []), FOLDER]
     return list(dict.fromkeys(folder.resolve() for folder in folders))
 
 
-def load(
-    path: Path, overrides: Sequence[str], config_dir: str | Path | None = None, trust: bool = False
-) -> DictConfig:
-    """Return the composed recipe with Hydra's settings and unresolved interpolations.
-
-    Raises:
-        ConfigError: see `compose`.
-    """
+def _load(path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool) -> DictConfig:
+    """Return the composed recipe with Hydra's settings and unresolved interpolations."""
     import hydra
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
@@ -136,33 +129,35 @@ def load(
     kept = [override for override in overrides if not override.startswith("hydra.searchpath=")]
     searchpath = _searchpath(path, overrides, config_dir, trust)
     try:
-        return hydra.compose(path.stem, [*kept, *searchpath], return_hydra_config=True)
+        return hydra.compose(path.stem, [*kept, searchpath], return_hydra_config=True)
     except MissingConfigException as error:
-        raise _missing(error, path, search_folders(path, config_dir)) from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
-        _raise_unknown_key(error, path, overrides, config_dir)
-        raise ConfigError(f"{_first_line(error)} (in {path})") from None
-    except TypeError:  # Hydra raises this error, without a message, if an override sets a list item
-        raise ConfigError(
-            f"overrides can only replace a whole list, not one of its items: {overrides} (in {path})"
+        missing, options = str(error.missing_cfg_file), error.options or ()
+        hint = did_you_mean(missing.rpartition("/")[2], options)
+        raise UnknownNameError(
+            f"{missing} not found{hint} (available: {', '.join(options)})", str(path)
         ) from None
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
+        read_yaml(path)  # raises an error with the line number if the file is not valid YAML
+        message = _first_line(error)
+        if found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", message):
+            key = found[1]
+            hint = did_you_mean(SYNONYMS.get(key, key), _TOP_LEVEL_KEYS)
+            raise UnknownNameError(f"unknown key{hint or f'; a new key requires +{key}=...'}", key) from None
+        raise ConfigError(f"{message} (in {path})") from None
 
 
-def _searchpath(
-    path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool
-) -> list[str]:
-    """Return an override that adds `search_folders` to the search path and removes the SuperGradients package."""
-    value = next(
-        (override.partition("=")[2] for override in overrides if override.startswith("hydra.searchpath=")), ""
-    )
-    own = yaml.safe_load(value) if value else (read_yaml(path).get("hydra") or {}).get("searchpath")
-    kept = [str(entry) for entry in own or () if not str(entry).startswith(f"pkg://{_SUPERGRADIENTS}")]
+def _searchpath(path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool) -> str:
+    """Return an override that adds `_search_folders` to the search path and removes the SuperGradients package."""
+    given = [override.partition("=")[2] for override in overrides if override.startswith("hydra.searchpath=")]
+    own = yaml.safe_load(given[0]) if given else (read_yaml(path).get("hydra") or {}).get("searchpath")
+    kept = [str(entry) for entry in own or () if not str(entry).startswith("pkg://super_gradients")]
     # A search path in the overrides is trusted; one in the recipe file is checked, unless `trust` is set.
-    if not (value or trust):
-        check_search_path(kept, path)
-    folders = [f"file://{folder}" for folder in search_folders(path, config_dir)[1:]]
-    quoted = ["'" + entry.replace("'", r"\'") + "'" for entry in [*kept, *folders]]
-    return [f"hydra.searchpath=[{','.join(quoted)}]"]
+    for entry in [] if given or trust else kept:
+        if not _TRUSTED_PACKAGES.match(entry):
+            raise ConfigError(f"{path}: {entry} makes Hydra import code. {_TRUST}", "hydra.searchpath")
+    entries = [*kept, *(f"file://{folder}" for folder in _search_folders(path, config_dir)[1:])]
+    quoted = ["'" + entry.replace("'", r"\'") + "'" for entry in entries]
+    return f"hydra.searchpath=[{','.join(quoted)}]"
 
 
 def hydra_overrides(
@@ -170,23 +165,18 @@ def hydra_overrides(
 ) -> list[str]:
     """Return overrides with which `hydra.main` composes a recipe and creates an output folder only for sweeps.
 
-    The overrides that shortcuts expand to are added, so that `--cfg job` shows their effect.
-
     Raises:
         ConfigError: if the recipe cannot be composed; see `compose`.
     """
     from omegaconf import OmegaConf
 
-    normalized = normalize_overrides(overrides)
-    check_files(path, normalized, search_folders(path, config_dir))
+    normalized = _normalize(overrides)
     with _hydra(path.parent):
-        cfg = load(path, [], config_dir, trust)
-        raw: Any = OmegaConf.to_container(cfg, resolve=False)
-        check_interpolations(raw, str(path))
-        if not trust:
-            check_hydra(raw["hydra"], path)
-        callbacks = cfg.hydra.callbacks
-        removed = [name for name in callbacks if _SUPERGRADIENTS in str(callbacks[name].get("_target_", ""))]
+        cfg = _load(path, [], config_dir, trust)
+        settings: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    if not trust:
+        _check_hydra(settings, f"{path}: hydra")
+    targets = {name: str(callback.get("_target_", "")) for name, callback in settings["callbacks"].items()}
     root, name = "${oc.select:ckpt_root_dir,null}", f"${{oc.select:experiment_name,{path.stem}}}"
     fixed = {
         "hydra.output_subdir": "null",
@@ -198,25 +188,23 @@ def hydra_overrides(
     overridden = {override.partition("=")[0] for override in normalized}
     return [
         *(override for override in normalized if not override.startswith("hydra.searchpath=")),
-        *_shortcut_targets(normalized),
-        *_searchpath(path, normalized, config_dir, trust),
-        *(f"~hydra.callbacks.{name}" for name in removed),
+        _searchpath(path, normalized, config_dir, trust),
+        *(f"~hydra.callbacks.{key}" for key, target in targets.items() if "super_gradients" in target),
         *(f"{key}={value}" for key, value in fixed.items() if key not in overridden),
     ]
 
 
-def _shortcut_targets(overrides: Iterable[str]) -> Iterator[str]:
-    """Yield the overrides that shortcuts expand to.
-
-    Sweeps are omitted, because Hydra would run the Cartesian product of a sweep and its copies.
-    """
-    with extra("recipes"):
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        keys = _SHORTCUTS.get(override.key_or_group, ())
-        if keys and not override.is_sweep_override() and override.value() is not None:
-            yield from (f"++{key}={override.get_value_element_as_str()}" for key in keys)
+def _check_hydra(settings: Any, path: str) -> None:
+    """Raise a ConfigError if Hydra's settings make it import or call code, or set environment variables."""
+    items = settings.items() if isinstance(settings, dict) else enumerate(settings)
+    for key, value in items:
+        if isinstance(value, dict | list):
+            _check_hydra(value, f"{path}.{key}")
+            continue
+        called = key in ("_target_", "()", "class", "factory") and not str(value).startswith(_TRUSTED_TARGETS)
+        imported = re.search(r"ext://(?!sys\.std(?:out|err)$)", str(value))
+        if value is not None and (called or imported or path.endswith("job.env_set")):
+            raise ConfigError(f"{value!r} makes Hydra execute code. {_TRUST}", f"{path}.{key}")
 
 
 @contextmanager
@@ -236,6 +224,50 @@ def _hydra(folder: Path) -> Iterator[None]:
         Singleton.set_state(before)
 
 
+def register_resolvers() -> None:
+    """Register the functions that SuperGradients' recipes call in `${...}`. Repeated calls have no effect."""
+    from omegaconf import OmegaConf
+
+    def output_dir(root: str | None, name: str) -> str:
+        return str(Path(root or "work_dirs") / check_name(name, "experiment_name", "ckpt_root_dir"))
+
+    for name, function in {
+        "hydra_output_dir": output_dir,
+        "add": lambda *numbers: sum(numbers),
+        "cond": lambda condition, yes, no: yes if condition else no,
+        "getitem": lambda container, key: container[key],
+        "first": lambda items: items[0],
+        "last": lambda items: items[-1],
+        "class": lambda path: path,  # the import path remains a string, which the registry looks up later
+    }.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def check_task(recipe: Mapping[str, Any]) -> None:
+    """Check that a recipe's task is supported, based on its network, data loaders, datasets and pre-launch callbacks.
+
+    Args:
+        recipe: a recipe, which may contain unresolved interpolations.
+
+    Raises:
+        ConfigError: if the task is pose estimation, object detection or quantization.
+    """
+    data = _section(recipe, "dataset_params")
+    names = {key: recipe.get(key) for key in ("architecture", "train_dataloader", "val_dataloader")}
+    for key in ("train_dataloader_params", "val_dataloader_params"):
+        names[f"dataset_params.{key}.dataset"] = _section(data, key).get("dataset")
+    for entry in recipe.get("pre_launch_callbacks_list") or ():
+        names["pre_launch_callbacks_list"] = str(entry)
+    for path, name in names.items():
+        for task, pattern in _TASKS.items():
+            if isinstance(name, str) and "${" not in name and re.search(pattern, name, re.IGNORECASE):
+                raise ConfigError(
+                    f"'{name}' is for {task}, which is not supported. Recipes support semantic segmentation and image "
+                    "classification",
+                    path,
+                )
+
+
 def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Merge a recipe's `training_params` over its `training_hyperparams`, and the overrides over both."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -249,76 +281,67 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.update(cfg, override.key_or_group, override.value())
 
 
-def _check_base(raw: Mapping[str, Any], path: Path, config_dir: str | Path | None) -> None:
-    """Raise a ConfigError if the recipe has no architecture because it is only a base for other recipes."""
-    if raw.get("architecture") is None and (
-        names := recipes_extending(path.stem, search_folders(path, config_dir))
-    ):
-        raise ConfigError(
-            f"is missing, because {path.stem} is only a base for other recipes; train one of them "
-            f"({', '.join(names)}), or set architecture=NAME",
-            "architecture",
+def _replace_targets(value: Any) -> Any:
+    """Return `value` with `_target_` dicts for lists, ranges, enums and COCO classes replaced by built-in values.
+
+    Other `_target_` dicts configure components, and are not changed.
+    """
+    if isinstance(value, list):
+        return [_replace_targets(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    target = str(value.get("_target_", ""))
+    name = target.rpartition(".")[2]
+    if target in _RANGES:
+        keywords = {key: item for key, item in value.items() if not key.startswith("_") and item is not None}
+        return _RANGES[target](*(value.get("_args_") or ()), **keywords).tolist()
+    if name in ("empty_list", "coco_sub_classes_inclusion_tuples_list"):
+        return [] if name == "empty_list" else "voc"
+    if name in ("StrictLoad", "MultiGPUMode"):
+        return value.get("value", True)
+    return {key: _replace_targets(item) for key, item in value.items() if key != "_convert_"}
+
+
+def _set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides: Iterable[str]) -> None:
+    """Replace hard-coded dataset folders in `values` if `data_root_dir` is among the overrides.
+
+    The common parent of all hard-coded folders is replaced, so the subfolders of training and validation images are
+    kept. For example, `data_root_dir=DIR` changes /data/imagenet/train and /data/imagenet/val to DIR/train and DIR/val.
+    Folders that the recipe derives from `data_root_dir`, or that another override sets, are not replaced. A warning is
+    logged if the recipe sets no dataset folder.
+    """
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    if "data_root_dir" not in keys or not (folder := values.get("data_root_dir")):
+        return
+    derived, hard_coded = False, []
+    for section in ("train_dataset_params", "val_dataset_params", "test_dataset_params"):
+        params, written = (_section(_section(tree, "dataset_params"), section) for tree in (values, raw))
+        for key in ("root_dir", "root", "data_root", "data_dir"):
+            if "data_root_dir" in str(written.get(key)) or f"dataset_params.{section}.{key}" in keys:
+                derived = True
+            elif isinstance(params.get(key), str):
+                hard_coded.append((params, key))
+    if hard_coded:
+        common = os.path.commonpath([str(PurePosixPath(params[key])) for params, key in hard_coded])
+        for params, key in hard_coded:
+            params[key] = str(PurePosixPath(folder) / PurePosixPath(params[key]).relative_to(common))
+    elif not derived:
+        logging.getLogger("slipstream").warning(
+            "data_root_dir=%s has no effect, because this recipe sets no dataset folder", folder
         )
 
 
-def _expand_shortcuts(values: dict[str, Any]) -> None:
-    for shortcut, keys in _SHORTCUTS.items():
-        value = values.pop(shortcut, None)
-        for key in keys if value is not None else ():
-            *parents, last = key.split(".")
-            node = values
-            for parent in parents:
-                node[parent] = node = node.get(parent) or {}
-            node[last] = value
-
-
-# ---- one-line error messages --------------------------------------------------------------------------------------
+def _section(values: Mapping[str, Any], key: str) -> Any:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _first_line(error: BaseException) -> str:
     """Return the message of a Hydra, OmegaConf or PyYAML error without its hints for developers."""
-    from hydra.errors import OverrideParseException
-
     lines = str(error if str(error) else error.__cause__).strip().splitlines()
-    if isinstance(error, OverrideParseException):
-        return (
-            f"'{error.override}' is not a valid override (key=value or group=option): {' '.join(lines[:-1])}"
-        )
     if found := re.match("Ambiguous value for argument '([^=]+)=(.*)'", lines[0]):
-        key, value = found[1].lstrip("+"), found[2]
         return (
-            f"{key}={value} has several values; use [{value}] for a list, or train_from_recipe with --multirun for one "
-            "run per value"
+            f"{found[1].lstrip('+')}={found[2]} has several values; use [{found[2]}] for a list, or train_from_recipe "
+            "with --multirun for one run per value"
         )
-    return " ".join(line.strip() for line in lines) if isinstance(error, yaml.YAMLError) else lines[0]
-
-
-def _missing(error: Any, path: Path, folders: Sequence[Path]) -> ConfigError:
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
-    options = error.options or ()
-    available = f"available: {', '.join(options)}" if options else "available: none"
-    searched = ", ".join(str(folder) for folder in folders)
-    subject = f"{group} '{option}'" if group else f"recipe '{option}'"
-    return UnknownNameError(
-        f"{subject} not found{did_you_mean(option, options)} ({available}; searched in {searched})", str(path)
-    )
-
-
-def _raise_unknown_key(
-    error: Exception, path: Path, overrides: Sequence[str], config_dir: str | Path | None
-) -> None:
-    """Raise an error that suggests the nearest key if an override with an unknown key caused `error`."""
-    from omegaconf import OmegaConf
-
-    if (found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))) is None:
-        return
-    key = found[1]
-    if key in SYNONYMS:
-        raise UnknownNameError(f"unknown key; did you mean '{SYNONYMS[key]}'? (in {path})", key)
-    others = [override for override in overrides if re.split("[=@]", override.lstrip("+~"))[0] != key]
-    tree: Any = OmegaConf.to_container(load(path, others, config_dir), resolve=False)
-    check_override(
-        {k: v for k, v in tree.items() if k != "hydra"}, key.partition("@")[0], _TOP_LEVEL_KEYS, str(path)
-    )
-    if re.match("Could not override", str(error)) and "@" not in key:
-        raise ConfigError(f"new keys require a +; use +{key}=... (in {path})", key)
+    return lines[0]

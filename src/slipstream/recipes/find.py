@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ __all__ = [
     "is_composed",
     "read_yaml",
     "recipes",
-    "recipes_extending",
 ]
 
 FOLDER = Path(__file__).parent
-# Recipes include this file for its shortcuts. It is not a recipe itself.
-_SHORTCUTS_FILE = "variable_setup"
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
 """A recipe in SuperGradients syntax has at least one of these keys."""
+
+
+def _folders(config_dir: str | Path | None) -> list[Path]:
+    return [*([Path(config_dir)] if config_dir else []), FOLDER]
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
@@ -34,12 +35,11 @@ def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
     The description is the comment on the first line of the file.
     """
     found: dict[str, str] = {}
-    for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
-        for path in sorted(folder.glob("[a-z]*.yaml")):
-            if path.stem != _SHORTCUTS_FILE and path.stem not in found:
-                with path.open(encoding="utf-8") as file:
-                    first = file.readline()
-                found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
+    for path in (path for folder in _folders(config_dir) for path in sorted(folder.glob("[a-z]*.yaml"))):
+        if path.stem != "variable_setup" and path.stem not in found:  # which only contains shortcuts
+            with path.open(encoding="utf-8") as file:
+                first = file.readline()
+            found[path.stem] = first.lstrip("# ").strip() if first.startswith("#") else ""
     return found
 
 
@@ -56,28 +56,16 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
     """
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"folder not found: {config_dir}", "--config-dir")
-    for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
-        for suffix in (".yaml", ""):
-            path = folder / f"{name}{suffix}"
-            if "/" not in name and path.suffix == ".yaml" and path.is_file():
-                return path
+    for folder in _folders(config_dir):
+        path = folder / f"{name.removesuffix('.yaml')}.yaml"
+        if "/" not in name and path.is_file():
+            return path
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
         return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
         "(`slipstream recipes` lists all recipes; to use a configuration file, include its extension)"
     )
-
-
-def recipes_extending(name: str, folders: Iterable[Path]) -> list[str]:
-    """Return the sorted names of the recipes in `folders` whose defaults list contains the recipe `name`."""
-    found = set()
-    for folder in folders:
-        for path in folder.glob("[a-z]*.yaml"):
-            entries = read_yaml(path).get("defaults")
-            if isinstance(entries, list) and name in entries:
-                found.add(path.stem)
-    return sorted(found)
 
 
 def is_composed(path: Path) -> bool:
@@ -100,8 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the values in a YAML file, with interpolations unresolved, or an empty dict if they are not a mapping.
 
     Raises:
-        ConfigError: if the file cannot be read or parsed, or exceeds the limits of `Loader`. The
-            message names the file and the line.
+        ConfigError: if the file cannot be read or parsed. The message names the file and the line.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8-sig"), Loader)

@@ -13,26 +13,22 @@ from slipstream.errors import ConfigError
 __all__ = ["SYNONYMS", "hints", "runner_overrides", "set_ema"]
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
-_ROOTS = ("data_root", "root_dir", "root")
 _KEYS = {
     "lr": ("optim_wrapper.optimizer.lr",),
     "batch_size": ("train_dataloader.batch_size",),
     "val_batch_size": ("val_dataloader.batch_size",),
     "epochs": ("train_cfg.max_epochs",),
     "num_workers": tuple(f"{loader}.num_workers" for loader in _LOADERS),
-    "data_root_dir": tuple(f"{loader}.dataset.{root}" for loader in _LOADERS for root in _ROOTS),
+    "data_root_dir": tuple(
+        f"{loader}.dataset.{root}" for loader in _LOADERS for root in ("data_root", "root_dir", "root")
+    ),
 }
 """Maps each shortcut to the Runner keys that it sets."""
 SYNONYMS = {
-    "learning_rate": "lr",
-    "initial_lr": "lr",
-    "num_epochs": "epochs",
-    "max_epochs": "epochs",
+    **dict.fromkeys(("learning_rate", "initial_lr"), "lr"),
+    **dict.fromkeys(("num_epochs", "max_epochs"), "epochs"),
     "workers": "num_workers",
-    "data_root": "data_root_dir",
-    "data_dir": "data_root_dir",
-    "root_dir": "data_root_dir",
-    "root": "data_root_dir",
+    **dict.fromkeys(("data_root", "data_dir", "root_dir", "root"), "data_root_dir"),
 }
 """Maps names from other tools to the shortcuts."""
 
@@ -56,32 +52,20 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
             replaced += [f"{key}={value}" for key in keys]
         elif shortcut == "data_root_dir":
             logging.getLogger("slipstream").warning(
-                "%s has no effect, because this recipe sets no dataset folder (%s)",
-                override,
-                ", ".join(_ROOTS),
+                "%s has no effect, because this recipe sets no dataset folder", override
             )
         else:
-            section = _KEYS[shortcut][0].rpartition(".")[0]
             raise ConfigError(
-                f"sets {_KEYS[shortcut][0]}, but the configuration has no '{section}' section; add it or "
-                f"remove {shortcut}",
-                shortcut,
+                f"sets {_KEYS[shortcut][0]}, but the configuration has no such section", shortcut
             )
     return replaced
 
 
 def hints(cfg: Config) -> dict[str, str]:
     """Return a dict that maps each applicable shortcut and each of its synonyms to the shortcut."""
-    names = {
-        shortcut: shortcut
-        for shortcut, keys in _KEYS.items()
-        if any(_applies(cfg, key, False) for key in keys)
-    }
-    return {
-        **names,
-        "ema": "ema",
-        **{other: shortcut for other, shortcut in SYNONYMS.items() if shortcut in names},
-    }
+    names = {name: name for name, keys in _KEYS.items() if any(_applies(cfg, key, False) for key in keys)}
+    synonyms = {other: shortcut for other, shortcut in SYNONYMS.items() if shortcut in names}
+    return {**names, "ema": "ema", **synonyms}
 
 
 def set_ema(cfg: Config, overrides: Iterable[str]) -> list[str]:

@@ -57,7 +57,6 @@ HOOKS = _root(
     "slipstream.training.hooks",
     "slipstream.training.callbacks",
     "slipstream.training.lr_callbacks",
-    "slipstream.training.plot",
     "slipstream.hooks",
 )
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
@@ -109,7 +108,7 @@ PARAM_SCHEDULERS = _root(
 METRICS = _root(
     "metric",
     "slipstream.training.metrics",
-    "slipstream.training.watched",
+    "slipstream.training.losses",
     "slipstream.evaluator",
     namespaces=["torchmetrics", "torchmetrics.classification", "torchmetrics.segmentation"],
 )

@@ -1,73 +1,303 @@
-"""SuperGradients' phase callbacks as Runner hooks."""
+"""SuperGradients' phases, callbacks and `context`, called through a Runner hook."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from functools import partial
 from inspect import isclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.pipeline import check_transforms
-from slipstream.errors import ConfigError
-from slipstream.hooks import EarlyStoppingHook, Hook
+from slipstream.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
 from slipstream.model import unwrap_model
 from slipstream.model.sliding import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
 from slipstream.training.factories import configuration, read_factory
-from slipstream.training.phases import EVENT_OF, Callback, ContextError, Phase, PhaseCallback, PhaseContext
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 __all__ = [
-    "Callback",
-    "CallbackHook",
-    "ContextError",
-    "EarlyStop",
-    "Phase",
-    "PhaseCallback",
-    "PhaseContext",
-    "SlidingWindowValidationCallback",
-    "callback_hooks",
-    "stage_of",
-]
+    "BinarySegmentationVisualizationCallback", "Callback", "CallbackHook", "ContextError", "EarlyStop", "Phase",
+    "PhaseCallback", "PhaseContext", "SlidingWindowValidationCallback", "callback_hooks", "stage_of",
+]  # fmt: skip
 
-_EVENTS_AT = {
-    "before_train": ("on_training_start",),
-    "before_train_epoch": ("on_train_loader_start",),
-    "before_train_iter": ("on_train_batch_start",),
-    "after_train_iter": ("on_train_batch_loss_end", "on_train_batch_gradient_step_end", "on_train_batch_end"),
-    "after_train_epoch": ("on_train_loader_end",),
-    "before_val_epoch": ("on_validation_loader_start",),
-    "before_val_iter": ("on_validation_batch_start",),
-    "after_val_iter": ("on_validation_batch_end",),
-    "after_val_epoch": ("on_validation_loader_end",),
-    "after_new_best": ("on_validation_end_best_epoch",),
-    "before_average_val": ("on_average_best_models_validation_start",),
-    "after_average_val": ("on_average_best_models_validation_end",),
-    "before_test_epoch": ("on_test_loader_start",),
-    "before_test_iter": ("on_test_batch_start",),
-    "after_test_iter": ("on_test_batch_end",),
-    "after_test_epoch": ("on_test_loader_end",),
-    "after_train": ("on_training_end",),
+
+class Phase(Enum):
+    """The point at which a `PhaseCallback` is called."""
+
+    PRE_TRAINING = "PRE_TRAINING"
+    TRAIN_EPOCH_START = "TRAIN_EPOCH_START"
+    TRAIN_BATCH_END = "TRAIN_BATCH_END"
+    TRAIN_BATCH_STEP = "TRAIN_BATCH_STEP"
+    TRAIN_EPOCH_END = "TRAIN_EPOCH_END"
+    VALIDATION_BATCH_END = "VALIDATION_BATCH_END"
+    VALIDATION_EPOCH_END = "VALIDATION_EPOCH_END"
+    VALIDATION_END_BEST_EPOCH = "VALIDATION_END_BEST_EPOCH"
+    TEST_BATCH_END = "TEST_BATCH_END"
+    TEST_END = "TEST_END"
+    POST_TRAINING = "POST_TRAINING"
+
+
+_EVENTS = (
+    ("before_train", "on_training_start", Phase.PRE_TRAINING),
+    ("before_train_epoch", "on_train_loader_start", Phase.TRAIN_EPOCH_START),
+    ("before_train_iter", "on_train_batch_start", None),
+    ("after_train_iter", "on_train_batch_loss_end", Phase.TRAIN_BATCH_END),
+    ("after_train_iter", "on_train_batch_gradient_step_end", Phase.TRAIN_BATCH_STEP),
+    ("after_train_iter", "on_train_batch_end", None),
+    ("after_train_epoch", "on_train_loader_end", Phase.TRAIN_EPOCH_END),
+    ("before_val_epoch", "on_validation_loader_start", None),
+    ("before_val_iter", "on_validation_batch_start", None),
+    ("after_val_iter", "on_validation_batch_end", Phase.VALIDATION_BATCH_END),
+    ("after_val_epoch", "on_validation_loader_end", Phase.VALIDATION_EPOCH_END),
+    ("after_new_best", "on_validation_end_best_epoch", Phase.VALIDATION_END_BEST_EPOCH),
+    ("before_average_val", "on_average_best_models_validation_start", None),
+    ("after_average_val", "on_average_best_models_validation_end", None),
+    ("before_test_epoch", "on_test_loader_start", None),
+    ("before_test_iter", "on_test_batch_start", None),
+    ("after_test_iter", "on_test_batch_end", Phase.TEST_BATCH_END),
+    ("after_test_epoch", "on_test_loader_end", Phase.TEST_END),
+    ("after_train", "on_training_end", Phase.POST_TRAINING),
+)
+"""The hook stage of each event, in order, and the phase that corresponds to it."""
+_EVENTS_INSIDE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+
+
+class ContextError(SlipstreamError, AttributeError):
+    """An attribute of `PhaseContext` is not available at the current event, or does not exist."""
+
+
+class PhaseContext:
+    """Gives callbacks access to the run. Attributes are evaluated on access.
+
+    Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
+    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`, `sg_logger`. During training: `optimizer`,
+    `criterion`, `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs`, `target`
+    and `additional_batch_items` as returned by the data loader. `additional_batch_items` is the third item of a batch
+    (inputs, targets, dict); its entries are also available under their own names. After a training step:
+    `loss_log_items`, a dict of 0-dim tensors on the device. After an evaluation batch: `preds`. At the end of an epoch:
+    `metrics_dict`.
+
+    Set `stop_training` to True to stop training after the current epoch and its validation. Additional attributes that
+    callbacks set are available at all later events.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.stop_training = False
+        self._event = ""
+        self._values: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in self._values:
+            return self._values[name]
+        if name in _ATTRIBUTES:
+            return _ATTRIBUTES[name](self.runner)
+        if name == "metrics_dict" and self._event == "on_train_loader_end":
+            return _train_metrics(self.runner)
+        available = ", ".join(["runner", *_ATTRIBUTES, *self._values])
+        raise ContextError(f"context.{name} is not available at {self._event} (available: {available})")
+
+    def enter(self, event: str, values: dict[str, Any]) -> None:
+        """Set the current event and the values that are available only at this event."""
+        self._event, self._values = event, values
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0. During validation, the most recent training epoch."""
+        training = self._event.startswith(("on_train_", "on_training_start"))
+        return self.runner.epoch if training else max(self.runner.epoch - 1, 0)
+
+    def update_context(self, **values: Any) -> None:
+        """Set several attributes."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class SGLogger:
+    """`context.sg_logger`: passes values and images to the visualizer, by default for the current epoch."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.flush = runner.visualizer.flush
+
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
+        """Record a scalar."""
+        self.add_scalars({tag: scalar_value}, global_step)
+
+    def add_scalars(self, tag_scalar_dict: Mapping[str, Any], global_step: int | None = None) -> None:
+        """Record several scalars."""
+        numbers = {tag: float(value) for tag, value in tag_scalar_dict.items()}
+        self._runner.visualizer.add_scalars(numbers, self._step(global_step))
+
+    def add_image(
+        self, tag: str, image: Any, data_format: str = "CHW", global_step: int | None = None
+    ) -> None:
+        """Record an RGB image: a tensor, an array or a Pillow image (H, W, 3), uint8 or floats from 0 to 1."""
+        pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
+        if data_format == "CHW" and pixels.shape[-1] != 3:
+            pixels = pixels.transpose(1, 2, 0)
+        if pixels.dtype != np.uint8:
+            pixels = (pixels.astype(np.float64) * 255).round().clip(0, 255).astype(np.uint8)
+        self._runner.visualizer.add_image(tag, np.ascontiguousarray(pixels), self._step(global_step))
+
+    def add_images(
+        self, tag: str, images: Any, data_format: str = "NCHW", global_step: int | None = None
+    ) -> None:
+        """Record several images as `tag/0`, `tag/1` and so on; see `add_image`."""
+        for index, image in enumerate(images):
+            self.add_image(f"{tag}/{index}", image, data_format.removeprefix("N"), global_step)
+
+    def add_config(self, tag: str, config: Mapping[str, Any]) -> None:
+        """Record a configuration."""
+        self._runner.visualizer.add_config({tag: dict(config)})
+
+    def local_dir(self) -> str:
+        """Return the run's folder."""
+        return self._runner.work_dir
+
+    def _step(self, step: int | None) -> int:
+        return self._runner.epoch if step is None else int(step)
+
+
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "net": lambda runner: getattr(unwrap_model(runner.model), "network", unwrap_model(runner.model)),
+    "device": lambda runner: runner.device,
+    "experiment_name": lambda runner: runner.experiment_name,
+    "ckpt_dir": lambda runner: runner.work_dir,
+    "ddp_silent_mode": lambda runner: runner.rank > 0,
+    "architecture": lambda runner: type(_ATTRIBUTES["net"](runner)).__name__,
+    "ema_model": lambda runner: next((h.ema_model for h in runner.hooks if isinstance(h, EMAHook)), None),
+    "optimizer": lambda runner: runner.optim_wrapper.optimizer,
+    "criterion": lambda runner: unwrap_model(runner.model).loss,
+    "train_loader": lambda runner: runner.train_dataloader,
+    "valid_loader": lambda runner: runner.val_dataloader,
+    "valid_loaders_dict": lambda runner: {"": runner.val_dataloader},
+    "test_loader": lambda runner: runner.test_dataloader,
+    "sg_logger": SGLogger,
+    "metric_to_watch": lambda runner: next(
+        (
+            name
+            for h in runner.hooks
+            if isinstance(h, CheckpointHook)
+            for name in h.monitors
+            if name != "auto"
+        ),
+        None,
+    ),
 }
 
-_STEP_EVENT = "on_train_batch_gradient_step_end"
-_VALIDATION_EVENTS = ("on_validation_loader_start", "on_validation_loader_end")
-"""SuperGradients does not trigger these events when it validates the average of the best models."""
-_EVENTS_INSIDE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+
+def _train_metrics(runner: Runner) -> dict[str, Any]:
+    """Return the epoch's mean losses and training metrics as a dict."""
+    runner.read_logs()
+    hub, length, prefix = runner.message_hub, runner.train_loop.epoch_length, "train/"
+    no_metrics = ("time", "lr", "momentum")
+    kept = {k: h for k, h in hub.log_scalars.items() if not k.endswith(no_metrics) and "/lr/" not in k}
+    named = {**{key: history.mean(length) for key, history in kept.items()}, **hub.runtime_info}
+    return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
+
+
+class Callback:
+    """Base class for callbacks. Override the methods for the events that you need; other events add no overhead.
+
+    A training step runs as a single call or CUDA graph. Events within the step are triggered after the step.
+    The `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` events are not supported.
+    """
+
+    def on_training_start(self, context: PhaseContext) -> None:
+        """Called before the first epoch."""
+
+    def on_train_loader_start(self, context: PhaseContext) -> None:
+        """Called before each training epoch."""
+
+    def on_train_batch_start(self, context: PhaseContext) -> None:
+        """Called before each training step."""
+
+    def on_train_batch_loss_end(self, context: PhaseContext) -> None:
+        """Called after each training step, with its losses."""
+
+    def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
+        """Called after each training step that updates the weights (the last step of an accumulation window)."""
+
+    def on_train_batch_end(self, context: PhaseContext) -> None:
+        """Called after each training step."""
+
+    def on_train_loader_end(self, context: PhaseContext) -> None:
+        """Called after each training epoch."""
+
+    def on_validation_loader_start(self, context: PhaseContext) -> None:
+        """Called before validation."""
+
+    def on_validation_batch_start(self, context: PhaseContext) -> None:
+        """Called before each validation batch."""
+
+    def on_validation_batch_end(self, context: PhaseContext) -> None:
+        """Called after each validation batch, with its predictions."""
+
+    def on_validation_loader_end(self, context: PhaseContext) -> None:
+        """Called after validation, with its metrics."""
+
+    def on_validation_end_best_epoch(self, context: PhaseContext) -> None:
+        """Called after validation reaches a new best value of the watched metric, once the checkpoint is saved."""
+
+    def on_average_best_models_validation_start(self, context: PhaseContext) -> None:
+        """Called before validating the average of the best models."""
+
+    def on_average_best_models_validation_end(self, context: PhaseContext) -> None:
+        """Called after validating the average of the best models."""
+
+    def on_test_loader_start(self, context: PhaseContext) -> None:
+        """Called before testing."""
+
+    def on_test_batch_start(self, context: PhaseContext) -> None:
+        """Called before each test batch."""
+
+    def on_test_batch_end(self, context: PhaseContext) -> None:
+        """Called after each test batch, with its predictions."""
+
+    def on_test_loader_end(self, context: PhaseContext) -> None:
+        """Called after testing, with its metrics."""
+
+    def on_training_end(self, context: PhaseContext) -> None:
+        """Called after the last epoch."""
+
+
+class PhaseCallback(Callback):
+    """A callback for one phase. Subclasses define `__call__(context)`.
+
+    Args:
+        phase: a `Phase`, or its name.
+    """
+
+    def __init__(self, phase: Phase | str) -> None:
+        if not isinstance(phase, Phase) and phase not in Phase.__members__:
+            raise ConfigError(f"no phase is named {phase!r}{did_you_mean(phase, Phase.__members__)}", "phase")
+        self.phase = Phase(phase)
+
+    def __call__(self, context: PhaseContext) -> None:
+        """Called at this callback's phase."""
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(context)")
 
 
 def stage_of(phase: Phase) -> str:
     """Return the hook stage at which callbacks for this phase are called."""
-    return next(stage for stage, events in _EVENTS_AT.items() if EVENT_OF[phase] in events)
+    return next(stage for stage, _, event_phase in _EVENTS if event_phase is phase)
 
 
 def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
@@ -85,19 +315,16 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
 
 
 def _hook(entry: Any, config_path: str) -> Hook | dict[str, Any]:
-    if isinstance(entry, Hook):
-        return entry
     try:
-        if not isinstance(entry, str | Mapping):
-            return CallbackHook(entry)
-        name, arguments = read_factory(entry, "")
-        kind, cfg = HOOKS.resolve(name), {"type": name, **arguments}
+        if isinstance(entry, str | Mapping):
+            name, arguments = read_factory(entry, "")
+            kind, cfg = HOOKS.resolve(name), {"type": name, **arguments}
+            is_hook = isclass(kind) and issubclass(kind, Hook)
+            return cfg if is_hook else {"type": "CallbackHook", "callback": cfg}
+        return entry if isinstance(entry, Hook) else CallbackHook(entry)
     except ConfigError as error:
         error.path = config_path + (f".{error.path}" if error.path else "")
         raise
-    if isclass(kind) and issubclass(kind, Hook):
-        return cfg
-    return {"type": "CallbackHook", "callback": cfg}
 
 
 @HOOKS.register_module()
@@ -119,48 +346,41 @@ class CallbackHook(Hook):
             raise ConfigError(
                 f"a phase callback must be a Callback, a PhaseCallback or a Hook, not {built!r}"
             )
-        for event in _EVENTS_INSIDE_STEP:
-            if hasattr(built, event):
-                raise ConfigError(
-                    f"{type(built).__name__}.{event} cannot be called because a training step is a single call. Use "
-                    "clip_grad_norm to clip gradients; for other changes, subclass slipstream.optim.OptimWrapper"
-                )
+        if inside := [event for event in _EVENTS_INSIDE_STEP if hasattr(built, event)]:
+            raise ConfigError(
+                f"{type(built).__name__}.{inside[0]} cannot be called, because a training step is a single call; use "
+                "clip_grad_norm, or subclass slipstream.optim.OptimWrapper"
+            )
         self.callback = built
-        events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
-        self._handlers = {event: found for event in events if (found := _handler(built, event)) is not None}
+        self._handlers: dict[str, Callable[[PhaseContext], None]] = {}
+        for _, event, phase in _EVENTS:
+            if isinstance(built, PhaseCallback) and built.phase is phase:
+                self._handlers[event] = built
+            elif getattr(getattr(built, event), "__func__", None) is not getattr(Callback, event):
+                self._handlers[event] = getattr(built, event)
         self._context: PhaseContext | None = None
         self._is_averaged = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
         """Return a function that passes this stage's events to the callback, or None if no call is needed."""
-        events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
-        averages = stage in ("before_average_val", "after_average_val")
-        if averages and (events or any(event in self._handlers for event in _VALIDATION_EVENTS)):
-            return partial(self._call_for_average, stage, events)
-        return partial(self._call, events) if events else None
+        events = [event for at, event, _ in _EVENTS if at == stage and event in self._handlers]
+        around_average = stage in ("before_average_val", "after_average_val")
+        validates = around_average and any("validation" in event for event in self._handlers)
+        return partial(self._call, stage, events) if events or validates else None
 
-    def _call_for_average(self, stage: str, events: Sequence[str], runner: Runner, **values: Any) -> None:
-        self._is_averaged = stage == "before_average_val"
-        self._call(events, runner, **values)
-
-    def _call(self, events: Sequence[str], runner: Runner, **values: Any) -> None:
+    def _call(self, stage: str, events: Sequence[str], runner: Runner, **values: Any) -> None:
+        if stage in ("before_average_val", "after_average_val"):
+            self._is_averaged = stage == "before_average_val"
+        elif self._is_averaged and stage in ("before_val_epoch", "after_val_epoch"):
+            return  # as in SuperGradients, when it validates the average of the best models
         if self._context is None or self._context.runner is not runner:
             self._context = PhaseContext(runner)
         for event in events:
-            if self._is_averaged and event in _VALIDATION_EVENTS:
-                continue
-            if event != _STEP_EVENT or _has_stepped(runner):
+            if event != "on_train_batch_gradient_step_end" or _has_stepped(runner):
                 self._context.enter(event, _values(event, **values))
                 self._handlers[event](self._context)
         if self._context.stop_training and runner.is_training:
             runner.train_loop.stop_training = True
-
-
-def _handler(callback: Callback, event: str) -> Callable[[PhaseContext], None] | None:
-    if isinstance(callback, PhaseCallback) and EVENT_OF[callback.phase] == event:
-        return callback
-    method: Callable[[PhaseContext], None] = getattr(callback, event)
-    return None if getattr(method, "__func__", None) is getattr(Callback, event) else method
 
 
 def _has_stepped(runner: Runner) -> bool:
@@ -181,21 +401,15 @@ def _values(
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
         is_mapping = isinstance(data_batch, Mapping)
-        parts = {"inputs": "inputs", "target": "targets"} if is_mapping else {"inputs": 0, "target": 1}
-        values |= _additional_items(data_batch)
-        values |= {"batch_idx": batch_idx} | {name: data_batch[key] for name, key in parts.items()}
+        items = {} if is_mapping or len(data_batch) != 3 else data_batch[2]
+        values |= {**(items if isinstance(items, Mapping) else {}), "additional_batch_items": items}
+        inputs, target = ("inputs", "targets") if is_mapping else (0, 1)
+        values |= {"batch_idx": batch_idx, "inputs": data_batch[inputs], "target": data_batch[target]}
     if outputs is not None and "train" in event:
         values["loss_log_items"] = outputs
     elif outputs is not None:
         values["preds"] = outputs.get("preds", outputs) if isinstance(outputs, Mapping) else outputs
     return values
-
-
-def _additional_items(batch: Any) -> dict[str, Any]:
-    """Return the third item of a batch (inputs, targets, dict), and its entries under their own names."""
-    is_triple = isinstance(batch, tuple | list) and len(batch) == 3
-    items = batch[2] if is_triple else {}
-    return {**(items if isinstance(items, Mapping) else {}), "additional_batch_items": items}
 
 
 # ---- SuperGradients' built-in callbacks -----------------------------------------------------------------
@@ -213,7 +427,7 @@ class EarlyStop(EarlyStoppingHook):
         patience: number of validation runs without improvement before training stops.
         check_finite: whether to stop when the metric is NaN or infinite.
         threshold: stop as soon as the metric reaches this value.
-        verbose: whether to log the best value after each validation run.
+        verbose: has no effect; the log contains each value.
         strict: whether to raise an error if the metric is missing. If False, log a warning instead.
     """
 
@@ -235,15 +449,6 @@ class EarlyStop(EarlyStoppingHook):
             raise ConfigError(f"must be 'min' or 'max', not {mode!r}", "mode")
         rule = "less" if mode == "min" else "greater"
         super().__init__(monitor, rule, min_delta, strict, check_finite, patience, threshold)
-        self.verbose = verbose
-
-    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Compare the metric with its best value so far."""
-        super().after_val_epoch(runner, metrics)
-        if self.verbose and runner.is_training:
-            best = self._sign * self._best
-            runs = f"{self._num_unimproved} validation run{'' if self._num_unimproved == 1 else 's'}"
-            runner.logger.info(f"EarlyStop: best {self.monitor} {best:.4g}, {runs} ago")
 
 
 @HOOKS.register_module()
@@ -265,8 +470,10 @@ class SlidingWindowValidationCallback(Hook):
         crop_size: Sequence[int] = SlidingWindow.crop_size,
         stride: Sequence[int] = SlidingWindow.stride,
     ) -> None:
-        entries = enumerate(transforms_for_sliding_window or ())
-        self.transforms = [_transform(entry, f"transforms_for_sliding_window[{i}]") for i, entry in entries]
+        self.transforms = []
+        for index, entry in enumerate(transforms_for_sliding_window or ()):
+            cfg = configuration(entry, f"transforms_for_sliding_window[{index}]")
+            self.transforms.append(TRANSFORMS.build(cfg) if isinstance(cfg, Mapping) else cfg)
         check_transforms(self.transforms)
         self.window = SlidingWindow(tuple(crop_size), tuple(stride))  # type: ignore[arg-type]
         self._undo = ExitStack()
@@ -276,10 +483,6 @@ class SlidingWindowValidationCallback(Hook):
         if runner.is_training and runner.iter < runner.max_iters:
             return
         model, loop = unwrap_model(runner.model), runner.val_loop
-        if not hasattr(model, "sliding_window"):
-            raise ConfigError(
-                f"SlidingWindowValidationCallback requires a SupervisedModel, not {type(model).__name__}"
-            )
         for owner, name, value in (
             (model, "sliding_window", self.window),
             (model, "_compiled_call_impl", None),
@@ -293,23 +496,11 @@ class SlidingWindowValidationCallback(Hook):
         self._undo.close()
 
 
-def _transform(entry: Any, config_path: str) -> Any:
-    cfg = configuration(entry, config_path)
-    return TRANSFORMS.build(cfg) if isinstance(cfg, Mapping) else cfg
-
-
 def _rebuild_loader(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
     """Return a new loader with these transforms. In the old loader, running workers would keep the old transforms."""
-    return DataLoader(
-        _replace_transforms(loader.dataset, transforms),
-        batch_sampler=loader.batch_sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-    )
+    names = ("batch_sampler", "num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator")
+    options = {name: getattr(loader, name) for name in (*names, "multiprocessing_context")}
+    return DataLoader(_replace_transforms(loader.dataset, transforms), **options)
 
 
 def _replace_transforms(dataset: Any, transforms: Sequence[Any]) -> Any:
@@ -318,10 +509,56 @@ def _replace_transforms(dataset: Any, transforms: Sequence[Any]) -> Any:
         changed.dataset = _replace_transforms(dataset.dataset, transforms)
         return changed
     if not isinstance(dataset, SegmentationDataset):
-        raise ConfigError(
-            f"SlidingWindowValidationCallback cannot replace the transforms of {type(dataset).__name__}; use a "
-            "validation dataset that subclasses slipstream.dataset.SegmentationDataset"
-        )
+        raise ConfigError(f"SlidingWindowValidationCallback requires a SegmentationDataset, not {dataset!r}")
     final_transforms = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
     changed.transforms = list(transforms) or final_transforms
     return changed
+
+
+@HOOKS.register_module()
+class BinarySegmentationVisualizationCallback(PhaseCallback):
+    """Record the images of one evaluation batch, with the pixels of the class colored.
+
+    Green pixels are predicted correctly, red pixels are predicted but not in the target, and blue pixels are missing
+    from the prediction. Float images are assumed to have ImageNet's normalization.
+
+    Args:
+        phase: when to record the images: `VALIDATION_BATCH_END` or `TEST_BATCH_END`.
+        freq: number of epochs between two recordings.
+        batch_idx: index of the batch.
+        last_img_idx_in_batch: number of images to record; -1 for all images of the batch.
+    """
+
+    def __init__(
+        self, phase: Phase | str, freq: int, batch_idx: int = 0, last_img_idx_in_batch: int = -1
+    ) -> None:
+        super().__init__(phase)
+        if self.phase not in (Phase.VALIDATION_BATCH_END, Phase.TEST_BATCH_END):
+            raise ConfigError(f"must be VALIDATION_BATCH_END or TEST_BATCH_END, not {phase}", "phase")
+        self.freq, self.batch_idx, self.last_img_idx_in_batch = freq, batch_idx, last_img_idx_in_batch
+
+    def __call__(self, context: PhaseContext) -> None:
+        """Record the images of batch `batch_idx` every `freq` epochs."""
+        if context.epoch % self.freq or context.batch_idx != self.batch_idx:
+            return
+        count = len(context.inputs) if self.last_img_idx_in_batch < 0 else self.last_img_idx_in_batch
+        images, predicted, target = (
+            values[:count].detach().cpu() for values in (context.inputs, context.preds, context.target)
+        )
+        overlays = _overlays(images, predicted > 0, target > 0)
+        context.sg_logger.add_images(f"batch_{self.batch_idx}_images", overlays, "NCHW", context.epoch)
+
+
+def _overlays(images: Tensor, predicted: Tensor, target: Tensor) -> Tensor:
+    """Return the colored images, uint8 (N, 3, H, W), for images (N, 3, H, W) and bool masks (N, H, W)."""
+    pixels = images.float()
+    if images.is_floating_point():
+        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
+        pixels = (pixels * std + mean) * 255
+    for color, mask in (
+        ((0.0, 128.0, 0.0), predicted & target),
+        ((255.0, 0.0, 0.0), predicted & ~target),
+        ((0.0, 0.0, 255.0), ~predicted & target),
+    ):
+        pixels = torch.where(mask[:, None], pixels.lerp(torch.tensor(color).view(3, 1, 1), 0.8), pixels)
+    return pixels.round().clamp(0, 255).to(torch.uint8)

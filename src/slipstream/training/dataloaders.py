@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
-from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from slipstream.recipes.find import FOLDER
+from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, TRANSFORMS
 from slipstream.training.factories import configuration, default_fill_mask, read_factory
 from slipstream.training.params import plain
 
@@ -36,24 +36,10 @@ _DATASETS = {
     "street_scenes": "StreetScenes",
     "supervisely_persons": "SuperviselyPersonsDataset",
 }
-# Transform names in older recipes. `SegToTensor` and `ToTensorSeg` also divide by 255, so they map to `SegStandardize`.
-_OLD_TRANSFORMS = {
-    "ColorJitterSeg": "SegColorJitter",
-    "CropImageAndMaskSeg": "SegCropImageAndMask",
-    "NormalizeSeg": "SegNormalize",
-    "PadShortToCropSizeSeg": "SegPadShortToCropSize",
-    "RandomFlipSeg": "SegRandomFlip",
-    "RandomGaussianBlurSeg": "SegRandomGaussianBlur",
-    "RandomRescaleSeg": "SegRandomRescale",
-    "RandomRotateSeg": "SegRandomRotate",
-    "RescaleSeg": "SegRescale",
-    "ResizeSeg": "SegResize",
-    "SegToTensor": "SegStandardize",
-    "ToTensorSeg": "SegStandardize",
-}
+_OLD_TRANSFORMS = {"SegToTensor": "SegStandardize", "ToTensorSeg": "SegStandardize"}
+"""Transforms of older recipes that also divide by 255. Other old names have `Seg` at the end: `RescaleSeg`."""
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
-_DEFAULTS = Path(__file__).parents[1] / "recipes" / "dataset_params"
-_RUNNER_KEYS = ("skip_errors",)
+_RUNNER_KEYS = ("skip_errors", "stall_warning")
 """Options of the Runner's loaders that torch's `DataLoader` does not have."""
 _LOADER_KEYS = {*inspect.signature(DataLoader).parameters, *_RUNNER_KEYS, "min_samples"}
 
@@ -84,20 +70,19 @@ def config(
     data, loader = _without_none(dataset_params), _without_none(dataloader_params)
     registered = loader.pop("dataset", None)
     if sum(value is not None for value in (name, registered, dataset)) != 1:
-        raise ConfigError(
-            "exactly one of name, dataloader_params.dataset and dataset is required; "
-            f"got {name!r}, {registered!r} and {type(dataset).__name__ if dataset is not None else None}"
-        )
+        raise ConfigError("exactly one of name, dataloader_params.dataset and dataset is required")
     if name is not None:
         registered, data, loader = _with_defaults(name, data, loader)
-    _check_keys(loader)
+    for key in loader:
+        if key not in _LOADER_KEYS:
+            hint = did_you_mean(key, _LOADER_KEYS)
+            raise UnknownNameError(f"a data loader has no such argument{hint}", f"dataloader_params.{key}")
+    dataset_config: Any = dataset
     if dataset is None:
-        kind, arguments = read_factory(registered, "dataloader_params.dataset")
-        dataset_config: Any = {"type": kind, **_transforms({**arguments, **data})}
+        kind, own = read_factory(registered, "dataloader_params.dataset")
+        dataset_config = {"type": kind, **_transforms({**own, **data})}
     elif data:
         raise ConfigError("a dataset object does not accept parameters; remove them", "dataset_params")
-    else:
-        dataset_config = dataset
     if (min_samples := loader.pop("min_samples", None)) is not None:
         dataset_config = {"type": "AtLeast", "dataset": dataset_config, "min_samples": min_samples}
     training = name is not None and name.endswith("_train")
@@ -119,10 +104,6 @@ def get(
     The Trainer rebuilds the loader with its own sampler to support a reproducible order and distributed training.
     """
     if dataloader is not None:
-        if any(value is not None for value in (name, dataset_params, dataloader_params, dataset)):
-            raise ConfigError(
-                "`dataloader` cannot be combined with other arguments; remove them", "dataloader"
-            )
         return dataloader
     data, options = arguments(name, dataset_params, dataloader_params, dataset)
     loader: Any = DataLoader(data, **options)
@@ -141,37 +122,27 @@ def arguments(
     data, sampler = options.pop("dataset"), options.pop("sampler")
     if isinstance(data, Mapping):
         data = _built(data)
-    if isinstance(sampler, Mapping) and sampler["type"] == "DefaultSampler":
+    kind, keywords = _kind_and_arguments(sampler)
+    if kind == "DefaultSampler":
         # Use torch's own sampler. The Runner replaces it after the process group is initialized.
-        options["shuffle"] = sampler.get("shuffle", True)
-    elif isinstance(sampler, Mapping):
-        sampler_options = {key: value for key, value in sampler.items() if key != "type"}
-        options["sampler"] = DATA_SAMPLERS.resolve(sampler["type"])(data, **sampler_options)
+        options["shuffle"] = keywords.get("shuffle", True)
     else:
-        options["sampler"] = sampler
-    if isinstance(collate := options.get("collate_fn"), Mapping):
-        collate_options = {key: value for key, value in collate.items() if key != "type"}
-        options["collate_fn"] = partial(FUNCTIONS.resolve(collate["type"]), **collate_options)
-    _check_runner_options(options)
+        options["sampler"] = sampler if kind is None else DATA_SAMPLERS.resolve(kind)(data, **keywords)
+    kind, keywords = _kind_and_arguments(options.get("collate_fn"))
+    if kind is not None:
+        options["collate_fn"] = partial(FUNCTIONS.resolve(kind), **keywords)
+    for key in ("num_workers", "prefetch_factor", *_RUNNER_KEYS):
+        if options.get(key) == "auto" or (key in _RUNNER_KEYS and key in options):
+            raise ConfigError("requires a Runner; use dataloaders.config instead", f"dataloader_params.{key}")
     if not options["num_workers"]:
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
     return data, options
 
 
-def _check_runner_options(options: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for an option or a value that torch's `DataLoader` does not support."""
-    if options["num_workers"] == "auto":
-        raise ConfigError(
-            "'auto' requires a Runner; use a number, or pass dataloaders.config(...) to the Trainer instead of "
-            "dataloaders.get(...)",
-            "dataloader_params.num_workers",
-        )
-    for key in _RUNNER_KEYS:
-        if key in options:
-            raise ConfigError(
-                "requires a Runner; pass dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
-                f"dataloader_params.{key}",
-            )
+def _kind_and_arguments(cfg: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the type and the other values of a configuration; for an object, None and an empty dict."""
+    arguments = dict(cfg) if isinstance(cfg, Mapping) else {}
+    return arguments.pop("type", None), arguments
 
 
 def _built(cfg: Mapping[str, Any]) -> Any:
@@ -194,67 +165,62 @@ def _with_defaults(
     """Return the dataset class for `name`, and its default parameters updated with `data` and `loader`."""
     if name not in _NAMES:
         raise UnknownNameError(
-            f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {', '.join(_NAMES)}; for "
-            "your own dataset, set its class in dataloader_params.dataset)"
+            f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {_NAMES})"
         )
     variant, _, split = name.rpartition("_")
-    defaults = _read_defaults(f"{variant}_dataset_params")
+    defaults = read_group("dataset_params", f"{variant}_dataset_params")
     own = defaults[f"{split}_dataset_params"]
     if "list_file" in data:
         own.pop("split", None)
     return _DATASETS[variant], {**own, **data}, {**defaults[f"{split}_dataloader_params"], **loader}
 
 
-def _read_defaults(name: str) -> dict[str, Any]:
-    """Return the values of a file in `recipes/dataset_params`, merged over those of the files in its `defaults`."""
+def read_group(group: str, name: str) -> dict[str, Any]:
+    """Return the values of a file in a config group of the recipes, merged over those of its `defaults`."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 
-    top: Any = OmegaConf.load(_DEFAULTS / f"{name}.yaml")
+    top: Any = OmegaConf.load(FOLDER / group / f"{name}.yaml")
     parents = [entry for entry in top.pop("defaults", []) if entry != "_self_"]
-    merged = OmegaConf.merge(*(OmegaConf.create(_read_defaults(entry)) for entry in parents), top)
+    merged = OmegaConf.merge(*(OmegaConf.create(read_group(group, entry)) for entry in parents), top)
     return dict(plain(merged))
 
 
-def _check_keys(loader: Mapping[str, Any]) -> None:
-    for key in loader:
-        if key not in _LOADER_KEYS:
-            raise UnknownNameError(
-                f"a data loader has no such argument{did_you_mean(key, _LOADER_KEYS)}",
-                f"dataloader_params.{key}",
-            )
-
-
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(transforms := data.get("transforms"), list | tuple):
+    if isinstance(entries := data.get("transforms"), list | tuple):
+        paths = (f"dataset_params.transforms[{i}]" for i in range(len(entries)))
         data["transforms"] = [
-            _with_current_names(configuration(entry, f"dataset_params.transforms[{i}]"))
-            for i, entry in enumerate(transforms)
+            _with_current_name(configuration(entry, path)) for entry, path in zip(entries, paths, strict=True)
         ]
     return data
 
 
-def _with_current_names(transform: Any) -> Any:
-    if not isinstance(transform, Mapping):
+def _with_current_name(transform: Any) -> Any:
+    if not isinstance(transform, Mapping) or not isinstance(kind := transform.get("type"), str):
         return transform
-    kind = transform.get("type")
-    kind = _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind
-    if kind == "SegPadShortToCropSize" and transform.get("fill_mask") is None:
-        return {**transform, "type": kind, "fill_mask": default_fill_mask()}
-    return {**transform, "type": kind}
+    if kind not in TRANSFORMS:
+        kind = _OLD_TRANSFORMS.get(kind, f"Seg{kind.removesuffix('Seg')}" if kind.endswith("Seg") else kind)
+    changed = {**transform, "type": kind}
+    if kind == "SegPadShortToCropSize" and changed.get("fill_mask") is None:
+        changed["fill_mask"] = default_fill_mask()
+    return changed
 
 
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     shuffle, sampler = loader.pop("shuffle", None), loader.pop("sampler", None)
     if isinstance(loader.get("batch_sampler"), bool):
-        # This is SuperGradients' flag for torch's BatchSampler, which the Runner always uses.
-        del loader["batch_sampler"]
+        del loader[
+            "batch_sampler"
+        ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
     if loader.get("pin_memory") is True:
         del loader["pin_memory"]  # the Runner pins memory if an accelerator is available
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
+    shuffles = training if shuffle is None else shuffle
     return {
-        "sampler": _sampler(sampler, training if shuffle is None else shuffle, shuffle),
+        "sampler": {"type": "DefaultSampler", "shuffle": shuffles}
+        if sampler is None
+        else _sampler(sampler, shuffle),
         "batch_size": 1,
         "num_workers": 0,
         "drop_last": training,
@@ -263,9 +229,7 @@ def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     }
 
 
-def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
-    if sampler is None:
-        return {"type": "DefaultSampler", "shuffle": shuffles}
+def _sampler(sampler: Any, shuffle: bool | None) -> Any:
     cfg = configuration(sampler, "dataloader_params.sampler")
     if not isinstance(cfg, Mapping):
         return cfg

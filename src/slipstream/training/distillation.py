@@ -1,4 +1,4 @@
-"""A model for the Runner that trains a student network with the outputs of a frozen teacher."""
+"""Knowledge distillation: a student that is trained with the outputs of a frozen teacher."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.model.weight_init import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
-from slipstream.training.kd_module import KDModule
+from slipstream.training.factories import configuration
 from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, SupervisedModel
 from slipstream.zoo import models
 from slipstream.zoo.distillation import KDOutput
@@ -23,7 +23,83 @@ from slipstream.zoo.distillation import KDOutput
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["DistillationModel", "TeacherHook"]
+__all__ = ["DistillationModel", "KDModule", "TeacherHook", "check_mode", "input_adapter"]
+
+_ADAPTERS = ("teacher_input_adapter", "student_input_adapter")
+
+
+class KDModule(nn.Module):
+    """A student and a teacher for `KDTrainer.train(model=...)`.
+
+    A subclass may override `forward` to return other outputs of the networks, which are passed to the loss unchanged.
+    It must not have parameters of its own. Only the student is trained, validated and saved; the teacher always runs in
+    evaluation mode. A deep copy shares the teacher with the original.
+
+    Args:
+        arch_params: a dict with the optional key `teacher_input_adapter`: a module that is applied to the teacher's
+            images, or the configuration of the module.
+        student, teacher: modules. The parameters of the teacher are frozen in place.
+        run_teacher_on_eval: must be True.
+
+    Raises:
+        UnknownNameError, ConfigError: if an argument is missing, invalid or not supported.
+    """
+
+    def __init__(
+        self,
+        arch_params: Mapping[str, Any] | None = None,
+        student: nn.Module | None = None,
+        teacher: nn.Module | None = None,
+        run_teacher_on_eval: bool = True,
+    ) -> None:
+        super().__init__()
+        if student is None or teacher is None:
+            raise ConfigError("student and teacher are required; pass two modules")
+        check_mode(run_teacher_on_eval)
+        self.student = student
+        self.teacher = teacher.eval().requires_grad_(False)
+        adapter: Any = input_adapter(arch_params, "arch_params").get("teacher_input_adapter")
+        self.teacher_input_adapter: nn.Module | None = (
+            MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the training mode of the student; the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x: Tensor) -> KDOutput:
+        """Return the outputs of both networks for images (N, C, H, W)."""
+        adapter = self.teacher_input_adapter
+        return KDOutput(self.student(x), self.teacher(x if adapter is None else adapter(x)))
+
+    def teacher_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `DistillationModel` that describe the teacher.
+
+        Raises:
+            ConfigError: if a subclass has an input adapter, or tensors outside the student and the teacher.
+        """
+        if type(self).forward is KDModule.forward:
+            return {"teacher": self.teacher, "teacher_input_adapter": self.teacher_input_adapter}
+        if self.teacher_input_adapter is not None:
+            raise ConfigError(
+                "set teacher to nn.Sequential(adapter, teacher)", "arch_params.teacher_input_adapter"
+            )
+        networks = (self.student, self.teacher)
+        known = {id(tensor) for net in networks for tensor in chain(net.parameters(), net.buffers())}
+        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
+            if id(tensor) not in known:
+                raise ConfigError(
+                    f"move '{name}' into the student, which alone is trained", "kd_architecture"
+                )
+        return {"teacher": self.teacher, "kd_module": self}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self.teacher)] = copied, self.teacher
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 class _Teacher:
@@ -68,23 +144,19 @@ class _Teacher:
         shared._owner = self._owner or self
         return shared
 
+    @torch.no_grad()
     def convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
         """Apply a conversion to the module, or to a copy of it if the module belongs to another object.
 
         A shared module whose weights have not been loaded is not converted, because the copy would have random weights.
         """
         if self._owner is not None:
-            if self.pending or not _would_change(self.module, fn):
+            tensors = chain(self.module.parameters(), self.module.buffers())
+            if self.pending or all(fn(tensor) is tensor for tensor in tensors):
                 return
             self.module = copy.deepcopy(self.module)
             self._owner, self._pending = None, False
         self.module._apply(fn, recurse)
-
-
-def _would_change(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a conversion, such as a move to another device, returns new tensors."""
-    with torch.no_grad():
-        return any(fn(tensor) is not tensor for tensor in chain(module.parameters(), module.buffers()))
 
 
 @MODELS.register_module()
@@ -126,8 +198,7 @@ class DistillationModel(SupervisedModel):
         super().__init__(network, loss, **arguments)
         if isinstance(self.loss, CLASS_LOSSES):
             raise ConfigError(
-                f"{type(self.loss).__name__} does not use the teacher; use KDLogitsLoss or SegKDLoss",
-                "training_params.loss",
+                "does not use the teacher; use KDLogitsLoss or SegKDLoss", "training_params.loss"
             )
         built: nn.Module = MODELS.build(teacher) if isinstance(teacher, Mapping) else teacher
         adapter = teacher_input_adapter
@@ -147,11 +218,7 @@ class DistillationModel(SupervisedModel):
         self.load_teacher()
 
     def load_teacher(self) -> None:
-        """Load the teacher's weights, which checkpoints do not contain. Later calls have no effect.
-
-        Raises:
-            CheckpointError: if the weights cannot be read.
-        """
+        """Load the teacher's weights, which checkpoints do not contain. Later calls have no effect."""
         self._teacher.load()
 
     def forward(
@@ -169,19 +236,14 @@ class DistillationModel(SupervisedModel):
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
         if self._teacher.pending:
-            raise ModelError(
-                "the teacher's weights have not been loaded; call init_weights() or load_teacher()"
-            )
+            raise ModelError("the teacher's weights have not been loaded; call load_teacher()")
         if self._kd_module is not None:
             output: KDOutput = self._kd_module(inputs)
             return output  # unchanged, because a subclass may return tensors other than class scores
         with torch.no_grad():
             teacher_output = self._teacher.module(inputs)
-        student, teacher = (
-            super(DistillationModel, self).loss_inputs(output, inputs, targets)
-            for output in (outputs, teacher_output)
-        )
-        return KDOutput(student, teacher)
+        prepare = super().loss_inputs
+        return KDOutput(*(prepare(output, inputs, targets) for output in (outputs, teacher_output)))
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the student and the `kd_module`."""
@@ -205,7 +267,29 @@ class TeacherHook(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Load the weights; see `DistillationModel.load_teacher`."""
-        model = unwrap_model(runner.model)
-        if not isinstance(model, DistillationModel):
-            raise ModelError(f"TeacherHook requires a DistillationModel, not {type(model).__name__}")
+        model: Any = unwrap_model(runner.model)
         model.load_teacher()
+
+
+def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[str, Any]:
+    """Return the adapter for the teacher's images, from SuperGradients' `kd_module` arguments.
+
+    Raises:
+        UnknownNameError: if an argument does not exist.
+        ConfigError: if an adapter for the student is set.
+    """
+    kept = {key: v for key, v in (options or {}).items() if v is not None and key != "num_classes"}
+    for key in kept:
+        if key not in _ADAPTERS:
+            raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
+    if "student_input_adapter" in kept:
+        raise ConfigError(
+            "is not supported; normalize the images in the dataset", f"{config_path}.student_input_adapter"
+        )
+    return {key: configuration(value, f"{config_path}.{key}") for key, value in kept.items()}
+
+
+def check_mode(run_teacher_on_eval: Any) -> None:
+    """Raise a ConfigError unless the teacher runs in evaluation mode."""
+    if run_teacher_on_eval not in (True, None):
+        raise ConfigError("must be True, because the teacher must not change", "run_teacher_on_eval")

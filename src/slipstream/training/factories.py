@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 
-__all__ = ["configuration", "default_fill_mask", "read_factory"]
+__all__ = ["configuration", "default_fill_mask", "pop_fixed", "read_factory"]
 
 _HYDRA_KEYS = ("_convert_", "_partial_", "_recursive_")
 
@@ -30,10 +30,9 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
         return entry, {}
     if isinstance(entry, Mapping):
         kept = {key: value for key, value in entry.items() if key not in _HYDRA_KEYS}
-        target = kept.pop("_target_", None)
-        if isinstance(target, str):
+        if isinstance(target := kept.pop("_target_", None), str):
             return target.rpartition(".")[2], kept
-        if target is None and len(kept) == 1:
+        if len(kept) == 1:
             ((name, arguments),) = kept.items()
             if isinstance(name, str) and (arguments is None or isinstance(arguments, Mapping)):
                 return name, dict(arguments or {})
@@ -55,11 +54,18 @@ def configuration(entry: Any, config_path: str) -> Any:
     return {"type": name, **arguments}
 
 
+def pop_fixed(arguments: dict[str, Any], supported: Mapping[str, Any], config_path: str) -> None:
+    """Remove arguments that support only a single value; raise a ConfigError for other values."""
+    for key, value in supported.items():
+        if (given := arguments.pop(key, value)) != value:
+            raise ConfigError(f"must be {value!r}, not {given!r}", f"{config_path}.{key}")
+
+
 def default_fill_mask() -> int:
     """Return SuperGradients' default for the `fill_mask` of `SegPadShortToCropSize`, and log a warning."""
     print_log(
-        "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class "
-        "0 is not the background, set fill_mask to the loss's ignore_index",
+        "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class 0 "
+        "is not the background, set fill_mask to the loss's ignore_index",
         "current",
         logging.WARNING,
     )

@@ -1,45 +1,56 @@
-"""`training_params.loss` and `criterion_params`: SuperGradients' losses by name."""
+"""SuperGradients' losses by name, and the metrics and losses that a run watches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.registry import MODELS
-from slipstream.training.factories import read_factory
+from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.evaluator.metric import LossMetric
+from slipstream.registry import METRICS, MODELS
+from slipstream.training.factories import pop_fixed, read_factory
+from slipstream.training.metrics import NAMES, known_names
+from slipstream.training.params import TrainingParams
 from slipstream.zoo.losses import CrossEntropy, at_least_float32
 
-__all__ = ["CrossEntropyLoss", "loss_config"]
+__all__ = [
+    "LOSSES_KEY", "CrossEntropyLoss", "ValidationLoss", "Watched", "loss_config", "loss_value", "train_metric",
+    "watched_value",
+]  # fmt: skip
 
 _NAMES = {
     "CrossEntropyLoss": "CrossEntropy",
     "cross_entropy": "CrossEntropy",
-    "DiceCEEdgeLoss": "DiceCEEdgeLoss",
     "dice_ce_edge_loss": "DiceCEEdgeLoss",
-    "STDCLoss": "STDCLoss",
     "stdc_loss": "STDCLoss",
     "MSE": "MSELoss",
     "mse": "MSELoss",
-    "BCEDiceLoss": "BCEDiceLoss",
     "bce_dice_loss": "BCEDiceLoss",
-    "FocalLoss": "FocalLoss",
-    "ShelfNetOHEMLoss": "ShelfNetOHEMLoss",
     "shelfnet_ohem_loss": "ShelfNetOHEMLoss",
-    "KDLogitsLoss": "KDLogitsLoss",
     "kd_loss": "KDLogitsLoss",
-    "SegKDLoss": "SegKDLoss",
-    "ChannelWiseKnowledgeDistillationLoss": "ChannelWiseKnowledgeDistillationLoss",
 }
+"""SuperGradients' names for losses whose name in MODELS is different."""
 _NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_fcn")
 """Loss arguments whose values are also losses."""
-
 _CONFIG_PATH = "training_params.loss"
 _FIXED_ARGUMENTS = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
 """Arguments of `CrossEntropyLoss` that support only one value."""
+_TOTALS = {
+    "DiceCEEdgeLoss": "loss",
+    "KDLogitsLoss": "Loss",
+    "STDCLoss": "loss",
+    "SegKDLoss": "Total_Loss",
+    "ShelfNetOHEMLoss": "Loss",
+}
+"""For each loss class that returns several values, SuperGradients' name for the total."""
+LOSSES_KEY = "watched_losses"
+"""Key of the losses in a model's predictions."""
 
 
 @MODELS.register_module(name="RecipeCrossEntropy")
@@ -73,9 +84,8 @@ class CrossEntropyLoss(CrossEntropy):
         smooth_dist: None = None,
         from_logits: bool = True,
     ) -> None:
-        options = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
-        for key, supported in _FIXED_ARGUMENTS.items():
-            _pop_fixed(options, key, supported)
+        given = {"reduction": reduction, "smooth_dist": smooth_dist, "from_logits": from_logits}
+        pop_fixed(given, _FIXED_ARGUMENTS, _CONFIG_PATH)
         super().__init__(ignore_index, smooth_eps or 0.0, weight)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -110,80 +120,170 @@ def loss_config(
         UnknownNameError: if no loss has that name.
     """
     if loss is None:
-        raise ConfigError(
-            f"a loss is required; use one of {', '.join(sorted(_NAMES))}, or a module (a recipe without a loss is only "
-            "a base for other recipes)",
-            _CONFIG_PATH,
-        )
-    if not isinstance(loss, str | Mapping):
-        if not callable(loss):
-            raise ConfigError(f"must be a name, a dict, a module or a function, not {loss!r}", _CONFIG_PATH)
+        raise ConfigError("is required; use a name, such as CrossEntropyLoss, or a module", _CONFIG_PATH)
+    if callable(loss):
         if criterion_params:
-            raise ConfigError(
-                "only applies to a loss given by name; pass the arguments to the loss object",
-                "criterion_params",
-            )
-        built: Callable[..., Any] = loss
-        return built
+            raise ConfigError("only applies to a loss given by name", "training_params.criterion_params")
+        return loss  # type: ignore[no-any-return]
     name, own = read_factory(loss, _CONFIG_PATH)
     kind = _NAMES.get(name, name)
     if kind not in MODELS:
-        raise UnknownNameError(f"no loss is named '{name}'{did_you_mean(name, _NAMES)}", _CONFIG_PATH)
+        hint = did_you_mean(name, [*_NAMES, *_NAMES.values()])
+        raise UnknownNameError(f"no loss is named '{name}'{hint}", _CONFIG_PATH)
     arguments = {**(criterion_params or {}), **own}
     for key in _NESTED:
         if isinstance(inner := arguments.get(key), str | Mapping):
             arguments[key] = loss_config(inner)
-    translate = {"CrossEntropy": _cross_entropy, "DiceCEEdgeLoss": _dice_ce_edge, "STDCLoss": _stdc}.get(
-        kind, dict
-    )
-    return {"type": kind, **translate(arguments)}
+    if kind == "CrossEntropy":
+        pop_fixed(arguments, _FIXED_ARGUMENTS, _CONFIG_PATH)
+        kind = "RecipeCrossEntropy" if "smooth_eps" in arguments else kind
+    elif kind == "DiceCEEdgeLoss":
+        _check_dice_ce_edge(arguments)
+    elif kind == "STDCLoss":
+        arguments = _stdc(arguments)
+    return {"type": kind, **arguments}
 
 
-def _cross_entropy(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(arguments)
-    for key, supported in _FIXED_ARGUMENTS.items():
-        _pop_fixed(kept, key, supported)
-    return {"type": "RecipeCrossEntropy" if "smooth_eps" in kept else "CrossEntropy", **kept}
-
-
-def _dice_ce_edge(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _check_dice_ce_edge(arguments: Mapping[str, Any]) -> None:
     ignored, classes = arguments.get("ignore_index", -100), arguments.get("num_classes")
     if isinstance(ignored, int) and isinstance(classes, int) and 0 <= ignored < classes:
         raise ConfigError(
-            f"is {ignored}, which is one of the {classes} classes. In this case, SuperGradients compares channel c "
-            "with class c in the cross-entropy, but with class c + 1 in the Dice loss. This is not supported here. "
-            f"Set ignore_index={classes} and use this id for ignored pixels, or pass a "
-            "slipstream.zoo.DiceCEEdgeLoss object, which compares channel c with class c in both losses",
+            f"is one of the {classes} classes, and SuperGradients compares channel c with class c + 1 in the Dice loss; "
+            f"set ignore_index={classes} and use this id for ignored pixels",
             f"{_CONFIG_PATH}.ignore_index",
         )
-    return {"type": "DiceCEEdgeLoss", **arguments}
 
 
-def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _stdc(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of Slipstream's loss, with SuperGradients' defaults where they differ from Slipstream's."""
-    kept = dict(arguments)
-    # The kernel receives no gradient, so the value of this argument has no effect.
-    kept.pop("learnable_fusing_kernel", None)
-    _pop_fixed(kept, "ohem_criteria", None)
-    auxiliary, details = kept.pop("num_aux_heads", 2), kept.setdefault("num_detail_heads", 1)
-    heads = 1 + auxiliary + details
-    weights = kept.setdefault("weights", (1.0,) * heads)
+    arguments.pop("learnable_fusing_kernel", None)  # has no effect, because the kernel receives no gradient
+    pop_fixed(arguments, {"ohem_criteria": None}, _CONFIG_PATH)
+    heads = 1 + arguments.pop("num_aux_heads", 2) + arguments.setdefault("num_detail_heads", 1)
+    weights = arguments.setdefault("weights", (1.0,) * heads)
     if len(weights) != heads:
-        raise ConfigError(
-            f"must be {heads} numbers, for the main output, {auxiliary} auxiliary outputs and {details} detail "
-            f"outputs, not {list(weights)}",
-            f"{_CONFIG_PATH}.weights",
-        )
-    kept.setdefault("mining_percent", 0.1)
-    if kept.setdefault("ignore_index", None) is None:
-        kept["ignore_index"] = -100
-    return kept
+        raise ConfigError(f"must be {heads} numbers, one per output", f"{_CONFIG_PATH}.weights")
+    arguments.setdefault("mining_percent", 0.1)
+    if arguments.setdefault("ignore_index", None) is None:
+        arguments["ignore_index"] = -100
+    return arguments
 
 
-def _pop_fixed(arguments: dict[str, Any], key: str, supported: Any) -> None:
-    """Remove an argument that supports only a single value; raise an error for other values."""
-    if (value := arguments.pop(key, supported)) != supported:
-        raise ConfigError(
-            f"must be {supported!r}, not {value!r}; for other values, use your own loss",
-            f"{_CONFIG_PATH}.{key}",
-        )
+# ---- watched metrics and losses ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A metric or loss computed during validation."""
+
+    name: str
+    """Name of the metric or loss in the validation results."""
+    is_loss: bool = False
+
+
+def watched_value(requested: str, params: TrainingParams, config_path: str) -> Watched:
+    """Return the metric or loss with this name, ignoring case and punctuation.
+
+    The name of a loss is that of its class; a component is named `class/component`, and the component name alone is
+    also accepted.
+
+    Raises:
+        UnknownNameError: if no metric or loss has this name, and no metric object chooses its names at run time.
+    """
+    groups = [known_names(entry) for entry in params.valid_metrics_list]
+    names = [name for group in groups for name in group]
+    for name in names:
+        if _normalized(name) == _normalized(requested):
+            return Watched(name)
+    losses = [] if params.loss is None else _loss_names(loss_config(params.loss, params.criterion_params))
+    for title in losses:
+        if _normalized(requested) in (_normalized(title), _normalized(title.partition("/")[2])):
+            return Watched(title, is_loss=True)
+    if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", requested):
+        return Watched(
+            requested, is_loss=True
+        )  # its components are known only after the first validation run
+    # The names of some metrics, and of the items of a torchmetrics value, are also known only then.
+    if not all(groups) or ("/" in requested and requested.partition("/")[0] in {*names} - NAMES.keys()):
+        return Watched(requested)
+    raise _unknown(requested, "metric in valid_metrics_list and no loss", [*names, *losses], config_path)
+
+
+def train_metric(requested: str, params: TrainingParams, config_path: str) -> str:
+    """Return the name, with the `train/` prefix, of a metric in `train_metrics_list`, ignoring case and punctuation.
+
+    Raises:
+        UnknownNameError: if no training metric has this name, and none chooses its names at run time.
+    """
+    groups = [known_names(entry) for entry in params.train_metrics_list]
+    names = [name for group in groups for name in group]
+    found = [name for name in names if _normalized(name) == _normalized(requested)]
+    if not found and all(groups):
+        raise _unknown(requested, "metric in train_metrics_list", names, config_path)
+    return f"train/{found[0] if found else requested}"
+
+
+def _unknown(requested: str, kind: str, names: Iterable[str], config_path: str) -> UnknownNameError:
+    hint, available = did_you_mean(requested, names), ", ".join(names) or "none"
+    return UnknownNameError(f"no {kind} is named '{requested}'{hint} (available: {available})", config_path)
+
+
+def loss_value(loss: Any, result: Any, title: str) -> Tensor:
+    """Return the total or the component named `title` from the result of a loss.
+
+    Args:
+        loss: the loss, a module or a function.
+        result: a scalar, a dict of scalars, or SuperGradients' pair (scalar, values to log).
+        title: see `watched_value`.
+
+    Raises:
+        ModelError: if the loss has no such component.
+    """
+    component, total = title.partition("/")[2], result
+    values: dict[str, Tensor] = {}
+    if isinstance(result, tuple):
+        total, items = result
+        names = getattr(loss, "component_names", None) or [f"loss_{index}" for index in range(len(items))]
+        values = dict(zip(names, items, strict=False))
+    elif isinstance(result, Mapping):
+        values = dict(result)
+        total = torch.stack([value for name, value in result.items() if "loss" in name]).sum()
+    if component in ("", _TOTALS.get(type(loss).__name__)):
+        values.setdefault(component, total)
+    if component not in values:
+        raise ModelError(f"in validation, the loss has no component '{component}' (available: {[*values]})")
+    return values[component].detach()
+
+
+@METRICS.register_module()
+class ValidationLoss(LossMetric):
+    """Average, over all samples, the losses that a `SupervisedModel` returns with its predictions.
+
+    Args:
+        names: names of the losses; see `watched_value`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Store the losses of a batch without copying them from the device, and the number of samples in the batch."""
+        losses = {name: data_samples[LOSSES_KEY][name] for name in self.names}
+        super().process(data_batch, (losses, len(data_samples["targets"])))
+
+
+def _loss_names(loss: Mapping[str, Any] | Callable[..., Any]) -> list[str]:
+    """Return the names of a loss: its class, and the components that it declares."""
+    try:
+        built: Any = MODELS.build(loss) if isinstance(loss, Mapping) else loss
+    except SlipstreamError:  # the Runner raises this error again, with the config path
+        return []
+    own = getattr(built, "__name__", type(built).__name__)
+    components = getattr(built, "component_names", None) or ([_TOTALS[own]] if own in _TOTALS else [])
+    name = "CrossEntropyLoss" if own == "CrossEntropy" else own
+    return [name, *(f"{name}/{component}" for component in components)]
+
+
+def _normalized(name: str) -> str:
+    """Return the name in lower case without punctuation; `pixel_accuracy` and `PixelAccuracy` are the same metric."""
+    return "".join(filter(str.isalnum, name)).lower()

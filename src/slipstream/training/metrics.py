@@ -13,33 +13,18 @@ from torch import Tensor
 from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
-from slipstream.evaluator.metric import describe
 from slipstream.evaluator.torch_metric import is_torchmetrics, is_torchmetrics_class
 from slipstream.registry import METRICS
-from slipstream.training.factories import read_factory
+from slipstream.training.factories import pop_fixed, read_factory
 
 __all__ = [
-    "NAMES",
-    "Accuracy",
-    "BinaryDice",
-    "BinaryIOU",
-    "Dice",
-    "IoU",
-    "PixelAccuracy",
-    "Top1",
-    "Top5",
-    "known_names",
+    "NAMES", "Accuracy", "BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_names",
     "metric_config",
-]
+]  # fmt: skip
 
 NAMES = {
-    "IoU": "IoU",
-    "Dice": "Dice",
-    "BinaryIOU": "BinaryIOU",
-    "BinaryDice": "BinaryDice",
-    "PixelAccuracy": "PixelAccuracy",
+    **{name: name for name in ("IoU", "Dice", "BinaryIOU", "BinaryDice", "PixelAccuracy", "Top5")},
     "Accuracy": "Top1",
-    "Top5": "Top5",
 }
 """Maps SuperGradients' metric names to names in METRICS."""
 IgnoredIds = int | Sequence[int] | None
@@ -56,17 +41,15 @@ class _Overlap(IoUMetric):
         ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
 
     Raises:
-        ConfigError: if `num_classes` is less than 2, or `ignore_index` contains anything other than integers.
+        ConfigError: if `num_classes` is less than 2.
     """
 
     def __init__(self, num_classes: int, ignore_index: IgnoredIds = None) -> None:
         if num_classes < 2:
             raise ConfigError(
-                f"must be at least 2, not {num_classes}; for networks with one output channel, use "
-                f"{'BinaryDice' if isinstance(self, Dice) else 'BinaryIOU'}",
-                "num_classes",
+                "must be at least 2; for one output channel, use a binary metric", "num_classes"
             )
-        ids = _ids(ignore_index, "ignore_index")
+        ids = _ids(ignore_index)
         super().__init__(num_classes=num_classes, ignore_index=ids[0] if ids else None)
         self._other_ids = ids[1:]
 
@@ -75,11 +58,7 @@ class _Overlap(IoUMetric):
         super().count(counts, preds, _merge_ids(targets, self.ignore_index, self._other_ids))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute the mean from the counts; the result is NaN if no class occurs.
-
-        Raises:
-            DataError: if targets or predictions were out of range.
-        """
+        """Compute the mean from the counts; the result is NaN if no class occurs."""
         return {type(self).__name__: _mean(self.per_class_ratios(results))}
 
     def per_class_ratios(self, results: list[Any]) -> npt.NDArray[np.float64]:
@@ -134,9 +113,6 @@ class _Binary(_Overlap):
         ignore_index: target id of ignored pixels, or several ids. Default: the dataset's `ignore_index`.
         threshold: probability threshold, between 0 and 1.
         metrics_args_prep_fn: must be None.
-
-    Raises:
-        ConfigError: if `threshold` is out of range, or `metrics_args_prep_fn` is set.
     """
 
     label: ClassVar[str]
@@ -147,15 +123,12 @@ class _Binary(_Overlap):
         dist_sync_on_step: bool = True,
         ignore_index: IgnoredIds = None,
         threshold: float = 0.5,
-        metrics_args_prep_fn: Any = None,
+        metrics_args_prep_fn: None = None,
     ) -> None:
         if not 0 < threshold < 1:
-            raise ConfigError(f"must be a probability between 0 and 1, not {threshold}", "threshold")
+            raise ConfigError(f"must be between 0 and 1, not {threshold}", "threshold")
         if metrics_args_prep_fn is not None:
-            raise ConfigError(
-                "must be None; to convert predictions or targets before they are compared, define a custom metric",
-                "metrics_args_prep_fn",
-            )
+            raise ConfigError("must be None; define your own metric instead", "metrics_args_prep_fn")
         super().__init__(2, ignore_index)
         self.threshold = threshold
 
@@ -181,18 +154,11 @@ class _Binary(_Overlap):
         if preds.is_floating_point():
             preds = (preds.float().sigmoid() >= self.threshold).long()
         elif self.threshold != 0.5:
-            raise DataError(
-                f"{type(self).__name__} got {describe(preds)} as preds, and cannot apply threshold={self.threshold} to "
-                "class ids; return floating-point scores from the model, or remove threshold"
-            )
+            raise DataError(f"threshold={self.threshold} requires floating-point scores, not class ids")
         super().count(counts, preds, targets)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute the values from the counts.
-
-        Raises:
-            DataError: if targets or predictions were out of range.
-        """
+        """Compute the values from the counts."""
         background, target = self.per_class_ratios(results).tolist()
         return dict(zip(self.value_names(), (target, background, _mean(background, target)), strict=True))
 
@@ -219,14 +185,11 @@ class PixelAccuracy(CountingMetric):
 
     Args:
         ignore_label: target id of ignored pixels, or several ids.
-
-    Raises:
-        ConfigError: if `ignore_label` contains anything other than integers.
     """
 
     def __init__(self, ignore_label: IgnoredIds = -100) -> None:
         super().__init__()
-        ids = _ids(ignore_label, "ignore_label") or (-100,)
+        ids = _ids(ignore_label) or (-100,)
         self.ignore_label, self._other_ids = ids[0], ids[1:]
 
     def num_counts(self) -> int:
@@ -239,16 +202,14 @@ class PixelAccuracy(CountingMetric):
         Raises:
             DataError: if predictions and targets differ in size, or scores have only one channel.
         """
-        if preds.ndim == targets.ndim + 1 and preds.shape[1] == 1:  # argmax would always return class 0
-            raise DataError(
-                f"PixelAccuracy got {describe(preds)} as preds, whose single channel does not determine a class; "
-                "return class ids (N, H, W) from the model, for example (scores.squeeze(1) >= 0).long()"
-            )
-        ids = preds.argmax(dim=1) if preds.ndim == targets.ndim + 1 else preds
+        has_scores = (
+            preds.ndim == targets.ndim + 1 and preds.shape[1] > 1
+        )  # argmax of one channel is always 0
+        ids = preds.argmax(dim=1) if has_scores else preds
         if ids.shape != targets.shape:
             raise DataError(
-                f"PixelAccuracy got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
-                "class ids (N, H, W) or scores (N, classes, H, W) of the same size as the targets"
+                f"PixelAccuracy requires class ids, or scores for at least two classes, of the targets' size "
+                f"{tuple(targets.shape)}, not predictions of shape {tuple(preds.shape)}"
             )
         counted = _merge_ids(targets, self.ignore_label, self._other_ids) != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
@@ -271,11 +232,7 @@ class Top1(evaluator.Accuracy):
         super().__init__(topk=self.k)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Compute the fraction from the counts; the result is NaN if there are no samples.
-
-        Raises:
-            DataError: if targets were out of range.
-        """
+        """Compute the fraction from the counts; the result is NaN if there are no samples."""
         (percent,) = super().compute_metrics(results).values()
         return {self.label: percent / 100}
 
@@ -292,9 +249,7 @@ class Top5(Top1):
     label = "Top5"
 
 
-def metric_config(
-    entries: Sequence[Any] | None, key: str = "valid_metrics_list"
-) -> list[dict[str, Any] | BaseMetric]:
+def metric_config(entries: Sequence[Any] | None, key: str = "valid_metrics_list") -> list[Any]:
     """Return metric configurations for `METRICS`. Metric objects are returned unchanged.
 
     The `dist_sync_on_step` argument has no effect, because counts are summed across all ranks when they are read.
@@ -308,15 +263,22 @@ def metric_config(
         ConfigError: if an entry has none of these forms, or an argument is not supported.
         UnknownNameError: if no metric has that name.
     """
-    configs = []
-    for index, entry in enumerate(entries or ()):
-        config_path = f"training_params.{key}[{index}]"
-        configs.append(
-            _metric(entry, config_path)
-            if isinstance(entry, str | Mapping)
-            else _check_metric(entry, config_path)
-        )
-    return configs
+    return [_metric(entry, f"training_params.{key}[{i}]") for i, entry in enumerate(entries or ())]
+
+
+def _metric(entry: Any, config_path: str) -> Any:
+    if isinstance(entry, BaseMetric) or is_torchmetrics(entry):
+        return entry
+    name, arguments = read_factory(entry, config_path)
+    kind = NAMES.get(name, name)
+    if kind not in METRICS:
+        raise UnknownNameError(f"no metric is named '{name}'{did_you_mean(name, NAMES)}", config_path)
+    if kind in NAMES.values():
+        arguments.pop("dist_sync_on_step", None)
+        threshold = {} if kind in ("BinaryIOU", "BinaryDice") else {"threshold": 0.5}
+        fixed = {"metrics_args_prep_fn": None, "reduction": "elementwise_mean", **threshold}
+        pop_fixed(arguments, fixed, config_path)
+    return {"type": kind, **arguments}
 
 
 def known_names(entry: Any) -> tuple[str, ...]:
@@ -325,57 +287,22 @@ def known_names(entry: Any) -> tuple[str, ...]:
     The value of a torchmetrics metric is named after its class. If the value is a dict or a vector, its items are named
     `class/key`; see `TorchMetric`.
     """
-    binary: dict[str, type[_Binary]] = {"BinaryIOU": BinaryIOU, "BinaryDice": BinaryDice}
+    kind: Any = type(entry)
     if isinstance(entry, str | Mapping):
         name = read_factory(entry, "training_params.valid_metrics_list")[0]
-        if name in NAMES:
-            return binary[name].value_names() if name in binary else (name,)
-        kind: Any = METRICS.resolve(name) if name in METRICS else None
-    else:
-        kind = type(entry)
-    if kind in binary.values():
-        names: tuple[str, ...] = kind.value_names()
-        return names
+        kind = METRICS.get(NAMES.get(name, name))
+    if kind in (BinaryIOU, BinaryDice):
+        return kind.value_names()  # type: ignore[no-any-return]
     if kind in (IoU, Dice, PixelAccuracy, Top1, Top5):
         return (getattr(kind, "label", kind.__name__),)
     return (kind.__name__,) if is_torchmetrics_class(kind) else ()
 
 
-def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
-    name, arguments = read_factory(entry, config_path)
-    kind = NAMES.get(name, name)
-    if kind not in METRICS:
-        raise UnknownNameError(f"no metric is named '{name}'{did_you_mean(name, NAMES)}", config_path)
-    if kind not in NAMES.values():
-        return {"type": kind, **arguments}
-    arguments.pop("dist_sync_on_step", None)
-    fixed = {"metrics_args_prep_fn": None, "reduction": "elementwise_mean", "threshold": 0.5}
-    if kind in ("BinaryIOU", "BinaryDice"):
-        del fixed["threshold"]
-    for key, supported in fixed.items():
-        if (value := arguments.pop(key, supported)) != supported:
-            raise ConfigError(f"must be {supported!r}, not {value!r}", f"{config_path}.{key}")
-    return {"type": kind, **arguments}
-
-
-def _check_metric(entry: Any, config_path: str) -> Any:
-    if not isinstance(entry, BaseMetric) and not is_torchmetrics(entry):
-        raise ConfigError(f"must be a metric, a name or a dict, not {entry!r}", config_path)
-    return entry
-
-
-def _ids(ignored: Any, key: str) -> tuple[int, ...]:
-    """Return the ids of ignored pixels.
-
-    Raises:
-        ConfigError: if an id is not an integer.
-    """
-    if ignored is None:
-        return ()
-    ids = (ignored,) if isinstance(ignored, int) else ignored
-    if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(i, int) for i in ids):
-        raise ConfigError(f"must be an integer or a list of integers, not {ignored!r}", key)
-    return tuple(ids)
+def _ids(ignored: IgnoredIds) -> tuple[int, ...]:
+    """Return the ids of ignored pixels as a tuple."""
+    if ignored is None or isinstance(ignored, int):
+        return () if ignored is None else (ignored,)
+    return tuple(ignored)
 
 
 def _merge_ids(targets: Tensor, first: int | None, others: Sequence[int]) -> Tensor:

@@ -17,9 +17,9 @@ from slipstream.model.tasks import main_output
 from slipstream.model.weight_init import PretrainedWeights, load_pretrained
 from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS, METRICS, MODELS
+from slipstream.training.losses import LOSSES_KEY, loss_value
 from slipstream.training.optimizers import freeze
 from slipstream.training.schedules import TrainPlateauLR
-from slipstream.training.watched import LOSSES_KEY, loss_value
 from slipstream.zoo import models
 from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
 from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
@@ -34,13 +34,8 @@ __all__ = ["CLASS_LOSSES", "ModuleOrConfig", "SupervisedModel", "TrainMetricsHoo
 ModuleOrConfig = nn.Module | Mapping[str, Any]
 
 CLASS_LOSSES = (
-    nn.CrossEntropyLoss,
-    CrossEntropy,
-    MultiHeadCrossEntropy,
-    DiceCEEdgeLoss,
-    STDCLoss,
-    ShelfNetOHEMLoss,
-)
+    nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss, ShelfNetOHEMLoss,
+)  # fmt: skip
 """Losses that compare class scores with class ids or class probabilities."""
 
 
@@ -91,9 +86,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         self.pretrained = dict(pretrained or {})
         self.pretrained_pending = self.pretrained.get("checkpoint_path") is not None
         self.num_classes = num_classes
-        self.train_metrics = [
-            _build_metric(metric, index) for index, metric in enumerate(train_metrics or ())
-        ]
+        self.train_metrics = [_build_metric(metric, i) for i, metric in enumerate(train_metrics or ())]
         for index, metric in enumerate(self.train_metrics):
             counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
             # Counts are buffers, so that a compiled step can update them in place. Checkpoints do not contain them.
@@ -129,13 +122,13 @@ class SupervisedModel(Segmentor, PretrainedWeights):
             outputs = self.network(inputs)
         self.check_classes(main_output(outputs))
         if mode == "loss":
-            if targets is not None:
-                if isinstance(self.loss, CLASS_LOSSES):
-                    _check_targets(main_output(outputs), targets)
-                if self.training:  # not in evaluation, which also computes the loss
-                    self._count(outputs, inputs, targets)
+            has_classes = targets is not None and isinstance(self.loss, CLASS_LOSSES)
+            if has_classes and targets is not None:
+                _check_targets(main_output(outputs), targets)
+            if self.training and targets is not None:  # not in evaluation, which also computes the loss
+                self._count(outputs, inputs, targets)
             loss_input = self.loss_inputs(outputs, inputs, targets)
-            if targets is not None and main_output(outputs).ndim == 4 and isinstance(self.loss, CLASS_LOSSES):
+            if has_classes and targets is not None and main_output(outputs).ndim == 4:
                 _check_size(main_output(loss_input), targets)
             return self.losses(loss_input, targets)
         if mode != "predict":
@@ -149,16 +142,14 @@ class SupervisedModel(Segmentor, PretrainedWeights):
 
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
         """Return the loss's first argument: the network's outputs, without the image padding."""
-        if main_output(outputs).ndim != 4:
-            return outputs
-        return self.without_padding(outputs, inputs, targets)
+        is_dense = main_output(outputs).ndim == 4
+        return self.without_padding(outputs, inputs, targets) if is_dense else outputs
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""
         losses: dict[str, Any] = super().losses(outputs, targets)
-        if isinstance(pair := losses.get("loss"), tuple):
-            return {"loss": pair[0]}
-        return losses
+        pair = losses.get("loss")
+        return {"loss": pair[0]} if isinstance(pair, tuple) else losses
 
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the predictions (class ids for pixels, logits for images) and the targets, if any, as class ids."""
@@ -173,7 +164,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
     def read_train_metrics(self) -> dict[str, Any]:
         """Return a dict of the metrics over all ranks, and reset the counts. This synchronizes with the device."""
         values: dict[str, Any] = {}
-        for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
+        for metric, counts in self._metrics_and_counts():
             values.update(metric.evaluate_counts(counts))
             counts.zero_()
         return values
@@ -183,51 +174,32 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         if not self.train_metrics:
             return
         predictions = self.predictions(outputs, inputs, targets)
-        for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
-            preds = (
-                predictions["scores"]
-                if metric.uses_scores and "scores" in predictions
-                else predictions["preds"]
-            )
-            metric.count(counts, preds.detach(), predictions["targets"])
+        for metric, counts in self._metrics_and_counts():
+            key = "scores" if metric.uses_scores and "scores" in predictions else "preds"
+            metric.count(counts, predictions[key].detach(), predictions["targets"])
 
-    def _counts(self) -> list[Tensor]:
-        return [getattr(self, f"train_counts{index}") for index in range(len(self.train_metrics))]
+    def _metrics_and_counts(self) -> list[tuple[CountingMetric, Tensor]]:
+        return [(metric, getattr(self, f"train_counts{i}")) for i, metric in enumerate(self.train_metrics)]
 
 
 def _check_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless the targets are class ids or class probabilities.
-
-    This check does not synchronize with the device.
-    """
+    """Raise `DataError` unless the targets are class ids or class probabilities, without a device synchronization."""
     is_float = targets.is_floating_point()
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
         return
-    ids = "(N,)" if scores.ndim == 2 else "(N, H, W)"
-    has_channel = not is_float and targets.ndim == scores.ndim and targets.shape[1] == 1
-    remedy = (
-        "remove the channel dimension with squeeze(1)"
-        if has_channel
-        else "convert class ids with .long()"
-        if is_float
-        else "check the dataset"
-    )
     raise DataError(
         f"the targets, a {targets.dtype} tensor of shape {tuple(targets.shape)}, do not match the network's output "
-        f"of shape {tuple(scores.shape)}: they must be class ids {ids} of an integer dtype, or probabilities with the "
-        f"shape of the output; {remedy}"
+        f"of shape {tuple(scores.shape)}: they must be class ids {'(N,)' if scores.ndim == 2 else '(N, H, W)'} of an "
+        "integer dtype (use .long() and squeeze(1)), or probabilities with the shape of the output"
     )
 
 
 def _check_size(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless targets and output have the same N, H and W.
-
-    This check does not synchronize with the device.
-    """
+    """Raise `DataError` unless targets and output have the same N, H and W, without a device synchronization."""
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets of shape {tuple(targets.shape)} and the network's output of shape {tuple(scores.shape)} differ "
-            "in size; check that the dataset's transforms change the sizes of images and masks in the same way"
+            "in size; check the dataset's transforms"
         )
 
 
@@ -235,8 +207,7 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot be updated during training without a device synchronization; use IoU, "
-            "PixelAccuracy, Dice, BinaryIOU, BinaryDice, Accuracy or Top5, or move this metric to valid_metrics_list",
+            f"{type(built).__name__} cannot count on the device; move it to valid_metrics_list",
             f"train_metrics[{index}]",
         )
     return built
@@ -248,22 +219,25 @@ class TrainMetricsHook(Hook):
 
     Each `TrainPlateauLR` receives the values. The message hub also stores them; read them with its
     `get_info` method. If training resumes within an epoch, only the remaining batches are counted.
-
-    Raises:
-        ModelError: before training, if the model has no training metrics.
     """
 
     priority = "ABOVE_NORMAL"
 
     def before_train(self, runner: Runner) -> None:
-        """Pass the dataset's meta information to the metrics."""
-        meta = getattr(runner.train_dataloader.dataset, "metainfo", None) or {}
-        for metric in self._model(runner).train_metrics:
-            metric.dataset_meta = meta
+        """Pass the dataset's meta information to the metrics.
+
+        Raises:
+            ModelError: if the model has no training metrics.
+        """
+        self._model: Any = unwrap_model(runner.model)
+        if not getattr(self._model, "train_metrics", None):
+            raise ModelError("TrainMetricsHook requires a SupervisedModel with train_metrics")
+        for metric in self._model.train_metrics:
+            metric.dataset_meta = getattr(runner.train_dataloader.dataset, "metainfo", None) or {}
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Read, log and reset the metrics."""
-        values = {f"train/{name}": value for name, value in self._model(runner).read_train_metrics().items()}
+        values = {f"train/{name}": value for name, value in self._model.read_train_metrics().items()}
         # Do not store them as scalars in the hub, because the next epoch's log lines and plots would include them.
         runner.message_hub.update_info_dict(values)
         for scheduler in all_schedulers(runner.param_schedulers):
@@ -272,12 +246,3 @@ class TrainMetricsHook(Hook):
         text = "  ".join(f"{name}: {value:.4f}" for name, value in values.items())
         runner.logger.info(f"Epoch(train) [{runner.epoch + 1}]  {text}")
         runner.visualizer.add_scalars(values, step=runner.epoch + 1, file_path=runner.json_log)
-
-    @staticmethod
-    def _model(runner: Runner) -> SupervisedModel:
-        model = unwrap_model(runner.model)
-        if not isinstance(model, SupervisedModel) or not model.train_metrics:
-            raise ModelError(
-                f"TrainMetricsHook requires a SupervisedModel with train_metrics; {type(model).__name__} has none"
-            )
-        return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "RMSpropTF": {"weight_decay": 1e-4, "momentum": 0.9},
 }
 """SuperGradients' default optimizer arguments. `optimizer_params` overrides them."""
-
+_INITIAL = "training_params.initial_lr"
 _NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 
 
@@ -38,23 +37,24 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
     """
     optimizer = params.optimizer
     if isinstance(optimizer, Optimizer):
-        for key in ("initial_lr", "optimizer_params", "zero_weight_decay_on_bias_and_bn", "finetune"):
+        for key in ("initial_lr", "optimizer_params", _NO_DECAY, "finetune"):
             if key in params.changed():
-                raise ConfigError(
-                    "does not apply to an optimizer object; remove it", f"training_params.{key}"
-                )
+                raise ConfigError("does not apply to an optimizer object", f"training_params.{key}")
         return {"optimizer": optimizer}
     if not isinstance(optimizer, str | type):
-        raise ConfigError(
-            f"must be a name, a class or an optimizer, not {optimizer!r}", "training_params.optimizer"
-        )
+        raise ConfigError(f"must be a name or an optimizer, not {optimizer!r}", "training_params.optimizer")
     rates = _rates(params.initial_lr, "initial_lr")
     rules: dict[str, Any] = {"initial_lr": rates}
     if isinstance(params.warmup_initial_lr, Mapping):
         rules["warmup_initial_lr"] = _rates(params.warmup_initial_lr, "warmup_initial_lr")
-        _check_same_prefixes(rules["warmup_initial_lr"], rates)
+        if rules["warmup_initial_lr"].keys() != rates.keys():
+            raise ConfigError(
+                f"must have the keys {[*rates]}, as initial_lr", "training_params.warmup_initial_lr"
+            )
     if params.finetune:
-        _check_finetune(params)
+        for key in ("initial_lr", "warmup_initial_lr"):
+            if isinstance(getattr(params, key), Mapping):
+                raise ConfigError("must be a number if finetune is set", f"training_params.{key}")
         rules["finetune"] = True
     if params.zero_weight_decay_on_bias_and_bn:
         rules[_NO_DECAY] = True
@@ -105,10 +105,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 continue
             key = _prefix(name, rates)
             if key not in rates:
-                raise ConfigError(
-                    f"no prefix matches the parameter '{name}'; add a 'default' rate",
-                    "training_params.initial_lr",
-                )
+                raise ConfigError(f"add a 'default' rate, because no prefix matches '{name}'", _INITIAL)
             rate, start = rates[key], starts.get(key)
             options: dict[str, Any] = {"lr": rate, "name": ", ".join(labels[rate, start])}
             if start is not None:
@@ -145,20 +142,11 @@ def _rates_by_prefix(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str,
     network: Any = getattr(model, "network", model)
     if not hasattr(network, "get_finetune_lr_dict"):
         raise ConfigError(
-            f"{type(network).__name__} does not support finetune; add a get_finetune_lr_dict(lr) method that returns a "
-            "dict such as {'head': lr, 'default': 0}, or set initial_lr to a dict",
+            f"{type(network).__name__} has no method get_finetune_lr_dict(lr), which returns a dict such as {{'head': "
+            "lr, 'default': 0}; add it, or set initial_lr to a dict",
             "training_params.finetune",
         )
     return _rates(network.get_finetune_lr_dict(rates["default"]), "finetune")
-
-
-def _check_finetune(params: TrainingParams) -> None:
-    for key in ("initial_lr", "warmup_initial_lr"):
-        if isinstance(getattr(params, key), Mapping):
-            raise ConfigError(
-                "must be a number if finetune is set, because the network then sets the learning rate of each part",
-                f"training_params.{key}",
-            )
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -177,42 +165,24 @@ def _biases_and_norms(model: nn.Module) -> set[int]:
 def _prefix(name: str, rates: Iterable[str]) -> str:
     """Return the longest key that is a prefix of `name`, or `default` if there is none."""
     return max(
-        (key for key in rates if key != "default" and name.startswith(key)), key=len, default="default"
+        (key for key in [*rates] if key != "default" and name.startswith(key)), key=len, default="default"
     )
 
 
 def _check_prefixes(rates: Iterable[str], names: Iterable[str]) -> None:
-    names = list(names)
+    known = {part for name in names for part in (name, *name.split("."))}
     for key in rates:
         if key != "default" and not any(name.startswith(key) for name in names):
-            known = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
-            raise ConfigError(
-                f"no parameter name starts with '{key}'{did_you_mean(key, known)}",
-                "training_params.initial_lr",
-            )
-
-
-def _check_same_prefixes(starts: Iterable[str], rates: Iterable[str]) -> None:
-    config_path = "training_params.warmup_initial_lr"
-    for key in starts:
-        if key not in rates:
-            raise ConfigError(f"'{key}' is not in initial_lr{did_you_mean(key, rates)}", config_path)
-    for key in rates:
-        if key not in starts:
-            raise ConfigError(f"has no entry for '{key}', but initial_lr does", config_path)
+            raise ConfigError(f"no parameter name starts with '{key}'{did_you_mean(key, known)}", _INITIAL)
 
 
 def _rates(value: Any, key: str) -> dict[str, float]:
     """Return a dict of learning rates by prefix. A number applies to all parameters."""
     config_path = f"training_params.{key}"
     if value is None or value == {}:
-        raise ConfigError(
-            "is required; use a number, or a dict with name prefixes and 'default' as keys", config_path
-        )
+        raise ConfigError("is required; use a number, or a dict of rates by name prefix", config_path)
     rates = dict(value) if isinstance(value, Mapping) else {"default": value}
     for prefix, rate in rates.items():
         if not matches(rate, float) or not 0 <= rate < math.inf:
-            raise ConfigError(
-                f"must be a finite, non-negative number, not {rate!r}", f"{config_path}.{prefix}"
-            )
+            raise ConfigError(f"must be a non-negative number, not {rate!r}", f"{config_path}.{prefix}")
     return rates

@@ -8,10 +8,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.recipes.compose import check_task
 from slipstream.registry import MODELS
-from slipstream.training.kd_recipe import KEYS as KD_KEYS
-from slipstream.training.kd_recipe import is_distillation, renamed_paths, student_recipe, teacher_arguments
-from slipstream.training.tasks import check_task
+from slipstream.training.distillation import check_mode, input_adapter
 from slipstream.zoo.models import missing_weights, network_config, unknown_network
 from slipstream.zoo.timm_networks import PREFIX
 
@@ -19,8 +18,10 @@ __all__ = ["gpus", "has_full_checkpoint", "recipe_config"]
 
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
-    "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "test_dataloaders",
-    "train_dataloader", "training_hyperparams", "training_params", "val_dataloader", *KD_KEYS,
+    "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "run_teacher_on_eval",
+    "student_arch_params", "student_architecture", "student_checkpoint_params", "teacher_arch_params",
+    "teacher_architecture", "teacher_checkpoint_params", "test_dataloaders", "train_dataloader", "training_hyperparams",
+    "training_params", "val_dataloader",
 )  # fmt: skip
 # SuperGradients recipe keys that do not affect a run.
 _UNUSED = (
@@ -31,23 +32,13 @@ _CHECKPOINT_KEYS = (
     "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
     "load_weights_only", "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
-# Checkpoint keys of SuperGradients 2 and 3, each with its accepted value and the remedy for other values.
-_OLD_CHECKPOINT_KEYS = {
-    "ckpt_name": ("ckpt_latest.pth", "set checkpoint_path to the file"),
-    "external_checkpoint_path": (None, "use checkpoint_path"),
-    "load_ema_as_net": (
-        False,
-        "remove it; state_dict in a checkpoint already contains the EMA weights, if any",
-    ),
-    "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
-}
-# Network options that appear in older recipes, but that no network uses.
+_OLD_CHECKPOINT_KEYS = ("ckpt_name", "external_checkpoint_path", "load_ema_as_net", "source_ckpt_folder_name")
+"""Checkpoint keys of SuperGradients 2 and 3; `ckpt_name` also has the default value `ckpt_latest.pth`."""
 _IGNORED_OPTIONS = ("schema", "strict_load", "sync_bn")
+"""Network options that appear in older recipes, but that no network uses."""
 _MIN_SIMILARITY = 0.92
 """An unknown section is an error if the similarity of its name to a known name is at least this value. For example,
 training_parms raises an error, but my_dataset_params only logs a warning."""
-_SINGLE_PROCESS_MODES = (None, False, "off", "none", "cpu")
-_DDP_MODES = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
@@ -65,22 +56,21 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
-    teacher = teacher_arguments(recipe, _network_and_weights) if is_distillation(recipe) else None
-    recipe = student_recipe(recipe) if teacher else recipe
-    with renamed_paths("student" if teacher else None):
-        network, pretrained = _network_and_weights(recipe)
+    distills = recipe.get("architecture") == "kd_module"
+    role = "student_" if distills else ""
+    network, pretrained = _network_and_weights(recipe, role)
     return runner_config(
-        experiment_name=_require(recipe, "experiment_name", str),
+        experiment_name=_require(recipe, "experiment_name"),
         ckpt_root_dir=recipe.get("ckpt_root_dir"),
         network=network,
-        training_params=_training_params(recipe),
+        training_params=_training_params(recipe, role),
         train_dataloader=_loader(recipe, "train", recipe.get("train_dataloader")),
         val_dataloader=_loader(recipe, "val", recipe.get("val_dataloader")),
         test_dataloader=_test_loader(recipe),
         pretrained=pretrained,
         num_classes=network.get("num_classes"),
         launcher=launcher,
-        teacher=teacher,
+        teacher=_teacher(recipe) if distills else None,
     )
 
 
@@ -91,10 +81,10 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
         ConfigError: if `multi_gpu` or `num_gpus` is invalid.
     """
     mode, count = recipe.get("multi_gpu"), recipe.get("num_gpus")
-    mode_name = mode.lower() if isinstance(mode, str) else mode
-    if mode_name in _SINGLE_PROCESS_MODES:
+    name = str(mode or "off").lower().replace("_", "")
+    if name in ("off", "none", "cpu"):
         return 1
-    if mode_name not in _DDP_MODES:
+    if name not in ("ddp", "auto", "distributeddataparallel"):
         raise ConfigError(f"must be DDP, AUTO or Off, not {mode!r}", "multi_gpu")
     if count in (None, -1):
         return None
@@ -119,10 +109,9 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
         logging.getLogger("slipstream").warning("unknown recipe key '%s'%s", key, hint)
 
 
-def _require(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(value := recipe.get(key), kind):
-        problem = "is missing" if value is None else f"must be a {kind.__name__}, not {value!r}"
-        raise ConfigError(problem, key)
+def _require(recipe: Mapping[str, Any], key: str) -> str:
+    if not isinstance(value := recipe.get(key), str):
+        raise ConfigError(f"must be a name, not {value!r}; a base for other recipes cannot be trained", key)
     return value
 
 
@@ -133,66 +122,69 @@ def _section(recipe: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _network(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    options = _section(recipe, "arch_params")
+def _network_and_weights(
+    recipe: Mapping[str, Any], role: str = ""
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the configuration of a network, and the arguments of `zoo.models.load`, if any.
+
+    In knowledge distillation, the names of the keys start with `role`: `student_` or `teacher_`.
+    """
+    name, options = _require(recipe, f"{role}architecture"), _section(recipe, f"{role}arch_params")
+    section = f"{role}checkpoint_params"
+    params = _section(recipe, section)
     if "num_classes" not in options and recipe.get("num_classes") is not None:
         options["num_classes"] = recipe["num_classes"]
     kept = {key: value for key, value in options.items() if key not in _IGNORED_OPTIONS}
-    if _asks_for_timm_weights(recipe):
+    by_name = params.get("pretrained_weights")
+    if by_name and name.startswith(PREFIX):
         kept["pretrained"] = True
-    name = _require(recipe, "architecture", str)
+    elif by_name and not (role == "teacher_" and params.get("checkpoint_path")):
+        raise ConfigError(missing_weights(by_name), f"{section}.pretrained_weights")
     if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
         raise UnknownNameError(
-            f"{unknown_network(name)}; for your own network, register its class", "architecture"
+            f"{unknown_network(name)}; to use your own, register it", f"{role}architecture"
         )
-    return network_config(name, kept)
+    for key, value in params.items():
+        if key in _OLD_CHECKPOINT_KEYS and value not in (None, "", False, "ckpt_latest.pth"):
+            raise ConfigError("is a legacy key; set checkpoint_path to the file", f"{section}.{key}")
+        if key not in (*_CHECKPOINT_KEYS, *_OLD_CHECKPOINT_KEYS):
+            raise UnknownNameError(f"unknown key{did_you_mean(key, _CHECKPOINT_KEYS)}", f"{section}.{key}")
+    network = network_config(name, kept)
+    if not params.get("checkpoint_path"):
+        return network, None
+    optional = {
+        "checkpoint_sha256": params.get("checkpoint_sha256"),
+        "other_classes": params.get("checkpoint_num_classes") not in (None, network.get("num_classes")),
+    }
+    return network, {
+        "checkpoint_path": params["checkpoint_path"],
+        "strict_load": params.get("strict_load", True),
+        "load_backbone": params.get("load_backbone") or False,
+        **{key: value for key, value in optional.items() if value},
+    }
 
 
-def _asks_for_timm_weights(recipe: Mapping[str, Any]) -> bool:
-    is_timm = str(recipe.get("architecture")).startswith(PREFIX)
-    return is_timm and bool(_section(recipe, "checkpoint_params").get("pretrained_weights"))
+def _teacher(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `DistillationModel` that describe the teacher."""
+    check_mode(recipe.get("run_teacher_on_eval", True))
+    network, pretrained = _network_and_weights(recipe, "teacher_")
+    if pretrained is None and not network.get("pretrained"):  # timm's networks load their own weights
+        raise ConfigError(
+            "is required: the teacher must be trained", "teacher_checkpoint_params.checkpoint_path"
+        )
+    adapter = input_adapter(recipe.get("arch_params"), "arch_params")
+    return {"teacher": network, "teacher_pretrained": pretrained, **adapter}
 
 
-def _network_and_weights(recipe: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    network = _network(recipe)
-    return network, _pretrained(recipe, network.get("num_classes"))
-
-
-def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _training_params(recipe: Mapping[str, Any], role: str) -> dict[str, Any]:
     params = {**_section(recipe, "training_hyperparams"), **_section(recipe, "training_params")}
     if not params:
         raise ConfigError("is missing", "training_hyperparams")
     if recipe.get("load_checkpoint") and not params.get("resume"):
         params["resume"] = True
-    if "sync_bn" not in params and "sync_bn" in (options := _section(recipe, "arch_params")):
+    if "sync_bn" not in params and "sync_bn" in (options := _section(recipe, f"{role}arch_params")):
         params["sync_bn"] = options["sync_bn"]
     return params
-
-
-def _pretrained(recipe: Mapping[str, Any], num_classes: int | None) -> dict[str, Any] | None:
-    params = _section(recipe, "checkpoint_params")
-    for key, (default, remedy) in _OLD_CHECKPOINT_KEYS.items():
-        if params.pop(key, None) not in (None, "", default):
-            raise ConfigError(f"is a legacy SuperGradients key; {remedy}", f"checkpoint_params.{key}")
-    for key in params:
-        if key not in _CHECKPOINT_KEYS:
-            hint = did_you_mean(str(key), _CHECKPOINT_KEYS)
-            raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
-    if params.get("pretrained_weights") and not _asks_for_timm_weights(recipe):
-        raise ConfigError(
-            missing_weights(params["pretrained_weights"]), "checkpoint_params.pretrained_weights"
-        )
-    if not params.get("checkpoint_path"):
-        return None
-    return {
-        "checkpoint_path": params["checkpoint_path"],
-        "strict_load": params.get("strict_load", True),
-        "load_backbone": params.get("load_backbone") or False,
-        **({"checkpoint_sha256": params["checkpoint_sha256"]} if params.get("checkpoint_sha256") else {}),
-        **(
-            {"other_classes": True} if params.get("checkpoint_num_classes") not in (None, num_classes) else {}
-        ),
-    }
 
 
 def _loader(recipe: Mapping[str, Any], split: str, name: str | None) -> dict[str, Any]:
@@ -213,10 +205,7 @@ def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     loaders = recipe.get("test_dataloaders")
     if not loaders:
         return None
-    several = loaders.values() if isinstance(loaders, Mapping) else loaders
-    names = [loaders] if isinstance(loaders, str) else list(several)
+    names = [loaders] if isinstance(loaders, str) else [*(getattr(loaders, "values", lambda: loaders)())]
     if len(names) != 1:
-        raise ConfigError(
-            f"must contain exactly one test data loader, not {len(names)}: {names}", "test_dataloaders"
-        )
+        raise ConfigError(f"must contain exactly one data loader, not {names}", "test_dataloaders")
     return _loader(recipe, "test", names[0])

@@ -1,18 +1,19 @@
-"""SuperGradients' `Trainer`, implemented with the Runner."""
+"""SuperGradients' `Trainer` and `KDTrainer`, implemented with the Runner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from slipstream.checkpoint import find_latest_checkpoint, read_meta, stored_config
 from slipstream.config.load import import_custom
 from slipstream.config.placeholders import has_references
+from slipstream.dataset import SegmentationDataset
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dist import infer_launcher
 from slipstream.errors import CheckpointError, ConfigError
@@ -21,14 +22,15 @@ from slipstream.hooks import CheckpointHook
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
 from slipstream.training.config_paths import at_user_paths
-from slipstream.training.describe import store_processing
+from slipstream.training.distillation import KDModule, input_adapter
 from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
 from slipstream.training.recipe import has_full_checkpoint, recipe_config
 from slipstream.training.translate import runner_config, work_dir
+from slipstream.zoo.network import Network
 
-__all__ = ["Trainer"]
+__all__ = ["KDTrainer", "Trainer"]
 
 
 class Trainer:
@@ -56,6 +58,7 @@ class Trainer:
         self.runner: Runner | None = None
         """Runner of the last training run."""
         self._test_needs: tuple[str, ...] = ()
+        self._teacher: Mapping[str, Any] | None = None
 
     @property
     def checkpoints_dir_path(self) -> str:
@@ -65,12 +68,13 @@ class Trainer:
     @property
     def best_metric(self) -> float | None:
         """Best value of `metric_to_watch` in the last training run; None before a run, or if no value is monitored."""
-        hooks = [] if self.runner is None else self.runner.hooks
-        names = [name for hook in hooks if isinstance(hook, CheckpointHook) for name in hook.monitors]
-        if self.runner is None or not names:
-            return None
-        best: float | None = self.runner.message_hub.get_info(f"best_score/{names[0]}")
-        return best
+        for hook in [] if self.runner is None else self.runner.hooks:
+            if isinstance(hook, CheckpointHook) and hook.monitors and self.runner is not None:
+                best: float | None = self.runner.message_hub.get_info(
+                    f"best_score/{next(iter(hook.monitors))}"
+                )
+                return best
+        return None
 
     def train(
         self,
@@ -97,21 +101,6 @@ class Trainer:
         Raises:
             UnknownNameError, ConfigError: if a key or value is invalid or not supported.
         """
-        return self._train_network(
-            model, training_params, train_loader, valid_loader, test_loaders, additional_configs_to_log
-        )
-
-    def _train_network(
-        self,
-        model: nn.Module,
-        training_params: Mapping[str, Any] | None,
-        train_loader: Any,
-        valid_loader: Any,
-        test_loaders: Mapping[str, Any] | None,
-        additional_configs_to_log: Mapping[str, Any] | None,
-        teacher: Mapping[str, Any] | None = None,
-    ) -> list[dict[str, float]]:
-        """Train `model`. `teacher` contains the arguments of `DistillationModel` that describe the teacher."""
         if train_loader is None:
             raise ConfigError("is required; pass a DataLoader that yields (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
@@ -127,18 +116,15 @@ class Trainer:
             # `test` can replace the test loader only if the Runner was created with one.
             test_dataloader=train_loader if test_loader is None else test_loader,
             launcher=infer_launcher(),
-            teacher=teacher,
+            teacher=self._teacher,
         )
         if tests:
             cfg["custom_hooks"].append(TestLoadersHook(tests, params.get("run_test_freq") or 1))
         if additional_configs_to_log is not None:
             cfg["additional_configs_to_log"] = plain(additional_configs_to_log)
         self.net = model
-        needs = {
-            "test_loader": test_loader is None,
-            "test_metrics_list": not params.get("valid_metrics_list"),
-        }
-        self._test_needs = tuple(name for name, missing in needs.items() if missing)
+        needs = {"test_loader": test_loader, "test_metrics_list": params.get("valid_metrics_list")}
+        self._test_needs = tuple(name for name, default in needs.items() if not default)
         trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
             return self._run(cfg)
@@ -154,7 +140,7 @@ class Trainer:
             self.runner.train()
             if self.runner.val_loop is not None:
                 model: Any = unwrap_model(self.runner.model)
-                store_processing(model.network, getattr(self.runner.val_dataloader, "dataset", None))
+                _store_processing(model.network, getattr(self.runner.val_dataloader, "dataset", None))
         return history.history
 
     def test(
@@ -172,58 +158,45 @@ class Trainer:
             test_loader: the data loader. Default: the first test loader of the last call to `train`, or its validation
                 loader if there is no test loader.
             test_metrics_list: the metrics, in the same format as `valid_metrics_list`, which is the default.
-            silent_mode: whether to print only warnings and errors to the console.
+            silent_mode: whether to log only warnings and errors.
             use_ema_net: whether to test the EMA weights if the network was trained with `ema`.
         """
-        use_last_run = self.runner is not None and use_ema_net and model in (None, self.net)
-        needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
-        arguments = {
-            "model": self.net if model is None else model,
-            "test_loader": test_loader,
-            "test_metrics_list": test_metrics_list,
-        }
-        if missing := [name for name in needs if arguments[name] is None]:
-            raise ConfigError(
-                f"requires {' and '.join(missing)}; no previous training run provides a default", "test"
-            )
-        if use_last_run:
-            return self._test_trained(test_loader, test_metrics_list, silent_mode)
-        last_loop = None if self.runner is None else self.runner.test_loop
+        last, network = self.runner, self.net if model is None else model
+        given = {"model": network, "test_loader": test_loader, "test_metrics_list": test_metrics_list}
+        if missing := [name for name in (self._test_needs if last else given) if given[name] is None]:
+            raise ConfigError(f"requires {' and '.join(missing)}; no earlier training run has them", "test")
         metrics: Any = metric_config(test_metrics_list, "test_metrics_list")
-        runner = Runner(
-            model={"type": "SupervisedModel", "network": arguments["model"]},
-            work_dir=self.checkpoints_dir_path,
-            test_dataloader=last_loop.dataloader
-            if last_loop is not None and test_loader is None
-            else test_loader,
-            test_cfg={},
-            test_evaluator=last_loop.evaluator
-            if last_loop is not None and test_metrics_list is None
-            else metrics,
-            launcher=infer_launcher(),
-            log_level="WARNING" if silent_mode else "INFO",
-            experiment_name=self.experiment_name,
-        )
-        return runner.test()
-
-    def _test_trained(
-        self, test_loader: Any, metrics: list[Any] | None, silent_mode: bool
-    ) -> dict[str, float]:
-        """Test with the Runner of the last training run; its model is on the device and may have EMA weights."""
-        assert self.runner is not None
-        loop = self.runner.test_loop
+        if last is None or not use_ema_net or network is not self.net:
+            loop = None if last is None else last.test_loop
+            return Runner(
+                model={"type": "SupervisedModel", "network": network},
+                work_dir=self.checkpoints_dir_path,
+                test_dataloader=loop.dataloader if loop and test_loader is None else test_loader,
+                test_cfg={},
+                test_evaluator=loop.evaluator if loop and test_metrics_list is None else metrics,
+                launcher=infer_launcher(),
+                log_level="WARNING" if silent_mode else "INFO",
+                experiment_name=self.experiment_name,
+            ).test()
+        # The model of the last Runner is on the device, and may have EMA weights.
+        loop = last.test_loop
+        consoles = [h for h in last.logger.handlers if not isinstance(h, logging.FileHandler) and silent_mode]
+        levels = [console.level for console in consoles]
         before = loop.dataloader, loop.evaluator
         if test_loader is not None:
-            loop.dataloader = build_dataloader(test_loader, self.runner.seed, "test_loader", training=False)
-        if metrics is not None:
-            loop.evaluator = Evaluator(metric_config(metrics, "test_metrics_list"))
+            loop.dataloader = build_dataloader(test_loader, last.seed, "test_loader", training=False)
+        if test_metrics_list is not None:
+            loop.evaluator = Evaluator(metrics)
         if (meta := getattr(loop.dataloader.dataset, "metainfo", None)) is not None:
             loop.evaluator.dataset_meta = meta
         try:
-            with _quiet(self.runner.logger) if silent_mode else nullcontext():
-                return self.runner.test()
+            for console in consoles:
+                console.setLevel(logging.WARNING)
+            return last.test()
         finally:
             loop.dataloader, loop.evaluator = before
+            for console, level in zip(consoles, levels, strict=True):
+                console.setLevel(level)
 
     # ---- recipes ---------------------------------------------------------------------------------------
 
@@ -238,13 +211,11 @@ class Trainer:
         if not isinstance(recipe, Mapping):
             raise ConfigError(f"must be a composed recipe, not {cfg!r}", "cfg")
         config = recipe_config(recipe, infer_launcher())
-        trainer = cls(recipe["experiment_name"], ckpt_root_dir=recipe.get("ckpt_root_dir"))
-        return trainer._train_config(config)
+        return cls(recipe["experiment_name"], ckpt_root_dir=recipe.get("ckpt_root_dir"))._train_config(config)
 
     def _train_config(self, cfg: Mapping[str, Any]) -> tuple[nn.Module, list[dict[str, float]]]:
         history = self._run(cfg)
-        assert self.runner is not None
-        model: Any = unwrap_model(self.runner.model)
+        model: Any = None if self.runner is None else unwrap_model(self.runner.model)
         self.net = model.network
         return model.network, history
 
@@ -259,17 +230,19 @@ class Trainer:
             CheckpointError: if the checkpoint does not exist.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
-        weights = {}
-        if not has_full_checkpoint(recipe):
-            name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
-            weights["load_from"] = _check_exists(Path(recipe["work_dir"]) / name)
         training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "resume")
+        kept = {key: value for key, value in recipe.items() if key not in training}
+        initialize = has_full_checkpoint(recipe)
+        if not initialize:
+            name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
+            path = Path(recipe["work_dir"]) / name
+            if not path.exists():
+                raise CheckpointError(f"{path} does not exist; set checkpoint_params.checkpoint_path")
+            kept["load_from"] = str(path)
         with at_user_paths(recipe):
-            runner = Runner.from_cfg(
-                {key: value for key, value in recipe.items() if key not in training} | weights
-            )
+            runner = Runner.from_cfg(kept)
             model: Any = unwrap_model(runner.model)
-            if not weights:
+            if initialize:
                 model.init_weights()
             return model.network, runner.val()
 
@@ -289,38 +262,84 @@ class Trainer:
         trainer = cls(experiment_name, ckpt_root_dir=ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
-            raise CheckpointError(
-                f"no checkpoint found in {trainer.checkpoints_dir_path}; check experiment_name and ckpt_root_dir"
-            )
+            raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")
         cfg = stored_config(read_meta(path))
-        if "model" not in cfg:
+        if "model" not in cfg or has_references(cfg):
             raise CheckpointError(
-                f"the configuration of {path} contains Python objects; create them again, and train with resume=True"
-            )
-        if has_references(cfg):
-            raise CheckpointError(
-                f"the configuration of {path} refers to environment variables ({{{{ $NAME }}}}), which are not "
-                "resolved for a checkpoint; train with the original configuration and resume=True"
+                f"the configuration of {path} contains Python objects or environment variables, which are not stored; "
+                "train with the original configuration and resume=True"
             )
         import_custom(cfg, str(path), trust)
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
 
 
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Print only warnings and errors to the console within the context. The log file is not affected."""
-    consoles = [handler for handler in logger.handlers if not isinstance(handler, logging.FileHandler)]
-    levels = [console.level for console in consoles]
-    for console in consoles:
-        console.setLevel(max(console.level, logging.WARNING))
-    try:
-        yield
-    finally:
-        for console, level in zip(consoles, levels, strict=True):
-            console.setLevel(level)
+class KDTrainer(Trainer):
+    """Train a student network with the outputs of a frozen teacher; see `Trainer` and `DistillationModel`.
+
+    `net` and the checkpoints contain only the student.
+    """
+
+    def train(  # type: ignore[override]  # SuperGradients' argument order
+        self,
+        model: nn.Module | None = None,
+        training_params: Mapping[str, Any] | None = None,
+        student: nn.Module | None = None,
+        teacher: nn.Module | None = None,
+        kd_architecture: str | type[KDModule] = "kd_module",
+        kd_arch_params: Mapping[str, Any] | None = None,
+        run_teacher_on_eval: bool = True,
+        train_loader: Any = None,
+        valid_loader: Any = None,
+        test_loaders: Mapping[str, Any] | None = None,
+        additional_configs_to_log: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, float]]:
+        """Train `student` in place, and return the metrics of each validation run; see `Trainer.train`.
+
+        Args:
+            model: a `KDModule`. If it is set, the arguments from `student` to `run_teacher_on_eval` are ignored.
+            training_params: keys of `TrainingParams`. The loss receives a `KDOutput`.
+            student, teacher: modules. The teacher is frozen in place.
+            kd_architecture: 'kd_module', or a subclass of `KDModule`.
+            kd_arch_params: a dict with the optional key `teacher_input_adapter`; see `KDModule`.
+            run_teacher_on_eval: must be True.
+            train_loader, valid_loader, test_loaders, additional_configs_to_log: see `Trainer.train`.
+
+        Raises:
+            UnknownNameError, ConfigError: if a key or value is invalid or not supported.
+        """
+        kind: Any = KDModule if kd_architecture == "kd_module" else kd_architecture
+        if not (isinstance(kind, type) and issubclass(kind, KDModule)):
+            raise ConfigError(
+                f"must be 'kd_module' or a subclass of KDModule, not {kind!r}", "kd_architecture"
+            )
+        if model is None:
+            options = input_adapter(kd_arch_params, "kd_arch_params")
+            model = kind(options, student, teacher, run_teacher_on_eval)
+        if not isinstance(model, KDModule):
+            raise ConfigError("must be a KDModule; alternatively, pass student=... and teacher=...", "model")
+        self._teacher = model.teacher_arguments()
+        return super().train(
+            model.student,
+            training_params,
+            train_loader,
+            valid_loader,
+            test_loaders,
+            additional_configs_to_log,
+        )
 
 
-def _check_exists(path: Path) -> str:
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; set checkpoint_params.checkpoint_path")
-    return str(path)
+def _store_processing(network: nn.Module, dataset: Any) -> None:
+    """Store the class names and transforms of the validation data in a network from the zoo, for `network.predict`."""
+    while True:  # unwrap datasets; take the first of several
+        datasets = getattr(dataset, "datasets", None) or [None]
+        inner = getattr(dataset, "dataset", datasets[0])
+        if not isinstance(inner, Dataset):
+            break
+        dataset = inner
+    meta = getattr(dataset, "metainfo", None)
+    is_segmentation = isinstance(dataset, SegmentationDataset)
+    transforms = getattr(dataset, "transforms" if is_segmentation else "all_transforms", None)
+    if not isinstance(network, Network) or not isinstance(meta, Mapping) or transforms is None:
+        return
+    if is_segmentation is (network.task == "segmentation"):
+        network.set_processing_from_data(meta.get("classes"), transforms, meta.get("palette"))

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.files import check_name
-from slipstream.hooks import Hook
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import EarlyStop, callback_hooks
-from slipstream.training.config_paths import LAST_OWN_HOOK
 from slipstream.training.ema_decay import split_decay
 from slipstream.training.hooks import PrePredictionHook
-from slipstream.training.losses import loss_config
+from slipstream.training.losses import Watched, loss_config, watched_value
 from slipstream.training.lr_callbacks import split_schedule
 from slipstream.training.metrics import metric_config
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams, plain
 from slipstream.training.schedules import lr_schedules
-from slipstream.training.trackers import visualizer
-from slipstream.training.watched import Watched, watched_value
+from slipstream.visualization import default_backends
 
 __all__ = ["runner_config", "work_dir"]
 
 _PRECISE_BN_SAMPLES = 1024
 """Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
+_WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
+"""Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
+_LOGGERS = ("base_sg_logger", "wandb_sg_logger")
 
 
 def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
@@ -75,52 +76,49 @@ def runner_config(
     params, ema_hook = split_decay(TrainingParams.read(plain_params))
     if params.max_epochs is None:
         raise ConfigError("is required", "training_params.max_epochs")
+    folder = work_dir(experiment_name, ckpt_root_dir)
     optim, best = optim_wrapper(params), _best(params)
     callbacks = callback_hooks(params.phase_callbacks)
     losses = _validated_losses(params, best, callbacks) if val_dataloader is not None else []
+    own_hooks = [*_own_hooks(params, best, teacher), *filter(None, (schedule_hook, ema_hook))]
+    rules = optim.get("paramwise_cfg", {})
+    freezes = params.finetune or 0 in rules.get("initial_lr", {}).values()
+    model = {
+        "pretrained": dict(pretrained) if pretrained else None,
+        "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
+        "num_classes": num_classes,
+        "paramwise_cfg": rules if freezes else None,
+        "watched_losses": losses,
+    }
     return {
         "experiment_name": experiment_name,
-        "work_dir": work_dir(experiment_name, ckpt_root_dir),
+        "work_dir": folder,
         "model": {
-            **_model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
+            "type": "SupervisedModel",
+            "network": network,
+            "loss": loss_config(params.loss, params.criterion_params),
+            **{key: value for key, value in model.items() if value},
             **({"type": "DistillationModel", **teacher} if teacher else {}),
-            **({"watched_losses": losses} if losses else {}),
         },
-        **_training(train_dataloader, params),
+        "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
+        "train_cfg": {
+            "by_epoch": True,
+            "max_epochs": params.max_epochs,
+            "val_interval": params.run_validation_freq,
+        },
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params, best)},
-        "custom_hooks": [*_own_hooks(params, best, teacher, (schedule_hook, ema_hook)), *callbacks],
+        "custom_hooks": [*own_hooks, *callbacks],
         "randomness": {"seed": params.seed},
-        "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
+        "resume": _resume(params, folder),
         "launcher": launcher,
         "log_level": "WARNING" if params.silent_mode else "INFO",
-        "visualizer": visualizer(params, experiment_name),
-        "training_params": _options(params),
-    }
-
-
-def _model(
-    params: TrainingParams,
-    network: nn.Module | Mapping[str, Any],
-    pretrained: Mapping[str, Any] | None,
-    num_classes: int | None,
-    rules: Mapping[str, Any],
-) -> dict[str, Any]:
-    freezes = params.finetune or 0 in rules.get("initial_lr", {}).values()
-    optional = {
-        "pretrained": dict(pretrained) if pretrained else None,
-        "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
-        "num_classes": num_classes,
-        "paramwise_cfg": rules if freezes else None,
-    }
-    return {
-        "type": "SupervisedModel",
-        "network": network,
-        "loss": loss_config(params.loss, params.criterion_params),
-        **{key: value for key, value in optional.items() if value},
+        "visualizer": _visualizer(params, experiment_name),
+        # The options of the speed plan. Default values are omitted, because recipes list all keys.
+        "training_params": {key: v for key, v in params.changed().items() if key in PARAMS_OPTIONS},
     }
 
 
@@ -128,14 +126,10 @@ def _limit_batches(loader: Any, batches: int | None) -> Any:
     """Return the loader, or its configuration, limited to `batches` batches per epoch."""
     if batches is None or loader is None:
         return loader
-    if isinstance(loader, Mapping):
-        return {**loader, "num_batch_per_epoch": batches}
-    return {"dataloader": loader, "num_batch_per_epoch": batches}
-
-
-def _training(loader: Any, params: TrainingParams) -> dict[str, Any]:
-    cfg = {"by_epoch": True, "max_epochs": params.max_epochs, "val_interval": params.run_validation_freq}
-    return {"train_dataloader": _limit_batches(loader, params.max_train_batches), "train_cfg": cfg}
+    return {
+        **(loader if isinstance(loader, Mapping) else {"dataloader": loader}),
+        "num_batch_per_epoch": batches,
+    }
 
 
 def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence[str] = ()) -> dict[str, Any]:
@@ -147,11 +141,6 @@ def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence
     return {f"{mode}_dataloader": loader, f"{mode}_cfg": {}, f"{mode}_evaluator": evaluator}
 
 
-def _options(params: TrainingParams) -> dict[str, Any]:
-    """Return the options for the speed plan. Default values are omitted, because recipes list all keys."""
-    return {key: value for key, value in params.changed().items() if key in PARAMS_OPTIONS}
-
-
 def _resume(params: TrainingParams, folder: str) -> bool | str:
     if params.resume_path is not None:
         return params.resume_path
@@ -160,16 +149,35 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
     return str(Path(folder) / check_name(params.ckpt_name, "training_params.ckpt_name"))
 
 
+def _visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
+    """Return the configuration of a visualizer with the default backends and the tracker that `sg_logger` selects."""
+    backends: list[Any] = [*default_backends()]
+    given = {key: value for key, value in params.sg_logger_params.items() if value}
+    if not isinstance(params.sg_logger, str):
+        backends.append(params.sg_logger)  # a backend or its configuration
+    elif params.sg_logger == "wandb_sg_logger":
+        renamed = {_WANDB[key]: value for key, value in given.items() if key in _WANDB}
+        backends.append({"type": "WandbVisBackend", "init_kwargs": {"name": experiment_name, **renamed}})
+    elif params.sg_logger not in _LOGGERS:
+        raise UnknownNameError(
+            f"no logger is named '{params.sg_logger}'{did_you_mean(params.sg_logger, _LOGGERS)}; use "
+            f"{' or '.join(_LOGGERS)}, or a visualization backend, such as {{'type': 'MLflowVisBackend'}}",
+            "training_params.sg_logger",
+        )
+    ignored = given.keys() - {*_WANDB, "monitor_system", "model_name"}
+    if ignored:
+        logging.getLogger("slipstream").warning(
+            "training_params.sg_logger_params: %s has no effect; files are saved only in the run's folder, on which "
+            "you can run `tensorboard --logdir`",
+            ", ".join(sorted(ignored)),
+        )
+    return {"type": "Visualizer", "vis_backends": backends}
+
+
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _own_hooks(
-    params: TrainingParams,
-    best: Watched | None,
-    teacher: Mapping[str, Any] | None,
-    user_hooks: Sequence[Hook | None],
-) -> list[Any]:
-    """Return the hooks that the translation inserts before those of `phase_callbacks`."""
+def _own_hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
     hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
@@ -178,12 +186,11 @@ def _own_hooks(
     if params.pre_prediction_callback is not None:
         hooks.append(PrePredictionHook(params.pre_prediction_callback))
     if params.precise_bn:
-        hooks.append(
-            {"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE_BN_SAMPLES}
-        )
+        samples = params.precise_bn_batch_size or _PRECISE_BN_SAMPLES
+        hooks.append({"type": "PreciseBNHook", "num_samples": samples})
     if params.average_best_models and params.save_model and best is not None:
         hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
-    return [*hooks, *filter(None, user_hooks), {"type": LAST_OWN_HOOK}]
+    return hooks
 
 
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
@@ -228,21 +235,16 @@ def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: S
     Raises:
         UnknownNameError: if `EarlyStop` monitors a value that does not exist.
     """
-    watched_values = [best] if best is not None else []
+    watched_values = [] if best is None else [best]
     for schedule in lr_schedules(params):
         if schedule["type"] == "ReduceOnPlateauLR":
-            monitor = schedule["monitor"]
-            watched_values.append(watched_value(monitor, params, "training_params.lr_mode"))
+            watched_values.append(watched_value(schedule["monitor"], params, "training_params.lr_mode"))
     for index, hook in enumerate(callbacks):
         path = f"training_params.phase_callbacks[{index}].monitor"
         if isinstance(hook, EarlyStop):
             watched_values.append(watched_value(hook.monitor, params, path))
             hook.monitor = watched_values[-1].name
-        elif (
-            isinstance(hook, dict)
-            and hook.get("type") == "EarlyStop"
-            and isinstance(hook.get("monitor"), str)
-        ):
-            watched_values.append(watched_value(hook["monitor"], params, path))
+        elif isinstance(hook, dict) and hook.get("type") == "EarlyStop":
+            watched_values.append(watched_value(str(hook.get("monitor")), params, path))
             hook["monitor"] = watched_values[-1].name
     return list(dict.fromkeys(watched.name for watched in watched_values if watched.is_loss))

@@ -11,10 +11,7 @@ import torch
 
 from slipstream import dataset
 from slipstream.extras import extra
-from slipstream.supergradients.names import TRANSFORMS
 from slipstream.training.factories import default_fill_mask
-
-__all__ = [*TRANSFORMS]
 
 
 class _Callable:
@@ -71,10 +68,36 @@ class SegPadShortToCropSize(_Callable, dataset.SegPadShortToCropSize):
         super().__init__(crop_size, fill_mask, fill_image, **options)
 
 
-def _callable(name: str) -> type:
-    """Return a subclass of Slipstream's transform that can be called with a single argument."""
-    doc = f"See `slipstream.dataset.{name}`."
-    return type(name, (_Callable, getattr(dataset, name)), {"__module__": __name__, "__doc__": doc})
+class _Entry(dict[str, Any]):
+    """The processing step `{Name: {arguments}}`, as in recipes, for `Network.set_dataset_processing_params`."""
+
+    defaults: Mapping[str, Any] = {}
+
+    def __init__(self, *values: Any, **arguments: Any) -> None:
+        named = {**self.defaults, **dict(zip(self.defaults, values, strict=False)), **arguments}
+        super().__init__({type(self).__name__: {key: v for key, v in named.items() if v is not None}})
 
 
-globals().update({name: _callable(name) for name in TRANSFORMS if name not in globals()})
+_ENTRIES: Mapping[str, Mapping[str, Any]] = {
+    "CenterCrop": {"size": 224},
+    "ComposeProcessing": {"processings": None},
+    "ImagePermute": {"permutation": (2, 0, 1)},
+    "NormalizeImage": {"mean": None, "std": None},
+    "Resize": {"size": 224},
+    "SegmentationPadShortToCropSize": {"crop_size": None, "fill_image": 0, "fill_mask": 0},
+    "SegmentationRescale": {"scale_factor": None, "short_size": None, "long_size": None},
+    "StandardizeImage": {"max_value": 255.0},
+}
+"""SuperGradients' processing classes, and their arguments in order, with the defaults."""
+
+
+def __getattr__(name: str) -> type:
+    """Return a processing class, or a subclass of Slipstream's transform that can be called with one argument."""
+    if name in _ENTRIES:
+        kind = type(name, (_Entry,), {"__module__": __name__, "defaults": _ENTRIES[name]})
+    elif name.startswith("Seg") and hasattr(dataset, name):
+        kind = type(name, (_Callable, getattr(dataset, name)), {"__module__": __name__})
+    else:
+        raise AttributeError(name)
+    globals()[name] = kind
+    return kind

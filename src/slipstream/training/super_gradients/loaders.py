@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class TupleLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Any:
-        return _pairs(super().__iter__())
+        return map(_pair, super().__iter__())
 
 
 def get(
@@ -51,16 +51,14 @@ def get(
     `RandomHorizontalFlip`.
     """
     if dataloader is not None:
-        return dataloaders.get(name, dataset_params, dataloader_params, dataset, dataloader)
-    data, options = dataloaders.arguments(name, _own_transforms(dataset_params), dataloader_params, dataset)
+        return dataloader
+    params = dict(dataset_params or {})
+    if isinstance(transforms := params.get("transforms"), list | tuple):
+        params["transforms"] = [_own_transform(entry, index) for index, entry in enumerate(transforms)]
+    data, options = dataloaders.arguments(name, params, dataloader_params, dataset)
     loader: Any = TupleLoader(data, **options)
     loader.dataloader_params = options
     return loader  # type: ignore[no-any-return]
-
-
-def _pairs(batches: Iterator[Any]) -> Iterator[Any]:
-    for batch in batches:
-        yield _pair(batch)
 
 
 def _pair(batch: Any) -> Any:
@@ -71,30 +69,19 @@ def _pair(batch: Any) -> Any:
     return images, targets.long() if is_ids else targets
 
 
-def _own_transforms(params: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the arguments of a dataset, with torchvision's transforms replaced by Slipstream's."""
-    transforms = (params or {}).get("transforms")
-    if params is None or not isinstance(transforms, list | tuple):
-        return params
-    return {**params, "transforms": [_own_transform(entry, i) for i, entry in enumerate(transforms)]}
-
-
 def _own_transform(transform: Any, index: int) -> Any:
+    """Return Slipstream's equivalent of a torchvision transform; other entries are returned unchanged."""
     kind = type(transform)
     if not kind.__module__.startswith("torchvision.transforms"):
         return transform
-    if kind.__name__ not in _TORCHVISION:
+    changed = [key for key, default in _UNSUPPORTED.items() if getattr(transform, key, default) != default]
+    if kind.__name__ not in _TORCHVISION or changed:
         raise ConfigError(
-            f"torchvision's {kind.__name__} is not supported; use {', '.join(_TORCHVISION)}, the name of one of "
-            "Slipstream's transforms, or a function of an image (uint8, 3 x H x W) and a NumPy generator",
+            f"torchvision's {kind.__name__}{' with ' if changed else ''}{', '.join(changed)} is not supported; use "
+            f"{', '.join(_TORCHVISION)}, the name of one of Slipstream's transforms, or a function of an image (uint8, "
+            "3 x H x W) and a NumPy generator",
             f"dataset_params.transforms[{index}]",
         )
-    for key, default in _UNSUPPORTED.items():
-        if (value := getattr(transform, key, default)) != default:
-            raise ConfigError(
-                f"torchvision's {kind.__name__} with {key}={value!r} is not supported; remove {key}",
-                f"dataset_params.transforms[{index}]",
-            )
     arguments = {key: getattr(transform, key) for key in _TORCHVISION[kind.__name__]}
     return {kind.__name__: {key: value for key, value in arguments.items() if value is not None}}
 
