@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,7 +17,7 @@ from slipstream.logging import print_log
 __all__ = ["ReplacementFinder", "install_finder", "run_script"]
 
 
-class ReplacementFinder(MetaPathFinder, ABC):
+class ReplacementFinder(MetaPathFinder):
     """Find the package `name` and all of its submodules."""
 
     name: str
@@ -30,17 +29,17 @@ class ReplacementFinder(MetaPathFinder, ABC):
         """Return the spec of a module in the package, or None for other packages."""
         return self.spec_of(fullname) if fullname.split(".")[0] == self.name else None
 
-    @abstractmethod
     def spec_of(self, fullname: str) -> ModuleSpec:
         """Return the spec of the module `fullname`, whose top-level package is `name`.
 
         Raises:
             ImportError: if the replacement does not contain this module.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def is_replacement(self, module: ModuleType) -> bool:
         """Return whether a module named `name` is the replacement."""
+        raise NotImplementedError
 
 
 def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) -> None:
@@ -62,10 +61,7 @@ def install_finder(finder: ReplacementFinder, package: str, worker_folder: str) 
     name = finder.name
     loaded = sys.modules.get(name)
     if loaded is not None and not finder.is_replacement(loaded):
-        raise ConfigError(
-            f"{name} is already imported from {getattr(loaded, '__file__', 'an unknown file')}, and two versions "
-            f"cannot be used in one process; import {package} before {name} and before any library that imports it"
-        )
+        raise ConfigError(f"{name} is already imported; import {package} before it and before its libraries")
     if any(type(other) is type(finder) for other in sys.meta_path):
         return
     sys.meta_path.insert(0, finder)
@@ -88,8 +84,7 @@ def run_script(arguments: Sequence[str], command: str, install: Callable[[], Non
     """
     install()
     if not arguments or not Path(arguments[0]).is_file():
-        problem = f"'{arguments[0]}' is not a file" if arguments else "no script was specified"
-        raise ConfigError(f"{problem}; use {command} SCRIPT.py [ARGUMENTS]")
+        raise ConfigError(f"no script named {[*arguments, ''][0]!r}; use {command} SCRIPT.py [ARGUMENTS]")
     sys.argv[:] = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)  # Python does the same for a script
     runpy.run_path(arguments[0], run_name="__main__")

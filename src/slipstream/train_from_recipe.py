@@ -50,9 +50,7 @@ def _main(argv: list[str]) -> int:
         return _train(args, args.overrides, trust)
     path = find_recipe(args.config_name or "variable_setup", args.config_dir or args.config_path)
     if path.suffix != ".yaml":
-        raise ConfigError(
-            f"Hydra reads only .yaml files, not {path}; run `slipstream train {path}`", "--config-name"
-        )
+        raise ConfigError(f"Hydra reads only .yaml files; run `slipstream train {path}`", "--config-name")
     _run_hydra(args, path, trust)
     return 0
 
@@ -78,7 +76,6 @@ def _train(
 def _run_hydra(args: argparse.Namespace, path: Path, trust: bool) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
-
     from slipstream.errors import SlipstreamError
     from slipstream.recipes.compose import hydra_overrides, register_resolvers
 

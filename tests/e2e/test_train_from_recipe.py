@@ -1,6 +1,5 @@
 """Tests of `python -m slipstream.train_from_recipe`, SuperGradients' command with Hydra's options."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -42,18 +41,6 @@ def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
 
-@pytest.mark.slow
-def test_config_dir_can_contain_recipes_and_groups(from_recipe, tmp_path):
-    folder = tmp_path / "mine"
-    shutil.copytree(COMPOSED, folder)
-    (folder / "training_hyperparams/quick.yaml").write_text("defaults: [small_train_params]\nseed: 7\n")
-    (folder / "my_run.yaml").write_text(
-        "defaults: [composed_regseg48, override training_hyperparams: quick, _self_]\n"
-        "training_params: {loss: CrossEntropyLoss, criterion_params: {ignore_index: 255}}\nexperiment_name: my_run\n"
-    )
-    from_recipe("--config-name=my_run", "--config-dir=mine", *SMALL)
-    saved = torch.load(tmp_path / "work_dirs/my_run/ckpt_latest.pth", weights_only=True)
-    assert yaml.safe_load(saved["meta"]["cfg"])["randomness"]["seed"] == 7
 
 
 @pytest.mark.slow
@@ -91,13 +78,6 @@ def test_cfg_job_prints_the_recipe_without_training(from_recipe, tmp_path):
     assert everything(tmp_path) == set()
 
 
-def test_supergradients_recipe_is_printed_without_importing_its_callback(from_recipe, tmp_path):
-    from test_recipes import RECIPES
-
-    (tmp_path / "mine.yaml").write_text(RECIPES["regseg48"])
-    done = from_recipe("--config-name=mine", "--config-dir=.", "--cfg", "job", "--resolve")
-    assert yaml.safe_load(done.stdout)["architecture"] == "regseg48"
-    assert "not available" not in done.stderr
 
 
 def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
@@ -111,27 +91,5 @@ def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
     assert "work_dirs/street_scenes_pp_lite_t" in everything(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--config-name=cityscapes_ddrnett"], "did you mean 'cityscapes_ddrnet'"),
-        ([], "--config-name"),
-        (["--config-name=cityscapes_ddrnet", "--cfg", "job", "archtecture=x"], "archtecture"),
-        (["--config-name=cityscapes_ddrnet", "lrr=1"], "lrr"),
-        (["--config-name=cityscapes_ddrnet", "-m", "lrr=1,2"], "lrr"),
-        (["--config-name=cityscapes_ddrnet", "--config-dir=none", "-m", "lr=1,2"], "none"),
-        (["--config-name=nowhere.py", "--cfg", "job"], "nowhere.py"),
-    ],
-)
-def test_invalid_argument_prints_no_traceback(from_recipe, arguments, expected):
-    done = from_recipe(*arguments, status=None)
-    assert done.returncode in (1, 2)
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_the_command_for_distillation_has_the_same_options_and_errors(capsys):
-    from slipstream.train_from_kd_recipe import main
-
-    assert main(["--config-name=nothing"]) == 2
-    assert "nothing" in capsys.readouterr().err

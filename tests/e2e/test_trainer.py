@@ -91,12 +91,6 @@ def test_yaml_example_runs_unchanged(tmp_path, parts, yaml_text):
     assert (trainer.runner.speed.precision is not None) == ("mixed_precision" in asked)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_compile_mode_from_the_guide_is_passed_to_the_compiler(tmp_path, parts, mode):
-    params = dict(torch_compile=True, torch_compile_mode=mode, **OTHERS)
-    trainer = Trainer("experiment_name", tmp_path)
-    trainer.train(training_params=params, **parts)
-    assert trainer.runner.speed.compile.mode == mode
 
 
 def test_ema_works_with_a_compiled_model(tmp_path, parts):

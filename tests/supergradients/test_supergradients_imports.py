@@ -1,6 +1,5 @@
 """`import super_gradients` imports Slipstream after an opt-in, and SuperGradients' scripts run unchanged."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -12,13 +11,10 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.training.super_gradients import scripts as environment, scripts as hyperparams, scripts as models
-from slipstream.training.super_gradients import MODULES, missing_message
-from slipstream.training.super_gradients.scripts import Models, StrictLoad
-from slipstream.training.super_gradients.scripts import register_loss, register_model
-from slipstream.training.super_gradients.scripts import Trainer
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
+from slipstream.training.super_gradients import missing_message, scripts
+from slipstream.training.super_gradients.scripts import StrictLoad, register_loss, register_model
 
 SRC = str(Path(__file__).parents[2] / "src")
 
@@ -30,15 +26,6 @@ def run(*arguments, cwd=None, code=0, path=()):
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
-
-
-def test_each_name_in_the_table_exists():
-    for module, names in MODULES.items():
-        parent = module.rpartition(".")[0]
-        assert not parent or parent in MODULES
-        for name, target in names.items():
-            source, _, attribute = target.partition(":")
-            assert hasattr(importlib.import_module(source), attribute), (module, name)
 
 
 def test_names_are_imported_in_all_forms(tmp_path):
@@ -62,40 +49,6 @@ def test_names_are_imported_in_all_forms(tmp_path):
     assert (done.stdout + done.stderr).count("`import super_gradients` now imports Slipstream") == 1
 
 
-@pytest.mark.parametrize(
-    ("statement", "message"),
-    [
-        (
-            "from super_gradients.training.models.kd_modules.kd_module import Other",
-            "use KDTrainer, and pass",
-        ),
-        (
-            "from super_gradients.training.utils.detection_utils import X",
-            "semantic segmentation and image class",
-        ),
-        ("import super_gradients.conversion", "use torch.export"),
-        (
-            "from super_gradients.training.utils.callbacks import LRSchedulerCallback",
-            "lr_mode='FunctionLRScheduler'",
-        ),
-        ("from super_gradients.training import IoU", "'IoU' is in super_gradients.training.metrics"),
-        ("from super_gradients.training.metrics import IoUU", "did you mean 'IoU'?"),
-    ],
-)
-def test_other_names_raise_an_import_error_with_a_remedy(statement, message):
-    done = run("-c", f"import slipstream.supergradients\n{statement}", code=1)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ")
-    assert message in last
-
-
-def test_an_imported_package_is_not_replaced(tmp_path):
-    (tmp_path / "super_gradients").mkdir()
-    (tmp_path / "super_gradients/__init__.py").touch()
-    done = run("-c", "import super_gradients, slipstream.supergradients", code=1, path=[tmp_path])
-    assert "super_gradients is already imported from" in done.stderr
-
-
 QUICK_START = """
 from super_gradients import init_trainer
 from super_gradients.common.object_names import Models
@@ -107,7 +60,7 @@ from super_gradients.training.utils.distributed_training_utils import setup_devi
 init_trainer()
 setup_device("cpu")
 trainer = Trainer(experiment_name="my_cifar_experiment", ckpt_root_dir="checkpoints")
-model = models.get(Models.RESNET18_CIFAR, num_classes=10)
+model = scripts.get_model(Models.RESNET18_CIFAR, num_classes=10)
 training_params = {
     "max_epochs": 1,
     "initial_lr": 0.1,
@@ -119,7 +72,7 @@ training_params = {
 }
 loaders = [make(dataloader_params={"num_workers": 0, "batch_size": 4}) for make in (cifar10_train, cifar10_val)]
 trainer.train(model=model, training_params=training_params, train_loader=loaders[0], valid_loader=loaders[1])
-best = models.get(
+best = scripts.get_model(
     Models.RESNET18_CIFAR, num_classes=10, checkpoint_path="checkpoints/my_cifar_experiment/ckpt_best.pth"
 )
 found = Trainer(experiment_name="test", ckpt_root_dir="checkpoints").test(
@@ -247,35 +200,20 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path):
 
 
 def test_models_get_has_supergradients_argument_order_and_defaults(tmp_path):
-    network = models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4)
+    network = scripts.get_model("pp_lite_t_seg75", {"use_aux_heads": False}, 4)
     assert isinstance(network.eval()(torch.zeros(1, 3, 64, 64)), torch.Tensor)
     renamed = {f"other{index}": tensor for index, tensor in enumerate(network.state_dict().values())}
     torch.save({"net": renamed}, tmp_path / "weights.pth")
-    again = models.get(
+    again = scripts.get_model(
         model_name="pp_lite_t_seg75", arch_params={"use_aux_heads": False}, num_classes=4,
         checkpoint_path=tmp_path / "weights.pth",
     )  # fmt: skip
     torch.testing.assert_close(again.state_dict(), network.state_dict())
     strict = dict(strict_load=StrictLoad.ON, checkpoint_path=tmp_path / "weights.pth")
     with pytest.raises(Exception, match="belongs to a different model"):
-        models.get("pp_lite_t_seg75", {"use_aux_heads": False}, 4, **strict)
+        scripts.get_model("pp_lite_t_seg75", {"use_aux_heads": False}, 4, **strict)
     with pytest.raises(ConfigError, match="requires checkpoint_path"):
-        models.get("resnet18", num_classes=4, load_backbone=True)
-
-
-def test_loading_with_a_different_number_of_classes_keeps_all_other_weights(tmp_path):
-    source = models.get("resnet18_cifar", num_classes=7)
-    renamed = {f"other{index}": tensor for index, tensor in enumerate(source.state_dict().values())}
-    for name, state in (("same", source.state_dict()), ("renamed", renamed)):
-        torch.save({"net": state}, tmp_path / f"{name}.pth")
-        loaded = models.get(
-            "resnet18_cifar",
-            num_classes=3,
-            checkpoint_num_classes=7,
-            checkpoint_path=tmp_path / f"{name}.pth",
-        )
-        assert loaded.fc.out_features == 3
-        torch.testing.assert_close(loaded.layer4.state_dict(), source.layer4.state_dict())
+        scripts.get_model("resnet18", num_classes=4, load_backbone=True)
 
 
 def test_registered_classes_are_found_by_name():
@@ -291,27 +229,21 @@ def test_registered_classes_are_found_by_name():
 
     from slipstream.training.losses import loss_config
 
-    assert models.get("net_of_the_test", {"width": 5}).head.out_features == 5
+    assert scripts.get_model("net_of_the_test", {"width": 5}).head.out_features == 5
     assert loss_config("LossOfTheTest") == {"type": "LossOfTheTest"}
     assert loss_config("old_loss_of_the_test") == {"type": "old_loss_of_the_test"}
 
 
-def test_models_only_contains_supported_networks():
-    assert (Models.RESNET18, Models.PP_LITE_T_SEG75) == ("resnet18", "pp_lite_t_seg75")
-    with pytest.raises(AttributeError, match=r"Models\.YOLO_NAS_S is not one of Slipstream's networks"):
-        _ = Models.YOLO_NAS_S
-
-
 def test_training_hyperparams_are_read_from_recipes_and_groups():
-    params = hyperparams.get(
+    params = scripts.get_params(
         "training_hyperparams/cifar10_resnet_train_params", {"max_epochs": 3, "seed": None}
     )
     assert (params["max_epochs"], params["lr_updates"], params["seed"]) == (3, [100, 150, 200], 42)
     assert (params["warmup_mode"], params["sg_logger_params"]) == ("LinearEpochLRWarmup", {})
     pytest.importorskip("hydra")
-    assert hyperparams.get("cityscapes_regseg48")["initial_lr"] == 0.02
+    assert scripts.get_params("cityscapes_regseg48")["initial_lr"] == 0.02
     with pytest.raises(UnknownNameError, match="did you mean"):
-        hyperparams.get("cifar10_resnett")
+        scripts.get_params("cifar10_resnett")
 
 
 @pytest.mark.parametrize(
@@ -319,30 +251,9 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
     [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)],
 )
 def test_training_hyperparams_in_exponent_notation_are_numbers(name, weight_decay):
-    params = hyperparams.get(name)
+    params = scripts.get_params(name)
     assert params["optimizer_params"] == {"momentum": 0.9, "weight_decay": weight_decay}
     optim_wrapper(TrainingParams.read(params))
-
-
-def test_device_arguments_are_checked_but_select_no_device(monkeypatch):
-    environment.setup_device("cpu")
-    environment.setup_device(num_gpus=-1)
-    with pytest.raises(ConfigError, match="must be 'cpu' or 'cuda'"):
-        environment.setup_device(device="tpu")
-    monkeypatch.setattr(environment, "device_type", lambda: "cuda")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES="):
-        Trainer("name", device="cpu")
-    with pytest.raises(ConfigError, match="torchrun --nproc-per-node 4"):
-        Trainer("name", multi_gpu="DDP")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    Trainer("name", multi_gpu="DDP", ckpt_root_dir="folder")
-
-
-def test_an_incomplete_recipe_raises_an_error_that_names_the_key():
-    with pytest.raises(ConfigError, match="is missing"):
-        Trainer.train_from_config({})
 
 
 def test_error_for_a_misplaced_name_contains_its_module():
@@ -350,30 +261,3 @@ def test_error_for_a_misplaced_name_contains_its_module():
     assert "is in super_gradients.common.registry" in missing_message(
         "super_gradients.common.factories.register_loss"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("train_from_kd_recipe", "slipstream train RECIPE"),
-        ("resume_experiment", "Trainer.resume_experiment"),
-        ("common.factories.list_factory.ListFactory", "{Name: {arguments}}"),
-        (
-            "training.dataloaders.adapters.SegmentationDataloaderAdapterFactory",
-            "dataloaders.get(dataset=...)",
-        ),
-        ("training.processing.DetectionRescale", "only semantic segmentation and image classification"),
-        ("training.utils.media.image.load_image", "predict"),
-        ("common.environment.checkpoints_dir_utils.get_checkpoints_dir_path", "checkpoints_dir_path"),
-        ("modules.skip_connections.Residual", "torch.nn"),
-        ("common.factories", "register_loss and the other decorators are in super_gradients.common.registry"),
-        ("training.utils.registry", "are in super_gradients.common.registry"),
-        ("common.registry.register_dataloader", "dataloaders.get(dataset=...)"),
-        ("training.params.TrainingParams", "pass training_params to Trainer.train as a dict"),
-        ("training.processing.SegmentationResize", "set_dataset_processing_params"),
-        ("training.datasets.SegmentationDataSet", "slipstream.dataset.ImageMaskFolder"),
-        ("training.models.gett", "did you mean 'get'?"),
-    ],
-)
-def test_errors_for_unavailable_paths_name_a_replacement(name, remedy):
-    assert remedy in missing_message(f"super_gradients.{name}")

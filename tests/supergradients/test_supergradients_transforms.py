@@ -9,7 +9,6 @@ import torch
 
 from slipstream import dataset
 from slipstream.dataset.transforms.pipeline import apply_transforms
-from slipstream.errors import ConfigError
 from slipstream.training.super_gradients import transforms
 
 Image = pytest.importorskip("PIL.Image")
@@ -39,7 +38,9 @@ def sample():
     }
 
 
-@pytest.mark.parametrize("name", [name for name in dataset.__all__ if name.startswith("Seg") and name[3].isupper()])
+@pytest.mark.parametrize(
+    "name", [name for name in dataset.__all__ if name.startswith("Seg") and name[3].isupper()]
+)
 def test_a_transform_accepts_a_sample_of_pillow_images(name):
     transform = pickle.loads(pickle.dumps(getattr(transforms, name)(**ARGUMENTS[name])))
     random.seed(3)
@@ -73,9 +74,3 @@ def test_padding_has_class_0_by_default():
     found = transforms.SegPadShortToCropSize(crop_size=40)(sample())
     assert found["mask"].shape == (40, 40)
     assert not found["mask"][:10].any()
-
-
-def test_hue_must_be_0():
-    transforms.SegColorJitter(brightness=0.1, hue=0)
-    with pytest.raises(ConfigError, match=r"hue: must be 0, not 0\.1"):
-        transforms.SegColorJitter(hue=0.1)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
 from slipstream.dataset import AtLeast, build_dataloader
-from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.errors import ConfigError
 from slipstream.recipes import compose
 from slipstream.training import dataloaders
 from slipstream.training.recipe import recipe_config
@@ -55,15 +54,6 @@ def test_loaders_and_datasets_have_supergradients_attributes():
     assert not hasattr(own, "dataset_params")
 
 
-def test_only_training_loader_shuffles_and_drops_the_last_batch():
-    for name in dataloaders._NAMES:
-        found = dataloaders.config(name)
-        assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' loaders for CIFAR and ImageNet keep the last batch.
-        keeps = name.startswith(("cifar", "imagenet"))
-        assert found["drop_last"] == (name.endswith("_train") and not keeps), name
-
-
 def test_arguments_override_defaults():
     loader = {"batch_size": 3, "num_workers": 2, "shuffle": False, "drop_last": False, "pin_memory": False}
     found = dataloaders.config("street_scenes_train", {"length": 7, "transforms": []}, loader)
@@ -93,17 +83,6 @@ def test_a_recipe_for_cifar10_trains_on_cifar100_with_other_data_parameters():
         assert dataset["transforms"][-1]["mean"] == [0.5071, 0.4865, 0.4409]
 
 
-def test_none_arguments_are_ignored():
-    found = dataloaders.config("cifar10_train", {"target_transform": None}, {"collate_fn": None})
-    assert "target_transform" not in found["dataset"]
-    assert "collate_fn" not in found
-
-
-def test_list_file_replaces_the_default_split(street):
-    params = {"root_dir": street, "list_file": "lists/val.lst", "labels_csv_path": "lists/labels.csv"}
-    assert len(dataloaders.get("cityscapes_val", params, {"num_workers": 0}).dataset) == 2
-
-
 @pytest.mark.parametrize(
     "entry",
     [
@@ -119,31 +98,6 @@ def test_transforms_are_read_in_every_supported_form(entry):
     assert found["dataset"]["transforms"] == [{"type": "SegRandomFlip"}]
 
 
-def test_transform_can_be_an_object():
-    def mirrored(sample, rng):
-        return {key: np.ascontiguousarray(value[:, ::-1]) for key, value in sample.items()}
-
-    plain, turned = (
-        dataloaders.get("street_scenes_val", {**SMALL, "transforms": t}, {}) for t in ([], [mirrored])
-    )
-    assert torch.equal(plain.dataset[0]["targets"].flip(1), turned.dataset[0]["targets"])
-
-
-def test_invalid_transform_raises_an_error_with_config_path():
-    with pytest.raises(ConfigError, match=r"dataset_params\.transforms\[1\]: must be a name"):
-        dataloaders.config("street_scenes_val", {"transforms": ["SegRandomFlip", {"a": {}, "b": {}}]})
-
-
-def test_omegaconf_interpolations_are_resolved():
-    whole = OmegaConf.create(
-        {"n": 6, "data": {"length": "${n}", "size": [32, 64]}, "loader": {"batch_size": 2}}
-    )
-    found = dataloaders.config("street_scenes_val", whole.data, whole.loader)
-    assert found["dataset"]["length"] == 6
-    assert type(found["dataset"]["size"]) is list
-    assert found["batch_size"] == 2
-
-
 def test_loader_reads_batches_from_the_original_folder_layout(street):
     loader = dataloaders.cityscapes_train(
         dataset_params={"root_dir": street, "transforms": CROP},
@@ -156,32 +110,12 @@ def test_loader_reads_batches_from_the_original_folder_layout(street):
     assert batch["targets"].shape == (2, 32, 32)
 
 
-def test_each_name_is_a_function_that_returns_its_loader():
-    names = set(dir(dataloaders)) - {"arguments", "config", "get"}
-    assert {"cityscapes_train", "cityscapes_stdc_seg75_val", "cifar10_val", "street_scenes_train"} <= names
-    for name in names:
-        function = getattr(dataloaders, name)
-        assert (function.func, function.args) == (dataloaders.get, (name,))
-    with pytest.raises(AttributeError, match="'cityscape_train'; did you mean 'cityscapes_train'"):
-        dataloaders.cityscape_train  # noqa: B018
-
-
 def test_runner_builds_the_configuration(street):
     cfg = dataloaders.config("cityscapes_val", {"root_dir": street}, {"batch_size": 2, "num_workers": 0})
     loader = build_dataloader(cfg, seed=0, name="val_dataloader", training=False)
     (batch,) = loader
     assert batch["inputs"].shape == (2, 3, 32, 64)
     assert batch["device_params"].shape[0] == 2
-
-
-def test_runner_makes_the_order_of_a_loader_reproducible():
-    def order(seed):
-        loader = dataloaders.get("street_scenes_train", {**SMALL, "transforms": []}, {"batch_size": 2})
-        ours = build_dataloader(loader, seed=seed, name="train_dataloader", training=True)
-        return torch.cat([batch["inputs"] for batch in ours])
-
-    assert torch.equal(order(1), order(1))
-    assert not torch.equal(order(1), order(2))
 
 
 def test_dataset_can_be_a_class_name_or_an_object(street):
@@ -193,36 +127,6 @@ def test_dataset_can_be_a_class_name_or_an_object(street):
     ready = tensors()
     assert dataloaders.get(dataset=ready, dataloader_params={"batch_size": 2}).dataset is ready
     assert dataloaders.config(dataset=ready)["dataset"] is ready
-
-
-def test_dataloader_object_is_returned_unchanged():
-    ready = dataloaders.get(dataset=tensors())
-    assert dataloaders.get(dataloader=ready) is ready
-    with pytest.raises(ConfigError, match="cannot be combined with other arguments"):
-        dataloaders.get("cifar10_train", dataloader=ready)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "exactly one of name, dataloader_params.dataset and dataset is required"),
-        ({"name": "cifar10_val", "dataset": tensors()}, "got 'cifar10_val', None and TensorDataset"),
-        ({"name": "cifar10_val", "dataloader_params": {"dataset": "CIFAR10"}}, "exactly one of"),
-        ({"dataset": tensors(), "dataset_params": {"train": True}}, "does not accept parameters"),
-    ],
-)
-def test_exactly_one_dataset_is_required(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        dataloaders.config(**arguments)
-
-
-def test_unknown_name_error_suggests_the_nearest_name():
-    with pytest.raises(
-        UnknownNameError, match="no data loader is named 'citscapes_train'; did you mean 'cityscapes_train'"
-    ):
-        dataloaders.config("citscapes_train")
-    with pytest.raises(UnknownNameError, match=r"dataloader_params\.batchsize: .*did you mean 'batch_size'"):
-        dataloaders.config("cifar10_val", {}, {"batchsize": 3})
 
 
 def test_min_samples_repeats_a_small_dataset_with_new_augmentation():
@@ -251,13 +155,6 @@ def test_samplers_are_read_in_supergradients_syntax(sampler, shuffle, expected):
     assert dataloaders.config("street_scenes_val", SMALL, params)["sampler"] == expected
 
 
-def test_loader_uses_the_sampler_given_by_name():
-    params = {"sampler": {"RandomSampler": {"replacement": True, "num_samples": 9}}, "batch_size": 1}
-    loader = dataloaders.get(dataset=tensors(), dataloader_params=params)
-    assert type(loader.sampler) is RandomSampler
-    assert len(list(loader)) == 9
-
-
 @pytest.mark.parametrize("collate", ["pseudo_collate", {"pseudo_collate": {}}])
 def test_collate_function_is_found_by_name(collate):
     params = {"dataset": "StreetScenes", "collate_fn": collate, "batch_size": 2}
@@ -267,24 +164,6 @@ def test_collate_function_is_found_by_name(collate):
     cfg = dataloaders.config(None, data, params)
     (batch,) = build_dataloader(cfg, seed=0, name="loader", training=False)
     assert type(batch["inputs"]) is list
-
-
-@pytest.mark.parametrize(("key", "value"), [("skip_errors", 3)])
-def test_loader_options_of_the_runner_are_rejected_for_plain_torch_loaders(key, value):
-    assert dataloaders.config("street_scenes_train", SMALL, {key: value})[key] == value
-    with pytest.raises(ConfigError, match=rf"{key}: requires a Runner; pass dataloaders.config"):
-        dataloaders.get("street_scenes_train", SMALL, {key: value})
-
-
-def test_automatic_num_workers_requires_a_runner():
-    params = {"num_workers": "auto"}
-    assert dataloaders.config("street_scenes_val", SMALL, params)["num_workers"] == "auto"
-    with pytest.raises(ConfigError, match=r"num_workers: 'auto' requires a Runner"):
-        dataloaders.get("street_scenes_val", SMALL, params)
-
-
-def test_pin_memory_is_set_by_the_runner():
-    assert "pin_memory" not in dataloaders.config("street_scenes_val", SMALL, {"pin_memory": True})
 
 
 def test_old_transform_names_map_to_current_ones():

@@ -5,16 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
 
 from slipstream import Trainer
-from slipstream.apps.street_scenes import StreetScenes
-from slipstream.zoo import models
-from slipstream.dataset import CIFAR10
 from slipstream.recipes import compose
-from slipstream.training.trainer import _store_processing as store_processing
-
-CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5] * 3, "std": [0.2] * 3}]
+from slipstream.zoo import models
 
 
 @pytest.fixture(scope="module")
@@ -47,38 +41,3 @@ def test_a_checkpoint_from_a_recipe_predicts_like_the_trained_network(cifar, tmp
         found = network.predict(image)
         assert found.prediction.confidence == pytest.approx(expected, abs=1e-5)
         assert found.class_names[0] == "airplane"
-
-
-def test_the_validation_data_is_found_inside_wrappers_and_does_not_replace_the_users_values(cifar):
-    data = Subset(CIFAR10(cifar, transforms=CLASSIFY), [0])
-    network = models.get("resnet18_cifar", 10)
-    store_processing(network, data)
-    image = np.zeros((32, 32, 3), np.uint8)
-    assert network.predict(image).class_names[9] == "truck"
-    mine = models.get("resnet18_cifar", 10)
-    mine.set_dataset_processing_params(list("abcdefghij"), CLASSIFY)
-    store_processing(mine, data)
-    assert mine.predict(image).class_names[9] == "j"
-
-
-def test_new_training_data_replaces_the_description_in_a_checkpoint(cifar):
-    network = models.get("resnet18_cifar", 10)
-    stored = "{model: {type: Any}, val_dataloader: {dataset: {transforms: [{type: ToTensor}]}}}"
-    network.set_processing_from_checkpoint({"dataset_meta": {"classes": list("abcdefghij")}, "cfg": stored})
-    image = np.zeros((32, 32, 3), np.uint8)
-    assert network.predict(image).class_names[9] == "j"
-    store_processing(network, CIFAR10(cifar, transforms=CLASSIFY))
-    assert network.predict(image).class_names[9] == "truck"
-    assert len(network._processing.transforms) == len(CLASSIFY)
-
-
-def test_data_for_another_task_or_without_classes_is_ignored(cifar):
-    scenes = StreetScenes(size=(32, 64), length=1, cache_in_memory=False)
-    plain = TensorDataset(torch.zeros(1, 3, 8, 8), torch.zeros(1))
-    for name, data in (("resnet18_cifar", scenes), ("regseg48", CIFAR10(cifar)), ("regseg48", plain)):
-        network = models.get(name, 19)
-        store_processing(network, data)
-        assert not network.has_processing
-    network = models.get("regseg48", 19)
-    store_processing(network, scenes)
-    assert network.has_processing

@@ -8,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 from slipstream.runner import Runner
 from slipstream.step.graph import GraphStep
-from slipstream.training import KDTrainer, Trainer
+from slipstream.training import KDTrainer
 from slipstream.training.distillation import DistillationModel
-from slipstream.training.distillation import KDModule
 from slipstream.training.recipe import recipe_config
 from slipstream.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
 
@@ -79,114 +78,6 @@ def plain_loop(student, teacher, adapter=None):
             loss.backward()
             optimizer.step()
     return student
-
-
-class Features(KDModule):
-    """A module that also passes the features of both networks to the loss."""
-
-    def forward(self, x):
-        return KDOutput(self.features(self.student, x), self.features(self.teacher, x))
-
-    def features(self, network, x):
-        found = network.norm(network.conv(x)).relu().mean((2, 3))
-        return network.head(network.dropout(found)), found
-
-
-class FeatureLoss(nn.Module):
-    def forward(self, preds, target):
-        (scores, found), (_, wanted) = preds
-        return F.cross_entropy(scores, target) + (found.mean(1) - wanted.mean(1)).square().mean()
-
-
-def train_module(folder, module, **params):
-    images, labels = data()
-    loader = DataLoader(TensorDataset(images.to(module.student.head.weight.dtype), labels), batch_size=8)
-    trainer = KDTrainer("run", str(folder))
-    trainer.train(
-        model=module,
-        training_params=dict(
-            max_epochs=2, initial_lr=0.2, optimizer_params={"momentum": 0.9, "weight_decay": 0}, loss=FeatureLoss(),
-            silent_mode=True, valid_metrics_list=["Accuracy"], train_metrics_list=["Accuracy"],
-        ) | params,
-        train_loader=loader,
-        valid_loader=loader,
-    )  # fmt: skip
-    return trainer
-
-
-def test_a_customized_module_gives_its_outputs_to_the_loss(tmp_path):
-    student, teacher = (network.double() for network in networks())
-    module, loss = Features(student=copy.deepcopy(student), teacher=teacher), FeatureLoss()
-    optimizer = torch.optim.SGD(student.parameters(), 0.2, momentum=0.9)
-    teacher.eval()
-    images, labels = data()
-    for _ in range(2):
-        for x, y in zip(images.double().split(8), labels.split(8), strict=True):
-            optimizer.zero_grad()
-            loss(KDOutput(module.features(student, x), module.features(teacher, x)), y).backward()
-            optimizer.step()
-    before = copy.deepcopy(teacher.state_dict())
-    trainer = train_module(tmp_path, module, ema=True)
-    torch.testing.assert_close(module.student.state_dict(), student.state_dict(), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)
-    assert trainer.net is module.student
-    state = torch.load(tmp_path / "run/ckpt_best.pth", weights_only=True)["state_dict"]
-    assert set(state) == {f"network.{name}" for name in student.state_dict()}
-
-
-class Projected(Features):
-    """A module with a parameter that belongs to neither the student nor the teacher."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.projection = nn.Linear(4, 4)
-
-
-def test_parameters_outside_of_the_networks_are_rejected(tmp_path):
-    module = Projected(student=networks()[0], teacher=networks()[1])
-    with pytest.raises(
-        ConfigError, match=r"Projected contains 'projection\.weight' outside of the student and the"
-    ):
-        train_module(tmp_path, module)
-
-
-def test_a_customized_module_has_the_mode_of_the_model():
-    module = Features(student=networks()[0], teacher=networks()[1])
-    model = DistillationModel(module.student, module.teacher, FeatureLoss(), kd_module=module)
-    for mode in (False, True):
-        model.train(mode)
-        assert (module.training, module.student.training, module.teacher.training) == (mode, mode, False)
-
-
-def test_a_copy_of_a_customized_module_uses_its_own_student_and_its_teacher():
-    module = Features(student=networks()[0], teacher=networks()[1])
-    model = DistillationModel(module.student, module.teacher, FeatureLoss(), kd_module=module)
-    copied = copy.deepcopy(model).double()
-    images, labels = data(4)
-    with torch.no_grad():
-        copied.network.head.bias += 1
-    found = copied.loss_inputs(None, images.double(), labels)
-    wanted = module(images)
-    torch.testing.assert_close(found.student_output[0].float(), wanted.student_output[0] + 1)
-    torch.testing.assert_close(found.teacher_output[0].float(), wanted.teacher_output[0])
-    assert {p.dtype for p in module.parameters()} == {torch.float32}
-
-
-def test_a_module_that_is_not_customized_trains_like_its_separate_networks(tmp_path):
-    student, teacher = networks()
-    adapter = NormalizationAdapter([0.1] * 3, [0.5] * 3, [0.3] * 3, [0.2] * 3)
-    again = copy.deepcopy(student)
-    train(tmp_path / "networks", student, teacher, adapter)
-    module = KDModule({"teacher_input_adapter": adapter}, again, teacher, run_teacher_on_eval=True)
-    assert not module.train().teacher.training
-    train_module(tmp_path / "module", module, loss=LOSS, average_best_models=False)
-    torch.testing.assert_close(again.state_dict(), student.state_dict(), rtol=0, atol=0)
-
-
-def test_a_customized_module_cannot_have_an_adapter(tmp_path):
-    student, teacher = networks()
-    with pytest.raises(ConfigError, match=r"Features overrides forward; set teacher to nn\.Sequential"):
-        train_module(tmp_path, Features({"teacher_input_adapter": nn.Identity()}, student, teacher))
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -308,78 +199,6 @@ def test_a_recipe_loads_the_weights_of_the_teacher(tmp_path):
     assert not model.network.state_dict()["conv1.weight"].equal(wanted["conv1.weight"])
 
 
-def test_a_timm_teacher_may_have_pretrained_weights(tmp_path):
-    keys = {"teacher_architecture": "timm:resnet18", "teacher_arch_params": {"num_classes": 4}}
-    given = recipe(tmp_path, **keys, teacher_checkpoint_params={"pretrained_weights": "imagenet"})
-    config = recipe_config(given)["model"]
-    assert config["teacher"]["type"] == "TimmClassifier"
-    assert config["teacher"]["pretrained"] is True
-    assert not config["teacher_pretrained"]
-    with pytest.raises(ConfigError, match="untrained teacher"):
-        recipe_config(given | {"teacher_checkpoint_params": {}})
-
-
-@pytest.mark.parametrize(
-    ("keys", "message", "path"),
-    [
-        (
-            {"teacher_checkpoint_params": {}},
-            "is required.*untrained teacher",
-            "teacher_checkpoint_params.checkpoint_path",
-        ),
-        (
-            {"teacher_checkpoint_params": {"pretrained_weights": "imagenet"}},
-            "weights are not downloaded by name",
-            "teacher_checkpoint_params.pretrained_weights",
-        ),
-        ({"teacher_architecture": None}, "is missing", "teacher_architecture"),
-        ({"student_architecture": 3}, "must be a str", "student_architecture"),
-        ({"run_teacher_on_eval": False}, "must be True", "run_teacher_on_eval"),
-        (
-            {"arch_params": {"student_input_adapter": {}}},
-            "is not supported",
-            "arch_params.student_input_adapter",
-        ),
-        ({"arch_params": {"teacher_adapter": {}}}, "unknown key", "arch_params.teacher_adapter"),
-    ],
-)
-def test_an_invalid_recipe_names_its_key(tmp_path, keys, message, path):
-    with pytest.raises(ConfigError, match=message) as error:
-        recipe_config(recipe(tmp_path, **keys))
-    assert error.value.path == path
-
-
-def test_a_teacher_and_a_distillation_loss_require_each_other(tmp_path):
-    student, teacher = networks()
-    with pytest.raises(ConfigError, match="CrossEntropy does not use the teacher; use KDLogitsLoss"):
-        train(tmp_path, student, teacher, loss="CrossEntropyLoss")
-    images, labels = data()
-    with pytest.raises(ModelError, match="train with KDTrainer"):
-        Trainer("run", str(tmp_path)).train(
-            student,
-            dict(max_epochs=1, initial_lr=0.1, loss=LOSS),
-            DataLoader(TensorDataset(images, labels), 8),
-        )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "path"),
-    [
-        ({"teacher": None}, "teacher"),
-        ({"student": None}, "student"),
-        ({"model": nn.Identity()}, "model"),
-        ({"kd_architecture": "other"}, "kd_architecture"),
-        ({"run_teacher_on_eval": False}, "run_teacher_on_eval"),
-        ({"kd_arch_params": {"adapter": nn.Identity()}}, "kd_arch_params.adapter"),
-    ],
-)
-def test_errors_name_invalid_arguments(tmp_path, arguments, path):
-    student, teacher = networks()
-    with pytest.raises((ConfigError, UnknownNameError)) as error:
-        KDTrainer("run", str(tmp_path)).train(**{"student": student, "teacher": teacher, **arguments})
-    assert error.value.path == path
-
-
 class Pixels(Dataset):
     def __len__(self):
         return 2
@@ -395,13 +214,6 @@ def runner(folder, **keys):
     evaluator = {"type": "ValidationLoss", "names": ["KDLogitsLoss"]}
     config |= {"train_dataloader": loader, "val_dataloader": loader, "val_evaluator": evaluator}
     return Runner.from_cfg(config | {"default_hooks": {}} | keys)
-
-
-def test_the_teacher_is_read_before_training_and_not_by_the_constructor(tmp_path):
-    run = runner(tmp_path)
-    (tmp_path / "teacher.pth").unlink()
-    with pytest.raises(CheckpointError, match=r"teacher\.pth"):
-        run.train()
 
 
 def test_the_teacher_is_read_before_validation_because_the_validation_loss_uses_it(tmp_path):

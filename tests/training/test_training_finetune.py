@@ -6,11 +6,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Trainer
-from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
 from slipstream.optim import build_optim_wrapper
 from slipstream.training.network import SupervisedModel
-from slipstream.training.translate import runner_config
+from slipstream.training.recipe import runner_config
 
 HEADS = {
     ("pp_lite_t_seg", True): {"seg_head", "aux_heads"},
@@ -139,46 +138,6 @@ def test_parameters_frozen_by_the_user_remain_frozen(tmp_path):
     assert not network.head.bias.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("net", "params", "error", "message"),
-    [
-        (
-            Network,
-            dict(initial_lr=0.1),
-            ConfigError,
-            r"finetune: Network does not support finetune.*get_finetune_lr_dict",
-        ),
-        (
-            Tunable,
-            dict(initial_lr={"default": 0.1}),
-            ConfigError,
-            "initial_lr: must be a number if finetune is set",
-        ),
-        (
-            Tunable,
-            dict(initial_lr=0.1, warmup_initial_lr={"default": 0.0}),
-            ConfigError,
-            "warmup_initial_lr: must be a number if finetune is set",
-        ),
-        (Tunable, dict(initial_lr=0), ModelError, "no trainable parameter"),
-    ],
-)
-def test_unsupported_finetune_raises_an_error(tmp_path, net, params, error, message):
-    network = net()
-    with pytest.raises(error, match=message):
-        Trainer("exp", tmp_path).train(network, {**QUIET, "finetune": True, **params}, data())
-    assert all(parameter.requires_grad for parameter in network.parameters())
-
-
-def test_finetune_rejects_an_optimizer_object():
-    optimizer = torch.optim.SGD(Network().parameters(), 0.1)
-    with pytest.raises(ConfigError, match="finetune: does not apply to an optimizer object"):
-        runner_config(
-            experiment_name="exp", ckpt_root_dir=None, network=Network(), train_dataloader={}, val_dataloader=None,
-            training_params=dict(QUIET, finetune=True, optimizer=optimizer),
-        )  # fmt: skip
-
-
 # ---- optimizer reset on resume ---------------------------------------------------------------------------
 
 
@@ -226,10 +185,3 @@ def test_resuming_without_optimizer_state_keeps_weights_epoch_and_rates(tmp_path
     _, with_moments, state = resumed(tmp_path / "b")
     assert state.optimizer["state"]
     assert not torch.allclose(with_moments.body.weight, network.body.weight)
-
-
-def test_run_can_resume_with_a_different_optimizer(tmp_path):
-    _, network, state = resumed(tmp_path, load_opt_params=False, optimizer="AdamW")
-    assert (state.at, state.optimizer["state"]) == ((1, 3), {})
-    assert state.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
-    assert all(value.isfinite().all() for value in network.state_dict().values())

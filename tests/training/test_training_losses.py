@@ -1,11 +1,9 @@
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slipstream.errors import BuildError, ConfigError, ModelError, UnknownNameError
 from slipstream.registry import MODELS
 from slipstream.training.losses import loss_config
 from slipstream.zoo import CrossEntropy, DiceCEEdgeLoss, STDCLoss
@@ -52,40 +50,6 @@ def test_stdc_loss_has_the_supergradients_defaults():
     assert loss.ohem.hard_loss == pytest.approx(-torch.tensor(0.7).log().item())
     several = build({"STDCLoss": {"num_aux_heads": 1, "num_detail_heads": 2, "detail_weights": [1, 0.5]}})
     assert (len(several.weights), several.num_detail_heads, several.detail_weights) == (4, 2, (1, 0.5))
-
-
-def test_modules_and_functions_are_returned_unchanged():
-    module = nn.L1Loss()
-    assert loss_config(module) is module
-    assert loss_config(F.cross_entropy, {}) is F.cross_entropy
-    with pytest.raises(ConfigError, match="only applies to a loss given by name"):
-        loss_config(module, {"reduction": "sum"})
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (None, "a loss is required"),
-        (3, "not 3"),
-        ({"A": {}, "B": {}}, "must be a name"),
-        ({"STDCLoss": {"weights": [1, 1]}}, r"must be 4 numbers.* not \[1, 1\]"),
-        ({"STDCLoss": {"ohem_criteria": "OhemBCELoss"}}, "must be None, not"),
-        ({"CrossEntropyLoss": {"reduction": "sum"}}, "must be 'mean', not"),
-    ],
-)
-def test_invalid_loss_raises_an_error_with_config_path(loss, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        loss_config(loss)
-    assert error.value.path.startswith("training_params.loss")
-
-
-def test_unknown_name_or_argument_error_suggests_the_nearest():
-    with pytest.raises(
-        UnknownNameError, match="no loss is named 'DiceEdgeLoss'; did you mean 'DiceCEEdgeLoss'"
-    ):
-        loss_config("DiceEdgeLoss")
-    with pytest.raises(BuildError, match="no parameter 'ignore_label'; did you mean 'ignore_index'"):
-        build("CrossEntropyLoss", {"ignore_label": 19})
 
 
 # ---- cross-entropy -------------------------------------------------------------------------------------
@@ -136,20 +100,6 @@ def test_class_probabilities_are_valid_targets():
     torch.testing.assert_close(
         CrossEntropy(0)(logits, probabilities), -(probabilities * logits.log_softmax(1)).sum(1).mean()
     )
-
-
-def test_half_precision_is_summed_in_float32():
-    logits, targets = torch.randn(2, 3, 64, 64), torch.randint(0, 3, (2, 64, 64))
-    loss = CrossEntropy()(logits.half(), targets)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits.half().float(), targets))
-
-
-def test_several_outputs_and_invalid_smoothing_are_rejected():
-    with pytest.raises(ModelError, match=r"network returns 2 in training.*use_aux_heads=False"):
-        CrossEntropy()((torch.zeros(1, 3), torch.zeros(1, 3)), torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ConfigError, match=r"must be between 0 and 1, not 1\.5"):
-        CrossEntropy(label_smoothing=1.5)
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])

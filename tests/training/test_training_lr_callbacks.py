@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.training import Callback, Phase, Trainer
-from slipstream.training.lr_callbacks import LRCallbackBase
+from slipstream.training.user_schedules import LRCallbackBase
 
 
 class UserStep(LRCallbackBase):
@@ -120,28 +119,3 @@ def test_a_resumed_run_continues_from_the_current_rates(tmp_path):
     train(tmp_path, lr_mode=Halve, max_epochs=2)
     seen = train(tmp_path, lr_mode=Halve, max_epochs=4, resume=True)
     assert [rates[0] for rates in seen] == pytest.approx([0.2] * 3 + [0.1] * 3)
-
-
-def test_errors_name_invalid_keys_and_their_config_paths(tmp_path):
-    with pytest.raises(UnknownNameError, match="user_lr_update") as error:
-        train(tmp_path, lr_mode=UserStep, user_lr_update=[1])
-    assert error.value.path == "training_params.user_lr_update"
-    with pytest.raises(ConfigError, match="is required") as error:
-        train(tmp_path, lr_mode=PerBatch, initial_lr=None)
-    assert error.value.path == "training_params.initial_lr"
-    schedule = PerBatch(
-        initial_lr=0.1, update_param_groups=False, train_loader_len=3, net=None, training_params=None
-    )
-    with pytest.raises(ConfigError, match="set lr_mode to its class") as error:
-        train(tmp_path, phase_callbacks=[schedule])
-    assert error.value.path == "training_params.phase_callbacks[0]"
-    with pytest.raises(NotImplementedError, match="LRCallbackBase must define is_lr_scheduling_enabled"):
-        LRCallbackBase(Phase.TRAIN_EPOCH_END, 0.1, False, 3, None, None)(None)
-
-
-def test_errors_in_callbacks_after_a_schedule_contain_the_index_from_the_users_list(tmp_path):
-    wrong = dict(PreciseBNHook=dict(num_samples=0))
-    for callbacks in ([wrong], [Rates(), wrong]):
-        with pytest.raises(ConfigError) as error:
-            train(tmp_path, lr_mode=PerBatch, phase_callbacks=callbacks)
-        assert error.value.path == f"training_params.phase_callbacks[{len(callbacks) - 1}].num_samples"

@@ -13,28 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper, build_optim_wrapper
-from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.step.graph import GraphStep
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
 from slipstream.zoo import models
 from tiny_runs import run
-
-DDRNET_BACKBONE = [
-    "_backbone",
-    "compression3",
-    "compression4",
-    "down3",
-    "down4",
-    "layer3_skip",
-    "layer4_skip",
-    "layer5_skip",
-]
 
 
 class Backbone(nn.Module):
@@ -118,24 +106,6 @@ def test_prefixes_with_equal_rates_share_a_named_group() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "prefixes"),
-    [
-        ("pp_lite_t_seg75", {"encoder.backbone": 0.01}),
-        ("stdc1_seg75", {"cp": 0.005}),
-        (
-            "ddrnet_23",
-            dict.fromkeys(DDRNET_BACKBONE, 0.0075),
-        ),
-    ],
-)
-def test_recipe_prefixes_match_their_networks(name: str, prefixes: dict[str, float]) -> None:
-    network = models.get(name, num_classes=2)
-    lr = options(network, build(network, initial_lr={"default": 0.1, **prefixes}), "lr")
-    assert set(lr) == {name for name, _ in network.named_parameters()}
-    assert 0 < sum(rate == 0.1 for rate in lr.values()) < len(lr)
-
-
 def test_frozen_parameters_are_in_no_group_and_require_no_rate() -> None:
     network = Network()
     network.backbone.requires_grad_(False)
@@ -143,20 +113,6 @@ def test_frozen_parameters_are_in_no_group_and_require_no_rate() -> None:
     assert set(options(network, wrapper, "lr")) == {
         name for name, _ in network.named_parameters() if not name.startswith("backbone")
     }
-
-
-def test_shared_parameter_uses_its_first_name() -> None:
-    network = nn.ModuleDict({"embed": nn.Linear(2, 2), "out": nn.Linear(2, 2)})
-    network["out"].weight = network["embed"].weight
-    wrapper = build(network, initial_lr={"embed": 0.1, "out": 0.2})
-    assert [(group["lr"], len(group["params"])) for group in wrapper.param_groups] == [(0.1, 2), (0.2, 1)]
-
-
-def test_groups_store_their_warmup_initial_lr() -> None:
-    rates, starts = {"head": 0.1, "default": 0.1}, {"head": 0.01, "default": 0.02}
-    wrapper = build(Network(), initial_lr=rates, warmup_initial_lr=starts)
-    found = {group["name"]: group["warmup_initial_lr"] for group in wrapper.param_groups}
-    assert found == starts  # the groups have equal rates but different warm-up rates
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
@@ -199,50 +155,6 @@ def test_optimizer_object_is_used_unchanged_and_rejects_other_keys() -> None:
     ):
         with pytest.raises(ConfigError, match=f"{next(iter(keys))}: does not apply to an optimizer object"):
             optim_wrapper(TrainingParams.read({"optimizer": optimizer, **keys}))
-
-
-def test_constructor_is_found_by_name() -> None:
-    assert "PrefixOptimWrapperConstructor" in OPTIM_WRAPPER_CONSTRUCTORS
-
-
-@pytest.mark.parametrize(
-    ("keys", "error", "message"),
-    [
-        ({}, ConfigError, "initial_lr: is required"),
-        ({"initial_lr": {}}, ConfigError, "initial_lr: is required"),
-        (
-            {"initial_lr": {"default": -0.1}},
-            ConfigError,
-            r"initial_lr\.default: must be a finite, non-negative number",
-        ),
-        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a finite, non-neg"),
-        (
-            {"initial_lr": {"default": 0.1, "backbon.": 0.1}},
-            ConfigError,
-            "'backbon.'.*did you mean 'backbone'",
-        ),
-        (
-            {"initial_lr": {"backbone": 0.1, "head": 0.1, "scale": 0.1}},
-            ConfigError,
-            "the parameter 'bias'; add a 'default' rate",
-        ),
-        (
-            {"initial_lr": {"default": 0.1}, "warmup_initial_lr": {"default": 0.0, "hea": 0.1}},
-            ConfigError,
-            "warmup_initial_lr: 'hea' is not in initial_lr",
-        ),
-        (
-            {"initial_lr": {"default": 0.1, "head": 0.1}, "warmup_initial_lr": {"default": 0.0}},
-            ConfigError,
-            "warmup_initial_lr: has no entry for 'head'",
-        ),
-        ({"initial_lr": 0.1, "optimizer": "SDG"}, UnknownNameError, "did you mean 'SGD'"),
-        ({"initial_lr": 0.1, "optimizer": 3}, ConfigError, "optimizer: must be a name"),
-    ],
-)
-def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build(Network(), **keys)
 
 
 # ---- training ----------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Tests of old checkpoint keys and misspelled sections in recipes, and of errors with the user's config paths."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -9,7 +7,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.training import Trainer
-from slipstream.training.config_paths import at_user_paths
 from slipstream.training.metrics import PixelAccuracy
 from slipstream.training.recipe import recipe_config
 
@@ -30,42 +27,10 @@ def recipe(**sections):
     )
 
 
-OLD = dict(
-    external_checkpoint_path=None, source_ckpt_folder_name=None, load_ema_as_net=False, load_weights_only=True
-)
-
-
-def test_old_checkpoint_keys_accept_their_defaults():
-    params = dict(OLD, ckpt_name="ckpt_latest.pth", checkpoint_path="a.pth", strict_load=False)
-    wanted = dict(checkpoint_path="a.pth", strict_load=False, load_backbone=False)
-    assert recipe_config(recipe(checkpoint_params=params))["model"]["pretrained"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "remedy"),
-    [
-        ("external_checkpoint_path", "a.pth", "use checkpoint_path"),
-        ("source_ckpt_folder_name", "exp1", "set checkpoint_path"),
-        ("load_ema_as_net", True, "remove it"),
-        ("ckpt_name", "ckpt_best.pth", "set checkpoint_path"),
-    ],
-)
-def test_old_checkpoint_keys_with_values_raise_an_error_with_the_replacement(key, value, remedy):
-    with pytest.raises(ConfigError, match=rf"checkpoint_params\.{key}: .*{remedy}"):
-        recipe_config(recipe(checkpoint_params={**OLD, key: value}))
-
-
 @pytest.mark.parametrize("key", ["training_parms", "dataset_param", "arch_parms"])
 def test_misspelled_section_raises_an_error(key):
     with pytest.raises(UnknownNameError, match=rf"{key}: unknown section; did you mean"):
         recipe_config(recipe(**{key: dict(max_epochs=3)}))
-
-
-def test_unknown_recipe_variable_logs_a_warning(caplog):
-    caplog.set_level(logging.WARNING, "slipstream")
-    recipe_config(recipe(my_dataset_params=dict(a=1), training_parms="text", other=dict(a=1)))
-    assert "unknown recipe key 'my_dataset_params'" in caplog.text
-    assert "'other'" not in caplog.text
 
 
 # ---- config paths ----------------------------------------------------------------------------------------
@@ -109,22 +74,3 @@ def test_runner_errors_contain_the_users_config_paths(tmp_path, invalid, config_
     with pytest.raises(ConfigError) as caught:
         Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**params, **invalid}, data, data)
     assert caught.value.path == f"training_params.{config_path}"
-
-
-@pytest.mark.parametrize(
-    ("path", "config_path"),
-    [
-        ("model.network", "architecture"),
-        ("model.network.depth", "arch_params.depth"),
-        ("val_dataloader.dataset.root_dir", "dataset_params.val_dataset_params.root_dir"),
-        ("train_dataloader.batch_size", "dataset_params.train_dataloader_params.batch_size"),
-        ("custom_hooks[0]", "custom_hooks[0]"),
-        ("work_dir", "work_dir"),
-    ],
-)
-def test_runner_config_paths_map_to_recipe_config_paths(path, config_path):
-    translated = recipe_config(recipe())
-    for cfg, wanted in ((translated, config_path), ({**translated, "model": dict(type="Segmentor")}, path)):
-        with pytest.raises(ConfigError) as caught, at_user_paths(cfg):
-            raise ConfigError("is wrong", path)
-        assert caught.value.path == wanted

@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.optim.scheduler import build_param_scheduler
-from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
 
@@ -176,19 +174,6 @@ def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_a_warmup_of_one_step_without_a_schedule_is_rejected() -> None:
-    params = {
-        "initial_lr": 0.1,
-        "max_epochs": 2,
-        "warmup_mode": "LinearBatchLRWarmup",
-        "warmup_initial_lr": 0.0,
-    }
-    for steps, length in ((1, 5), (5, 1)):
-        with pytest.raises(ConfigError, match="never reaches initial_lr"):
-            walk({**params, "lr_warmup_steps": steps}, length)
-    assert walk({**params, "lr_warmup_steps": 2}, 3) == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
-
-
 def test_poly_with_warmup_matches_rates_computed_by_hand() -> None:
     found = walk({"lr_mode": "poly", "initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=2)
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
@@ -231,15 +216,6 @@ def test_resumed_schedule_is_bitwise_identical(mode: str) -> None:
         for value in values[step:]:
             assert resumed.get_last_value() == value
             resumed.step()
-
-
-def test_tensor_rate_is_updated_in_place() -> None:
-    rate = torch.tensor(0.1)
-    optimizer = one_group(rate)  # type: ignore[arg-type]
-    kept = optimizer.param_groups[0]["lr"]
-    found = walk({"lr_mode": "PolyLRScheduler", "initial_lr": 0.1, "max_epochs": 2}, 3, optimizer)
-    assert optimizer.param_groups[0]["lr"] is kept
-    assert found[-1] == pytest.approx(0.1 * (1 - 4 / 6) ** 0.9)
 
 
 # ---- torch schedulers --------------------------------------------------------------------------------------
@@ -302,73 +278,7 @@ def test_reduce_on_plateau_ignores_metrics_during_the_warmup() -> None:
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def test_configuration_has_only_the_keys_of_its_mode() -> None:
-    params = {"initial_lr": 0.1, "max_epochs": 9, "lr_mode": "poly", "lr_warmup_epochs": 2, "lr_updates": [3]}
-    assert lr_schedules(TrainingParams.read(params)) == [
-        {
-            "type": "RecipeLR",
-            "convert_to_iter_based": True,
-            "lr_mode": "PolyLRScheduler",
-            "warmup_mode": "LinearEpochLRWarmup",
-            "lr_warmup_epochs": 2,
-        }
-    ]
-
-
 def test_rate_is_constant_after_the_warmup_without_a_mode() -> None:
     assert lr_schedules(TrainingParams.read({"initial_lr": 0.1, "max_epochs": 2})) == []
     found = walk({"initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=1)
     assert found == pytest.approx([0.1, 0.2, 0.3, 0.3])
-
-
-def test_schedule_is_found_by_name() -> None:
-    assert "RecipeLR" in PARAM_SCHEDULERS
-    assert "TorchLR" in PARAM_SCHEDULERS
-
-
-@pytest.mark.parametrize(
-    ("keys", "error", "message"),
-    [
-        ({"lr_mode": "PolyLRSheduler"}, UnknownNameError, "lr_mode.*did you mean 'PolyLRScheduler'"),
-        ({"lr_mode": "plateau"}, UnknownNameError, "lr_mode.*available: StepLRScheduler, PolyLRScheduler"),
-        ({"lr_mode": "poly", "warmup_mode": "LinearLRWarmup"}, UnknownNameError, "warmup_mode"),
-        (
-            {"lr_mode": "StepLRScheduler", "lr_decay_factor": 0.1},
-            ConfigError,
-            "lr_updates or step_lr_update_freq",
-        ),
-        ({"lr_mode": "StepLRScheduler", "lr_updates": [1]}, ConfigError, "lr_decay_factor"),
-        (
-            {"lr_mode": "step", "lr_updates": [1], "step_lr_update_freq": 2.0, "lr_decay_factor": 0.1},
-            ConfigError,
-            "step_lr_update_freq: cannot be combined with lr_updates",
-        ),
-        ({"lr_mode": "ExponentialLRScheduler"}, ConfigError, "lr_decay_factor"),
-        ({"lr_mode": "FunctionLRScheduler"}, ConfigError, "lr_schedule_function"),
-        ({"lr_mode": "poly", "lr_warmup_steps": 5}, ConfigError, "lr_warmup_steps: requires warmup_mode"),
-        ({"lr_mode": "poly", "lr_warmup_epochs": -1}, ConfigError, "lr_warmup_epochs"),
-        ({"lr_mode": "StepLR"}, ConfigError, "StepLR.*'phase'"),
-        ({"lr_mode": {"StepLR": {"step_size": 1}}}, ConfigError, r"lr_mode\.StepLR\.phase: must be one of"),
-        ({"lr_mode": {"StpLR": {"phase": "TRAIN_EPOCH_END"}}}, UnknownNameError, "did you mean 'StepLR'"),
-        ({"lr_mode": {"StepLR": 3}}, ConfigError, "lr_mode: must be"),
-        ({"lr_mode": {"ReduceLROnPlateau": {}}}, ConfigError, "metric_name"),
-        (
-            {"lr_mode": {"StepLR": {"phase": "TRAIN_BATCH_STEP"}}, "batch_accumulate": 2},
-            ConfigError,
-            "TRAIN_BATCH_END",
-        ),
-    ],
-)
-def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception], message: str) -> None:
-    params = TrainingParams.read({"initial_lr": 0.1, "max_epochs": 3, **keys})
-    with pytest.raises(error, match=message):
-        lr_schedules(params)
-
-
-def test_run_without_a_number_of_epochs_raises_an_error() -> None:
-    with pytest.raises(ConfigError, match="known number of epochs"):
-        build_param_scheduler(
-            {"type": "RecipeLR", "convert_to_iter_based": True, "lr_mode": "PolyLRScheduler"},
-            one_group(),
-            epoch_length=3,
-        )

@@ -8,15 +8,12 @@ import torch
 from torch import nn
 
 from slipstream.dataset.sources.base import SegmentationDataset
-from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.hooks import Hook
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.runner import Runner
-from slipstream.training.callbacks import SlidingWindowValidationCallback, callback_hooks
+from slipstream.training.callbacks import callback_hooks
 from slipstream.training.network import SupervisedModel
-from tiny_runs import LOCAL, loader, training
-from tiny_runs import run as run_net
-from tiny_runs import validation as net_validation
+from tiny_runs import loader, training
 
 COLORS = [
     dict(type="SegStandardize", max_value=255),
@@ -113,14 +110,6 @@ def test_only_the_last_validation_uses_sliding_windows(tmp_path, workers):
     assert runner.val_dataloader.dataset[0]["inputs"].shape == (3, 8, 16)
 
 
-def test_custom_transforms_replace_the_dataset_transforms(tmp_path):
-    half = dict(SegCropImageAndMask=dict(crop_size=[20, 10], mode="center"))
-    named = [half, dict(SegStandardize=dict(max_value=255)), "SegConvertToTensor"]
-    entry = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=named, **WINDOW))
-    _, passes = trained(tmp_path, entry)
-    assert [images.shape[2:] for images, _ in passes] == [(8, 16), (10, 20)]
-
-
 def test_averaged_best_models_are_validated_with_sliding_windows(tmp_path):
     runner, passes = trained(tmp_path, ENTRY, hooks=[dict(type="AverageBestHook", metric="mIoU")])
     _, last, mean = passes
@@ -156,33 +145,3 @@ def test_compiled_model_runs_eagerly_with_sliding_windows(tmp_path):
 
 
 # ---- invalid input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(crop_size=[8, 8], stride=[9, 9]), r"stride: must not exceed crop_size"),
-        (dict(transforms_for_sliding_window=["SegNormalise"]), "did you mean 'SegNormalize'"),
-        (
-            dict(transforms_for_sliding_window=[dict(a=1, b=2)]),
-            r"transforms_for_sliding_window\[0\]: must be a name",
-        ),
-        (dict(transforms_for_sliding_window=[COLORS[0], CENTER]), "precedes"),
-    ],
-)
-def test_invalid_options_raise_errors_before_training(tmp_path, options, message):
-    entry = dict(SlidingWindowValidationCallback=options)
-    with pytest.raises((ConfigError, UnknownNameError), match=rf"^custom_hooks\[0\].*{message}"):
-        Runner(**arguments(tmp_path, entry))
-
-
-def test_unsupported_models_and_datasets_raise_errors(tmp_path):
-    hook = SlidingWindowValidationCallback()
-    with pytest.raises(ConfigError, match="requires a SupervisedModel, not Net"):
-        run_net(tmp_path / "a", custom_hooks=[hook], **net_validation())
-    plain = torch.utils.data.TensorDataset(torch.rand(6, 3, 8, 16), torch.zeros(6, 8, 16, dtype=torch.long))
-    evaluation = dict(val_dataloader=loader(plain, shuffle=False))
-    with pytest.raises(
-        ConfigError, match=r"cannot replace the transforms of TensorBatches.*SegmentationDataset"
-    ):
-        Runner(**arguments(tmp_path / "b", ENTRY, visualizer=LOCAL, **evaluation)).val()

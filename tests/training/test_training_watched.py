@@ -6,12 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream.errors import ConfigError, ModelError, UnknownNameError
 from slipstream.hooks import Hook
-from slipstream.training.super_gradients.scripts import register_metric
 from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
-from slipstream.training.losses import Watched, loss_value, watched_value
 
 
 class Both(nn.Module):
@@ -129,20 +126,6 @@ def test_a_plateau_schedule_at_the_end_of_a_training_epoch_monitors_a_training_m
     assert len(set(wanted)) > 2
 
 
-def test_a_plateau_schedule_at_the_end_of_a_training_epoch_cannot_monitor_other_values(tmp_path):
-    for phase, name, message in (
-        (
-            "TRAIN_EPOCH_END",
-            "CrossEntropyLoss",
-            "no metric in train_metrics_list.*use the VALIDATION_EPOCH_END phase",
-        ),
-        ("TEST_END", "Accuracy", "must be VALIDATION_EPOCH_END, or TRAIN_EPOCH_END"),
-    ):
-        mode = {"ReduceLROnPlateau": {"phase": phase, "metric_name": name}}
-        with pytest.raises(ConfigError, match=message):
-            train(tmp_path, "CrossEntropyLoss", None, lr_mode=mode, valid_metrics_list=["Accuracy"])
-
-
 def test_the_distillation_loss_includes_the_teacher(tmp_path):
     torch.manual_seed(1)
     teacher = nn.Linear(5, 3)
@@ -158,69 +141,3 @@ def test_the_distillation_loss_includes_the_teacher(tmp_path):
 
 def params(**values):
     return TrainingParams.read({"max_epochs": 1, "initial_lr": 0.1, "loss": "CrossEntropyLoss", **values})
-
-
-def test_metrics_come_before_losses_and_unknown_names_list_both():
-    both = params(valid_metrics_list=["Accuracy", {"IoU": {"num_classes": 3}}])
-    assert watched_value("iou", both, "key") == Watched("IoU")
-    assert watched_value("CROSS-ENTROPY-LOSS", both, "key") == Watched("CrossEntropyLoss", is_loss=True)
-    with pytest.raises(UnknownNameError, match=r"available: Accuracy, IoU, CrossEntropyLoss\)") as error:
-        watched_value("Precision", both, "key")
-    assert error.value.path == "key"
-    heads = params(loss={"DiceCEEdgeLoss": {"num_classes": 3}})
-    assert watched_value("DiceCEEdgeLoss/loss", heads, "key") == Watched("DiceCEEdgeLoss/loss", is_loss=True)
-    assert watched_value("loss", heads, "key") == Watched("DiceCEEdgeLoss/loss", is_loss=True)
-    assert watched_value("DiceCEEdgeLoss/loss_main", heads, "key").is_loss
-
-
-def test_components_of_losses_that_return_dicts_can_be_watched():
-    loss, result = nn.Identity(), {"loss_main": torch.tensor(2.0), "loss_aux0": torch.tensor(3.0)}
-    assert loss_value(loss, result, "Identity").item() == 5
-    assert loss_value(loss, result, "Identity/loss_aux0").item() == 3
-    with pytest.raises(ModelError, match=r"no component 'loss_aux1'.*available: loss_main, loss_aux0"):
-        loss_value(loss, result, "Identity/loss_aux1")
-
-
-def test_a_registered_torchmetrics_class_is_watched_under_its_registered_name(tmp_path):
-    torchmetrics = pytest.importorskip("torchmetrics")
-
-    class MyAccuracy(torchmetrics.Metric):
-        def __init__(self, items=False):
-            super().__init__()
-            self.items = items
-            self.add_state("correct", torch.tensor(0.0), "sum")
-
-        def update(self, preds, target):
-            self.correct += (preds.argmax(1) == target).sum()
-
-        def compute(self):
-            return {"sum": self.correct} if self.items else self.correct
-
-    register_metric("my_accuracy")(MyAccuracy)
-    for entry, watched, name in (
-        ("my_accuracy", "my_accuracy", "MyAccuracy"),
-        (MyAccuracy(), "my_accuracy", "MyAccuracy"),
-        (MyAccuracy(items=True), "MyAccuracy/sum", "MyAccuracy/sum"),
-    ):
-        _, _, history = train(
-            tmp_path / name, "CrossEntropyLoss", watched, valid_metrics_list=[entry], max_epochs=1
-        )
-        assert history[0].keys() == {"epoch", name}
-        assert (tmp_path / name / "run/ckpt_best.pth").is_file()
-    with pytest.raises(UnknownNameError, match="available: MyAccuracy, CrossEntropyLoss"):
-        watched_value("accuracy", params(valid_metrics_list=["my_accuracy"]), "key")
-
-
-def test_unknown_names_raise_an_error_before_the_first_epoch(tmp_path):
-    for keys, path in (
-        (
-            dict(lr_mode={"ReduceLROnPlateau": {"metric_name": "Top1"}}),
-            "lr_mode.ReduceLROnPlateau.metric_name",
-        ),
-        (dict(phase_callbacks=[EarlyStop("VALIDATION_EPOCH_END", "F1")]), "phase_callbacks[0].monitor"),
-        (dict(phase_callbacks=[{"EarlyStop": {"monitor": "F1"}}]), "phase_callbacks[0].monitor"),
-    ):
-        with pytest.raises(ConfigError, match="available: Accuracy, CrossEntropyLoss") as error:
-            train(tmp_path, "CrossEntropyLoss", None, valid_metrics_list=["Accuracy"], **keys)
-        assert error.value.path == f"training_params.{path}"
-    assert not (tmp_path / "run/ckpt_latest.pth").exists()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
-
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.files import check_name
@@ -22,36 +21,28 @@ from slipstream.recipes.shortcuts import SYNONYMS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["check_task", "compose", "hydra_overrides", "register_resolvers"]
+__all__ = ["compose", "hydra_overrides", "register_resolvers"]
 
-_LOADERS = "dataset_params.{}_dataloader_params"
+_LOADER = "dataset_params.{}_dataloader_params.{}"
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],
-    "batch_size": [f"{_LOADERS.format('train')}.batch_size"],
-    "val_batch_size": [f"{_LOADERS.format('val')}.batch_size"],
+    "batch_size": [_LOADER.format("train", "batch_size")],
+    "val_batch_size": [_LOADER.format("val", "batch_size")],
     "ema": ["training_hyperparams.ema"],
     "epochs": ["training_hyperparams.max_epochs"],
     "resume": ["training_hyperparams.resume"],
-    "num_workers": [f"{_LOADERS.format(split)}.num_workers" for split in ("train", "val")],
+    "num_workers": [_LOADER.format(split, "num_workers") for split in ("train", "val")],
 }
 """The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`."""
 _TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
 """Keys that overrides can set without a +, even if the recipe does not contain them."""
-_OPEN_SECTIONS = (
-    r"training_hyperparams|arch_params|checkpoint_params"
-    r"|dataset_params\.(train|val|test)_(dataset|dataloader)_params"
-)
+_OPEN_SECTIONS = r"training_hyperparams|arch_params|checkpoint_params|dataset_params\.\w+_params"
 """Unknown keys in these sections are rejected later, so new keys do not require a +."""
 _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.)")
 _TRUST = "If you trust the recipe, add --trust on the command line, or pass trust=True in Python"
 _TRUSTED_PACKAGES = re.compile(r"pkg://(slipstream|hydra|super_gradients)(\.|$)|file://|(?!.*://)")
 _TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
-_TASKS = {
-    "pose estimation": r"pose|dekr|rescoring|keypoint",
-    "object detection": r"yolo|(?<![a-z])ssd|detection|roboflow|coco2017_(train|val)",
-    "quantization (pre_launch_callbacks_list)": r"(QAT|PTQ)RecipeModificationCallback",
-}
 _RANGES = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
 """Functions that recipes use to compute `lr_updates`."""
 
@@ -74,8 +65,7 @@ def compose(
 
     Raises:
         UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
-        ConfigError: if a file or an override is invalid, an interpolation cannot be resolved, or the recipe's task is
-            not supported.
+        ConfigError: if a file or an override is invalid, or an interpolation cannot be resolved.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
@@ -89,7 +79,6 @@ def compose(
         del cfg["hydra"]
         _merge_synonyms(cfg, normalized)
         raw: Any = OmegaConf.to_container(cfg, resolve=False)
-        check_task(raw)
         try:
             plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
@@ -133,9 +122,7 @@ def _load(path: Path, overrides: Sequence[str], config_dir: str | Path | None, t
     except MissingConfigException as error:
         missing, options = str(error.missing_cfg_file), error.options or ()
         hint = did_you_mean(missing.rpartition("/")[2], options)
-        raise UnknownNameError(
-            f"{missing} not found{hint} (available: {', '.join(options)})", str(path)
-        ) from None
+        raise UnknownNameError(f"{missing} not found{hint} (available: {options})", str(path)) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         read_yaml(path)  # raises an error with the line number if the file is not valid YAML
         message = _first_line(error)
@@ -243,31 +230,6 @@ def register_resolvers() -> None:
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
-def check_task(recipe: Mapping[str, Any]) -> None:
-    """Check that a recipe's task is supported, based on its network, data loaders, datasets and pre-launch callbacks.
-
-    Args:
-        recipe: a recipe, which may contain unresolved interpolations.
-
-    Raises:
-        ConfigError: if the task is pose estimation, object detection or quantization.
-    """
-    data = _section(recipe, "dataset_params")
-    names = {key: recipe.get(key) for key in ("architecture", "train_dataloader", "val_dataloader")}
-    for key in ("train_dataloader_params", "val_dataloader_params"):
-        names[f"dataset_params.{key}.dataset"] = _section(data, key).get("dataset")
-    for entry in recipe.get("pre_launch_callbacks_list") or ():
-        names["pre_launch_callbacks_list"] = str(entry)
-    for path, name in names.items():
-        for task, pattern in _TASKS.items():
-            if isinstance(name, str) and "${" not in name and re.search(pattern, name, re.IGNORECASE):
-                raise ConfigError(
-                    f"'{name}' is for {task}, which is not supported. Recipes support semantic segmentation and image "
-                    "classification",
-                    path,
-                )
-
-
 def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Merge a recipe's `training_params` over its `training_hyperparams`, and the overrides over both."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -326,9 +288,7 @@ def _set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides:
         for params, key in hard_coded:
             params[key] = str(PurePosixPath(folder) / PurePosixPath(params[key]).relative_to(common))
     elif not derived:
-        logging.getLogger("slipstream").warning(
-            "data_root_dir=%s has no effect, because this recipe sets no dataset folder", folder
-        )
+        logging.getLogger("slipstream").warning("data_root_dir is unused: the recipe has no dataset folder")
 
 
 def _section(values: Mapping[str, Any], key: str) -> Any:

@@ -52,12 +52,10 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
             replaced += [f"{key}={value}" for key in keys]
         elif shortcut == "data_root_dir":
             logging.getLogger("slipstream").warning(
-                "%s has no effect, because this recipe sets no dataset folder", override
+                "%s is unused: the recipe has no dataset folder", override
             )
         else:
-            raise ConfigError(
-                f"sets {_KEYS[shortcut][0]}, but the configuration has no such section", shortcut
-            )
+            raise ConfigError(f"sets {_KEYS[shortcut][0]}, whose section does not exist", shortcut)
     return replaced
 
 

@@ -54,9 +54,8 @@ HOOKS = _root(
     "hook",
     "slipstream.training.network",
     "slipstream.training.distillation",
-    "slipstream.training.hooks",
     "slipstream.training.callbacks",
-    "slipstream.training.lr_callbacks",
+    "slipstream.training.user_schedules",
     "slipstream.hooks",
 )
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")

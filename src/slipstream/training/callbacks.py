@@ -1,4 +1,4 @@
-"""SuperGradients' phases, callbacks and `context`, called through a Runner hook."""
+"""SuperGradients' phases, callbacks and `context`, called through a Runner hook, and the hooks of other keys."""
 
 from __future__ import annotations
 
@@ -11,27 +11,40 @@ from inspect import isclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
-
+from slipstream.checkpoint import OPTIMIZER, check
+from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.samples import SeededDataset
+from slipstream.dataset.loading.workers import end_workers
 from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.pipeline import check_transforms
-from slipstream.errors import ConfigError, SlipstreamError, did_you_mean
-from slipstream.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook
+from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_mean
+from slipstream.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, SegVisualizationHook
 from slipstream.model import unwrap_model
 from slipstream.model.sliding import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
-from slipstream.training.factories import configuration, read_factory
+from slipstream.training.params import configuration, read_factory
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 __all__ = [
-    "BinarySegmentationVisualizationCallback", "Callback", "CallbackHook", "ContextError", "EarlyStop", "Phase",
-    "PhaseCallback", "PhaseContext", "SlidingWindowValidationCallback", "callback_hooks", "stage_of",
+    "BinarySegmentationVisualizationCallback",
+    "Callback",
+    "CallbackHook",
+    "ContextError",
+    "EarlyStop",
+    "HistoryHook",
+    "NewOptimizerHook",
+    "Phase",
+    "PhaseCallback",
+    "PhaseContext",
+    "PrePredictionHook",
+    "SlidingWindowValidationCallback",
+    "TestLoadersHook",
+    "callback_hooks",
 ]  # fmt: skip
 
 
@@ -123,18 +136,12 @@ class PhaseContext:
         training = self._event.startswith(("on_train_", "on_training_start"))
         return self.runner.epoch if training else max(self.runner.epoch - 1, 0)
 
-    def update_context(self, **values: Any) -> None:
-        """Set several attributes."""
-        for name, value in values.items():
-            setattr(self, name, value)
-
 
 class SGLogger:
     """`context.sg_logger`: passes values and images to the visualizer, by default for the current epoch."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.flush = runner.visualizer.flush
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
         """Record a scalar."""
@@ -145,9 +152,7 @@ class SGLogger:
         numbers = {tag: float(value) for tag, value in tag_scalar_dict.items()}
         self._runner.visualizer.add_scalars(numbers, self._step(global_step))
 
-    def add_image(
-        self, tag: str, image: Any, data_format: str = "CHW", global_step: int | None = None
-    ) -> None:
+    def add_image(self, tag: str, image: Any, data_format: str = "CHW", global_step: Any = None) -> None:
         """Record an RGB image: a tensor, an array or a Pillow image (H, W, 3), uint8 or floats from 0 to 1."""
         pixels = image.detach().cpu().numpy() if isinstance(image, Tensor) else np.asarray(image)
         if data_format == "CHW" and pixels.shape[-1] != 3:
@@ -156,20 +161,14 @@ class SGLogger:
             pixels = (pixels.astype(np.float64) * 255).round().clip(0, 255).astype(np.uint8)
         self._runner.visualizer.add_image(tag, np.ascontiguousarray(pixels), self._step(global_step))
 
-    def add_images(
-        self, tag: str, images: Any, data_format: str = "NCHW", global_step: int | None = None
-    ) -> None:
+    def add_images(self, tag: str, images: Any, data_format: str = "NCHW", global_step: Any = None) -> None:
         """Record several images as `tag/0`, `tag/1` and so on; see `add_image`."""
         for index, image in enumerate(images):
             self.add_image(f"{tag}/{index}", image, data_format.removeprefix("N"), global_step)
 
-    def add_config(self, tag: str, config: Mapping[str, Any]) -> None:
-        """Record a configuration."""
-        self._runner.visualizer.add_config({tag: dict(config)})
-
-    def local_dir(self) -> str:
-        """Return the run's folder."""
-        return self._runner.work_dir
+    def __getattr__(self, name: str) -> Any:
+        """Return another method of the visualizer, such as `flush`."""
+        return getattr(self._runner.visualizer, name)
 
     def _step(self, step: int | None) -> int:
         return self._runner.epoch if step is None else int(step)
@@ -295,11 +294,6 @@ class PhaseCallback(Callback):
         raise NotImplementedError(f"{type(self).__name__} must define __call__(context)")
 
 
-def stage_of(phase: Phase) -> str:
-    """Return the hook stage at which callbacks for this phase are called."""
-    return next(stage for stage, _, event_phase in _EVENTS if event_phase is phase)
-
-
 def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
     """Convert `phase_callbacks` to hooks: objects become hook objects, and names become hook configurations.
 
@@ -343,9 +337,7 @@ class CallbackHook(Hook):
     def __init__(self, callback: Callback | Mapping[str, Any]) -> None:
         built: Any = HOOKS.build(callback) if isinstance(callback, Mapping) else callback
         if not isinstance(built, Callback):
-            raise ConfigError(
-                f"a phase callback must be a Callback, a PhaseCallback or a Hook, not {built!r}"
-            )
+            raise ConfigError(f"a phase callback must be a Callback or a Hook, not {built!r}")
         if inside := [event for event in _EVENTS_INSIDE_STEP if hasattr(built, event)]:
             raise ConfigError(
                 f"{type(built).__name__}.{inside[0]} cannot be called, because a training step is a single call; use "
@@ -516,49 +508,122 @@ def _replace_transforms(dataset: Any, transforms: Sequence[Any]) -> Any:
 
 
 @HOOKS.register_module()
-class BinarySegmentationVisualizationCallback(PhaseCallback):
-    """Record the images of one evaluation batch, with the pixels of the class colored.
-
-    Green pixels are predicted correctly, red pixels are predicted but not in the target, and blue pixels are missing
-    from the prediction. Float images are assumed to have ImageNet's normalization.
+class BinarySegmentationVisualizationCallback(SegVisualizationHook):
+    """Save pictures of the image, the ground truth and the prediction of validation samples.
 
     Args:
-        phase: when to record the images: `VALIDATION_BATCH_END` or `TEST_BATCH_END`.
-        freq: number of epochs between two recordings.
-        batch_idx: index of the batch.
-        last_img_idx_in_batch: number of images to record; -1 for all images of the batch.
+        phase, batch_idx: have no effect; the samples are spread across the validation data.
+        freq: number of validation runs between two pictures.
+        last_img_idx_in_batch: number of samples; -1 for 4 samples.
     """
 
     def __init__(
         self, phase: Phase | str, freq: int, batch_idx: int = 0, last_img_idx_in_batch: int = -1
     ) -> None:
-        super().__init__(phase)
-        if self.phase not in (Phase.VALIDATION_BATCH_END, Phase.TEST_BATCH_END):
-            raise ConfigError(f"must be VALIDATION_BATCH_END or TEST_BATCH_END, not {phase}", "phase")
-        self.freq, self.batch_idx, self.last_img_idx_in_batch = freq, batch_idx, last_img_idx_in_batch
+        super().__init__(4 if last_img_idx_in_batch < 0 else last_img_idx_in_batch, freq)
 
-    def __call__(self, context: PhaseContext) -> None:
-        """Record the images of batch `batch_idx` every `freq` epochs."""
-        if context.epoch % self.freq or context.batch_idx != self.batch_idx:
+
+# ---- hooks for keys of `training_params` ------------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class NewOptimizerHook(Hook):
+    """Resume the weights, the epoch and the learning rates, but start with a new optimizer state."""
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Replace the saved optimizer state with the initial state, but keep the saved learning rates."""
+        if not runner.checkpoints.resuming or "optimizer" not in checkpoint:
             return
-        count = len(context.inputs) if self.last_img_idx_in_batch < 0 else self.last_img_idx_in_batch
-        images, predicted, target = (
-            values[:count].detach().cpu() for values in (context.inputs, context.preds, context.target)
-        )
-        overlays = _overlays(images, predicted > 0, target > 0)
-        context.sg_logger.add_images(f"batch_{self.batch_idx}_images", overlays, "NCHW", context.epoch)
+        assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
+        initial_state = runner.optim_wrapper.state_dict()
+        check(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
+        groups = checkpoint["optimizer"]["param_groups"]
+        # Not strict, because the schedulers check the number of groups.
+        for own, saved in zip(initial_state["param_groups"], groups, strict=False):
+            own["lr"] = saved.get("lr", own["lr"])
+        checkpoint["optimizer"] = initial_state
 
 
-def _overlays(images: Tensor, predicted: Tensor, target: Tensor) -> Tensor:
-    """Return the colored images, uint8 (N, 3, H, W), for images (N, 3, H, W) and bool masks (N, H, W)."""
-    pixels = images.float()
-    if images.is_floating_point():
-        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
-        pixels = (pixels * std + mean) * 255
-    for color, mask in (
-        ((0.0, 128.0, 0.0), predicted & target),
-        ((255.0, 0.0, 0.0), predicted & ~target),
-        ((0.0, 0.0, 255.0), ~predicted & target),
-    ):
-        pixels = torch.where(mask[:, None], pixels.lerp(torch.tensor(color).view(3, 1, 1), 0.8), pixels)
-    return pixels.round().clamp(0, 255).to(torch.uint8)
+class PrePredictionHook(Hook):
+    """Call a function with each training batch after its transfer to the device, right before the training step.
+
+    Args:
+        callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.
+    """
+
+    def __init__(self, callback: Callable[[Any, Any, int], tuple[Any, Any]]) -> None:
+        self.callback = callback
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Replace the inputs and targets of the batch with the function's results."""
+        model: Any = unwrap_model(runner.model)
+        batch = model.data_preprocessor(data_batch, True)
+        if isinstance(data_batch, dict):
+            inputs, targets = self.callback(batch["inputs"], batch["targets"], batch_idx)
+            data_batch.clear()
+            data_batch.update({**batch, "inputs": inputs, "targets": targets})
+        elif isinstance(data_batch, list):
+            data_batch[:] = [*self.callback(batch[0], batch[1], batch_idx), *batch[2:]]
+        else:
+            raise DataError(
+                f"pre_prediction_callback requires batches that are dicts or lists, not {type(data_batch).__name__}; "
+                "change collate_fn so that it returns a dict or a list"
+            )
+
+
+class TestLoadersHook(Hook):
+    """Evaluate additional datasets during training with the Runner's test loop.
+
+    The Runner must have a test loop. The hook uses the metrics of that loop, with the dataset's name as a prefix.
+
+    Args:
+        loaders: data loaders by name.
+        interval: number of epochs between evaluations.
+    """
+
+    __test__ = False  # prevents pytest from collecting this class
+    priority = "LOWEST"  # runs after the checkpoint is written
+
+    def __init__(self, loaders: Mapping[str, Any], interval: int = 1) -> None:
+        self.loaders = dict(loaders)
+        self.interval = interval
+
+    def before_train(self, runner: Runner) -> None:
+        """Rebuild the loaders with the run's seed."""
+        for name, loader in self.loaders.items():
+            self.loaders[name] = build_dataloader(loader, runner.seed, f"test_loaders.{name}", training=False)
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Evaluate all loaders every `interval` epochs."""
+        if not self.every_n_epochs(runner, self.interval):
+            return
+        loop = runner.test_loop
+        own, metrics = loop.dataloader, loop.evaluator.metrics
+        prefixes = [metric.prefix for metric in metrics]
+        for name, loader in self.loaders.items():
+            loop.dataloader = loader
+            for metric, prefix in zip(metrics, prefixes, strict=True):
+                metric.prefix = f"{name}/{prefix}" if prefix else name
+            loop.run()
+        loop.dataloader = own
+        for metric, prefix in zip(metrics, prefixes, strict=True):
+            metric.prefix = prefix
+
+    def after_train(self, runner: Runner) -> None:
+        """Terminate the loaders' worker processes."""
+        for loader in self.loaders.values():
+            end_workers(loader)
+
+
+class HistoryHook(Hook):
+    """Record the metrics of each validation run during training."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, float]] = []
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Append the metrics and the number of completed epochs."""
+        if runner.is_training:
+            self.history.append({"epoch": runner.epoch, **(metrics or {})})

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
-
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.recipes.find import FOLDER
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, TRANSFORMS
-from slipstream.training.factories import configuration, default_fill_mask, read_factory
-from slipstream.training.params import plain
+from slipstream.training.params import configuration, default_fill_mask, plain, read_factory
+from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["arguments", "config", "get"]
 
@@ -26,10 +24,10 @@ _DATASETS = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
     "cityscapes": "CityscapesDataset",
-    "cityscapes_ddrnet": "CityscapesDataset",
-    "cityscapes_regseg48": "CityscapesDataset",
-    "cityscapes_stdc_seg50": "CityscapesDataset",
-    "cityscapes_stdc_seg75": "CityscapesDataset",
+    **{
+        f"cityscapes_{name}": "CityscapesDataset"
+        for name in ("ddrnet", "regseg48", "stdc_seg50", "stdc_seg75")
+    },
     "coco_segmentation": "CoCoSegmentationDataSet",
     "imagenet": "ImageNetDataset",
     "imagenet_resnet50": "ImageNetDataset",
@@ -159,13 +157,11 @@ def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (plain(params) or {}).items() if value is not None}
 
 
-def _with_defaults(
-    name: str, data: dict[str, Any], loader: dict[str, Any]
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _with_defaults(name: str, data: dict[str, Any], loader: dict[str, Any]) -> tuple[str, Any, Any]:
     """Return the dataset class for `name`, and its default parameters updated with `data` and `loader`."""
     if name not in _NAMES:
         raise UnknownNameError(
-            f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {_NAMES})"
+            f"no loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {_NAMES})"
         )
     variant, _, split = name.rpartition("_")
     defaults = read_group("dataset_params", f"{variant}_dataset_params")

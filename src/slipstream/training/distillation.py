@@ -8,17 +8,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
-
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.model.weight_init import load_pretrained, needs_pretrained
 from slipstream.registry import HOOKS, MODELS
-from slipstream.training.factories import configuration
 from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, SupervisedModel
+from slipstream.training.params import configuration
 from slipstream.zoo import models
 from slipstream.zoo.distillation import KDOutput
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -31,9 +30,8 @@ _ADAPTERS = ("teacher_input_adapter", "student_input_adapter")
 class KDModule(nn.Module):
     """A student and a teacher for `KDTrainer.train(model=...)`.
 
-    A subclass may override `forward` to return other outputs of the networks, which are passed to the loss unchanged.
-    It must not have parameters of its own. Only the student is trained, validated and saved; the teacher always runs in
-    evaluation mode. A deep copy shares the teacher with the original.
+    Only the student is trained, validated and saved; the teacher always runs in evaluation mode. A subclass may set the
+    student, the teacher and the adapter, but `DistillationModel` does not call its `forward` method.
 
     Args:
         arch_params: a dict with the optional key `teacher_input_adapter`: a module that is applied to the teacher's
@@ -73,33 +71,6 @@ class KDModule(nn.Module):
         """Return the outputs of both networks for images (N, C, H, W)."""
         adapter = self.teacher_input_adapter
         return KDOutput(self.student(x), self.teacher(x if adapter is None else adapter(x)))
-
-    def teacher_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `DistillationModel` that describe the teacher.
-
-        Raises:
-            ConfigError: if a subclass has an input adapter, or tensors outside the student and the teacher.
-        """
-        if type(self).forward is KDModule.forward:
-            return {"teacher": self.teacher, "teacher_input_adapter": self.teacher_input_adapter}
-        if self.teacher_input_adapter is not None:
-            raise ConfigError(
-                "set teacher to nn.Sequential(adapter, teacher)", "arch_params.teacher_input_adapter"
-            )
-        networks = (self.student, self.teacher)
-        known = {id(tensor) for net in networks for tensor in chain(net.parameters(), net.buffers())}
-        for name, tensor in chain(self.named_parameters(), self.named_buffers()):
-            if id(tensor) not in known:
-                raise ConfigError(
-                    f"move '{name}' into the student, which alone is trained", "kd_architecture"
-                )
-        return {"teacher": self.teacher, "kd_module": self}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        memo[id(self)], memo[id(self.teacher)] = copied, self.teacher
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return copied
 
 
 class _Teacher:
@@ -173,8 +144,6 @@ class DistillationModel(SupervisedModel):
         teacher_pretrained: arguments that `load_teacher` passes to `zoo.models.load` to load the teacher's weights.
         teacher_input_adapter: module that is applied to the teacher's images, such as `NormalizationAdapter`, or its
             configuration.
-        kd_module: a `KDModule` that contains `network` and `teacher`; its forward method returns the outputs for the
-            loss. If None, the loss receives the outputs of both networks.
         loss: called as `loss(KDOutput(student_output, teacher_output), targets)`.
         arguments: see `SupervisedModel`.
 
@@ -183,8 +152,6 @@ class DistillationModel(SupervisedModel):
         ModelError: when the loss is computed, if the teacher's weights have not been loaded.
     """
 
-    _kd_module: KDModule | None
-
     def __init__(
         self,
         network: ModuleOrConfig,
@@ -192,20 +159,15 @@ class DistillationModel(SupervisedModel):
         loss: Any,
         teacher_pretrained: Mapping[str, Any] | None = None,
         teacher_input_adapter: ModuleOrConfig | None = None,
-        kd_module: KDModule | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(network, loss, **arguments)
         if isinstance(self.loss, CLASS_LOSSES):
-            raise ConfigError(
-                "does not use the teacher; use KDLogitsLoss or SegKDLoss", "training_params.loss"
-            )
+            raise ConfigError("does not use the teacher; use KDLogitsLoss", "training_params.loss")
         built: nn.Module = MODELS.build(teacher) if isinstance(teacher, Mapping) else teacher
         adapter = teacher_input_adapter
         adapter = MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
         self._teacher = _Teacher(built, teacher_pretrained, adapter)
-        # Not a submodule, because checkpoints contain only the student.
-        self.__dict__["_kd_module"] = kd_module
 
     @property
     def teacher(self) -> nn.Module:
@@ -221,42 +183,18 @@ class DistillationModel(SupervisedModel):
         """Load the teacher's weights, which checkpoints do not contain. Later calls have no effect."""
         self._teacher.load()
 
-    def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, *others: Any, mode: str = "tensor"
-    ) -> Any:
-        """Return the losses, the student's predictions or its output; see `SupervisedModel.forward`."""
-        if self._kd_module is None or mode != "loss":
-            return super().forward(inputs, targets, *others, mode=mode)
-        inputs = inputs.float() if inputs.dtype == torch.uint8 else inputs
-        kd_output = self.loss_inputs(None, inputs, targets)
-        if self.training and targets is not None:
-            self._count(kd_output.student_output, inputs, targets)
-        return self.losses(kd_output, targets)
-
     def loss_inputs(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> KDOutput:
         """Return the outputs of both networks."""
         if self._teacher.pending:
             raise ModelError("the teacher's weights have not been loaded; call load_teacher()")
-        if self._kd_module is not None:
-            output: KDOutput = self._kd_module(inputs)
-            return output  # unchanged, because a subclass may return tensors other than class scores
         with torch.no_grad():
             teacher_output = self._teacher.module(inputs)
         prepare = super().loss_inputs
         return KDOutput(*(prepare(output, inputs, targets) for output in (outputs, teacher_output)))
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the training mode of the student and the `kd_module`."""
-        super().train(mode)
-        if self._kd_module is not None:
-            self._kd_module.training = mode
-        return self
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply a conversion, such as a move to another device, to the teacher as well."""
         self._teacher.convert(fn, recurse)
-        if self._kd_module is not None:
-            self._kd_module.teacher = self.teacher  # converting a deep copy of the model replaces its teacher
         super()._apply(fn, recurse)
         return self
 
@@ -284,7 +222,7 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
             raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
     if "student_input_adapter" in kept:
         raise ConfigError(
-            "is not supported; normalize the images in the dataset", f"{config_path}.student_input_adapter"
+            "is not supported; use the dataset's transforms", f"{config_path}.student_input_adapter"
         )
     return {key: configuration(value, f"{config_path}.{key}") for key, value in kept.items()}
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.evaluator.metric import LossMetric
 from slipstream.registry import METRICS, MODELS
-from slipstream.training.factories import pop_fixed, read_factory
 from slipstream.training.metrics import NAMES, known_names
-from slipstream.training.params import TrainingParams
+from slipstream.training.params import TrainingParams, pop_fixed, read_factory
 from slipstream.zoo.losses import CrossEntropy, at_least_float32
+from torch import Tensor
+from torch.nn import functional as F
 
 __all__ = [
     "LOSSES_KEY", "CrossEntropyLoss", "ValidationLoss", "Watched", "loss_config", "loss_value", "train_metric",
@@ -148,7 +146,7 @@ def _check_dice_ce_edge(arguments: Mapping[str, Any]) -> None:
     ignored, classes = arguments.get("ignore_index", -100), arguments.get("num_classes")
     if isinstance(ignored, int) and isinstance(classes, int) and 0 <= ignored < classes:
         raise ConfigError(
-            f"is one of the {classes} classes, and SuperGradients compares channel c with class c + 1 in the Dice loss; "
+            f"is one of the {classes} classes; SuperGradients compares channel c with class c + 1 in the Dice loss; "
             f"set ignore_index={classes} and use this id for ignored pixels",
             f"{_CONFIG_PATH}.ignore_index",
         )
@@ -199,9 +197,7 @@ def watched_value(requested: str, params: TrainingParams, config_path: str) -> W
         if _normalized(requested) in (_normalized(title), _normalized(title.partition("/")[2])):
             return Watched(title, is_loss=True)
     if losses and re.fullmatch(rf"{re.escape(losses[0])}/\w+", requested):
-        return Watched(
-            requested, is_loss=True
-        )  # its components are known only after the first validation run
+        return Watched(requested, is_loss=True)  # the components are known only after validation
     # The names of some metrics, and of the items of a torchmetrics value, are also known only then.
     if not all(groups) or ("/" in requested and requested.partition("/")[0] in {*names} - NAMES.keys()):
         return Watched(requested)

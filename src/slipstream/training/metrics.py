@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-
 from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
 from slipstream.evaluator.torch_metric import is_torchmetrics, is_torchmetrics_class
 from slipstream.registry import METRICS
-from slipstream.training.factories import pop_fixed, read_factory
+from slipstream.training.params import pop_fixed, read_factory
+from torch import Tensor
 
 __all__ = [
     "NAMES", "Accuracy", "BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_names",
@@ -46,9 +45,7 @@ class _Overlap(IoUMetric):
 
     def __init__(self, num_classes: int, ignore_index: IgnoredIds = None) -> None:
         if num_classes < 2:
-            raise ConfigError(
-                "must be at least 2; for one output channel, use a binary metric", "num_classes"
-            )
+            raise ConfigError("must be at least 2; for one channel, use a binary metric", "num_classes")
         ids = _ids(ignore_index)
         super().__init__(num_classes=num_classes, ignore_index=ids[0] if ids else None)
         self._other_ids = ids[1:]
@@ -202,9 +199,7 @@ class PixelAccuracy(CountingMetric):
         Raises:
             DataError: if predictions and targets differ in size, or scores have only one channel.
         """
-        has_scores = (
-            preds.ndim == targets.ndim + 1 and preds.shape[1] > 1
-        )  # argmax of one channel is always 0
+        has_scores = preds.ndim > targets.ndim and preds.shape[1] > 1  # argmax of one channel is always 0
         ids = preds.argmax(dim=1) if has_scores else preds
         if ids.shape != targets.shape:
             raise DataError(

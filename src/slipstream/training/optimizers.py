@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.optim import DefaultOptimWrapperConstructor
 from slipstream.optim.constructor import NORMS
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.training.params import TrainingParams
 from slipstream.typecheck import matches
+from torch import nn
+from torch.optim import Optimizer
 
 __all__ = ["PrefixOptimWrapperConstructor", "freeze", "optim_wrapper"]
 
@@ -48,9 +47,7 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
     if isinstance(params.warmup_initial_lr, Mapping):
         rules["warmup_initial_lr"] = _rates(params.warmup_initial_lr, "warmup_initial_lr")
         if rules["warmup_initial_lr"].keys() != rates.keys():
-            raise ConfigError(
-                f"must have the keys {[*rates]}, as initial_lr", "training_params.warmup_initial_lr"
-            )
+            raise ConfigError(f"must have the keys {[*rates]}", "training_params.warmup_initial_lr")
     if params.finetune:
         for key in ("initial_lr", "warmup_initial_lr"):
             if isinstance(getattr(params, key), Mapping):
@@ -164,9 +161,8 @@ def _biases_and_norms(model: nn.Module) -> set[int]:
 
 def _prefix(name: str, rates: Iterable[str]) -> str:
     """Return the longest key that is a prefix of `name`, or `default` if there is none."""
-    return max(
-        (key for key in [*rates] if key != "default" and name.startswith(key)), key=len, default="default"
-    )
+    matching = [key for key in rates if key != "default" and name.startswith(key)]
+    return max(matching, key=len, default="default")
 
 
 def _check_prefixes(rates: Iterable[str], names: Iterable[str]) -> None:

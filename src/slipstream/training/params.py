@@ -1,4 +1,4 @@
-"""SuperGradients' `training_params`: the type and the default of each key."""
+"""SuperGradients' `training_params`, and the factory syntax of its recipes: `Name`, `{Name: {...}}`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Any, get_type_hints
 
 from slipstream.config import options
 from slipstream.errors import ConfigError
-from slipstream.typecheck import matches
+from slipstream.logging import print_log
+from slipstream.typecheck import PositiveInt, matches
 
-__all__ = ["TrainingParams", "plain"]
+__all__ = [
+    "UNSUPPORTED",
+    "TrainingParams",
+    "configuration",
+    "default_fill_mask",
+    "plain",
+    "pop_fixed",
+    "read_factory",
+]
 
-_OLD_NAMES = {
-    "lr_mode": {
-        "step": "StepLRScheduler",
-        "poly": "PolyLRScheduler",
-        "cosine": "CosineLRScheduler",
-        "exp": "ExponentialLRScheduler",
-        "function": "FunctionLRScheduler",
-    },
-    "warmup_mode": {
-        "linear_step": "LinearEpochLRWarmup",
-        "linear_epoch_step": "LinearEpochLRWarmup",
-        "linear_batch_step": "LinearBatchLRWarmup",
-    },
+_OLD_SCHEDULES = {
+    "step": "Step",
+    "poly": "Poly",
+    "cosine": "Cosine",
+    "exp": "Exponential",
+    "function": "Function",
 }
+_OLD_WARMUPS = {"linear_step": "Epoch", "linear_epoch_step": "Epoch", "linear_batch_step": "Batch"}
 _BOARD = "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder"
 _REMOTE = "uploads are not supported; copy the run's folder, or use sg_logger 'wandb_sg_logger'"
 UNSUPPORTED = {
@@ -51,11 +54,11 @@ class TrainingParams:
     """
 
     # Duration, validation and resuming.
-    max_epochs: int | None = None
-    max_train_batches: int | None = None
-    max_valid_batches: int | None = None
-    run_validation_freq: int = 1
-    run_test_freq: int = 1
+    max_epochs: PositiveInt | None = None
+    max_train_batches: PositiveInt | None = None
+    max_valid_batches: PositiveInt | None = None
+    run_validation_freq: PositiveInt = 1
+    run_test_freq: PositiveInt = 1
     seed: int | None = 42
     resume: bool = False
     resume_path: str | None = None
@@ -142,11 +145,15 @@ class TrainingParams:
             raise ConfigError(f"must be a dict, not {mapping!r}", "training_params")
         hints = get_type_hints(cls)
         kept = {
-            key: _OLD_NAMES.get(key, {}).get(value, value) if isinstance(value, str) else value
+            key: value
             for key, value in values.items()
             # `_convert_` is a key of Hydra's `instantiate`.
             if key != "_convert_" and (value is not None or matches(None, hints.get(key, Any)))
         }
+        if (mode := kept.get("lr_mode")) in tuple(_OLD_SCHEDULES):
+            kept["lr_mode"] = f"{_OLD_SCHEDULES[mode]}LRScheduler"
+        if (mode := kept.get("warmup_mode")) in _OLD_WARMUPS:
+            kept["warmup_mode"] = f"Linear{_OLD_WARMUPS[mode]}LRWarmup"
         params = options(cls, kept, "training_params")
         params._check()
         return params
@@ -166,10 +173,6 @@ class TrainingParams:
                 "training_params.multiply_head_lr has no effect, as in SuperGradients 3.4 and later; to train some "
                 "layers with a different learning rate, set initial_lr to a dict of rates by name prefix"
             )
-        positive = ("max_epochs", "max_train_batches", "max_valid_batches", "run_validation_freq")
-        for key in (*positive, "run_test_freq"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise ConfigError(f"must be at least 1, not {value}", f"training_params.{key}")
 
 
 def plain(value: Any) -> Any:
@@ -179,3 +182,64 @@ def plain(value: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(value, resolve=True)
+
+
+_HYDRA_KEYS = ("_convert_", "_partial_", "_recursive_")
+
+
+def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a component.
+
+    The name is the last part of `_target_`. Nothing is imported.
+
+    Args:
+        entry: a name, `{Name: {arguments}}`, or `{_target_: path.to.Name, ...}`.
+        config_path: config path of the entry, for error messages.
+
+    Raises:
+        ConfigError: if `entry` has none of these forms.
+    """
+    if isinstance(entry, str):
+        return entry, {}
+    if isinstance(entry, Mapping):
+        kept = {key: value for key, value in entry.items() if key not in _HYDRA_KEYS}
+        if isinstance(target := kept.pop("_target_", None), str):
+            return target.rpartition(".")[2], kept
+        if len(kept) == 1:
+            ((name, arguments),) = kept.items()
+            if isinstance(name, str) and (arguments is None or isinstance(arguments, Mapping)):
+                return name, dict(arguments or {})
+    raise ConfigError(
+        f"must be a name, {{Name: {{arguments}}}} or {{_target_: path.to.Name, arguments}}, not {entry!r}",
+        config_path,
+    )
+
+
+def configuration(entry: Any, config_path: str) -> Any:
+    """Return an entry as a configuration with a `type` key. Configurations and objects are returned unchanged.
+
+    Raises:
+        ConfigError: see `read_factory`.
+    """
+    if not isinstance(entry, str | Mapping) or (isinstance(entry, Mapping) and "type" in entry):
+        return entry
+    name, arguments = read_factory(entry, config_path)
+    return {"type": name, **arguments}
+
+
+def pop_fixed(arguments: dict[str, Any], supported: Mapping[str, Any], config_path: str) -> None:
+    """Remove arguments that support only a single value; raise a ConfigError for other values."""
+    for key, value in supported.items():
+        if (given := arguments.pop(key, value)) != value:
+            raise ConfigError(f"must be {value!r}, not {given!r}", f"{config_path}.{key}")
+
+
+def default_fill_mask() -> int:
+    """Return SuperGradients' default for the `fill_mask` of `SegPadShortToCropSize`, and log a warning."""
+    print_log(
+        "fill_mask of SegPadShortToCropSize is not set, so the padding has class 0, as in SuperGradients. If class 0 "
+        "is not the background, set fill_mask to the loss's ignore_index",
+        "current",
+        logging.WARNING,
+    )
+    return 0

@@ -1,20 +1,30 @@
-"""Translate a SuperGradients recipe into a Runner's configuration."""
+"""Translate a SuperGradients recipe, or the arguments of `Trainer.train`, into a Runner's configuration."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.recipes.compose import check_task
+from slipstream.files import check_name
 from slipstream.registry import MODELS
+from slipstream.speed import PARAMS_OPTIONS
+from slipstream.training.callbacks import EarlyStop, PrePredictionHook, callback_hooks
 from slipstream.training.distillation import check_mode, input_adapter
+from slipstream.training.losses import Watched, loss_config, watched_value
+from slipstream.training.metrics import metric_config
+from slipstream.training.optimizers import optim_wrapper
+from slipstream.training.params import TrainingParams, plain
+from slipstream.training.schedules import lr_schedules
+from slipstream.training.user_schedules import split_decay, split_schedule
+from slipstream.visualization import default_backends
 from slipstream.zoo.models import missing_weights, network_config, unknown_network
 from slipstream.zoo.timm_networks import PREFIX
 
-__all__ = ["gpus", "has_full_checkpoint", "recipe_config"]
+__all__ = ["gpus", "has_full_checkpoint", "recipe_config", "runner_config", "work_dir"]
 
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
@@ -22,11 +32,6 @@ _KEYS = (
     "student_arch_params", "student_architecture", "student_checkpoint_params", "teacher_arch_params",
     "teacher_architecture", "teacher_checkpoint_params", "test_dataloaders", "train_dataloader", "training_hyperparams",
     "training_params", "val_dataloader",
-)  # fmt: skip
-# SuperGradients recipe keys that do not affect a run.
-_UNUSED = (
-    "data_loader_num_workers", "dataset_name", "dataset_interface", "device", "model_checkpoints_location",
-    "multi_gpu_mode", "project_name", "sg_logger",
 )  # fmt: skip
 _CHECKPOINT_KEYS = (
     "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
@@ -37,8 +42,12 @@ _OLD_CHECKPOINT_KEYS = ("ckpt_name", "external_checkpoint_path", "load_ema_as_ne
 _IGNORED_OPTIONS = ("schema", "strict_load", "sync_bn")
 """Network options that appear in older recipes, but that no network uses."""
 _MIN_SIMILARITY = 0.92
-"""An unknown section is an error if the similarity of its name to a known name is at least this value. For example,
-training_parms raises an error, but my_dataset_params only logs a warning."""
+"""For example, training_parms raises an error, but my_dataset_params does not."""
+_PRECISE_BN_SAMPLES = 1024
+"""Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
+_WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
+"""Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
+_LOGGERS = ("base_sg_logger", "wandb_sg_logger")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
@@ -51,26 +60,21 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     Raises:
         ConfigError: if a key is missing, invalid or not supported. The message names the key.
     """
-    from slipstream.training.translate import runner_config
-
-    check_task(recipe)
     _check_keys(recipe)
     gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
     distills = recipe.get("architecture") == "kd_module"
     role = "student_" if distills else ""
     network, pretrained = _network_and_weights(recipe, role)
+    model = {"network": network, "pretrained": pretrained, "num_classes": network.get("num_classes")}
     return runner_config(
-        experiment_name=_require(recipe, "experiment_name"),
-        ckpt_root_dir=recipe.get("ckpt_root_dir"),
-        network=network,
-        training_params=_training_params(recipe, role),
-        train_dataloader=_loader(recipe, "train", recipe.get("train_dataloader")),
-        val_dataloader=_loader(recipe, "val", recipe.get("val_dataloader")),
-        test_dataloader=_test_loader(recipe),
-        pretrained=pretrained,
-        num_classes=network.get("num_classes"),
-        launcher=launcher,
-        teacher=_teacher(recipe) if distills else None,
+        _require(recipe, "experiment_name"),
+        recipe.get("ckpt_root_dir"),
+        _training_params(recipe, role),
+        {**model, **(_teacher(recipe) if distills else {})},
+        _loader(recipe, "train", recipe.get("train_dataloader")),
+        _loader(recipe, "val", recipe.get("val_dataloader")),
+        _test_loader(recipe),
+        launcher,
     )
 
 
@@ -100,13 +104,12 @@ def has_full_checkpoint(cfg: Mapping[str, Any]) -> bool:
 
 
 def _check_keys(recipe: Mapping[str, Any]) -> None:
-    for key, value in recipe.items():
-        if key in (*_KEYS, *_UNUSED) or not (hint := did_you_mean(str(key), _KEYS)):
-            continue
-        if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MIN_SIMILARITY):
-            raise UnknownNameError(f"unknown section{hint}", str(key))
-        # Recipes may define variables in addition to the known keys, so an unknown key is not an error.
-        logging.getLogger("slipstream").warning("unknown recipe key '%s'%s", key, hint)
+    if recipe.get("pre_launch_callbacks_list"):
+        raise ConfigError("is not supported (quantization); remove it", "pre_launch_callbacks_list")
+    # Recipes may define variables in addition to the known keys, so only a key that is almost a known one is an error.
+    for key in recipe:
+        if key not in _KEYS and (close := get_close_matches(str(key), _KEYS, 1, _MIN_SIMILARITY)):
+            raise UnknownNameError(f"unknown key; did you mean '{close[0]}'?", str(key))
 
 
 def _require(recipe: Mapping[str, Any], key: str) -> str:
@@ -122,9 +125,7 @@ def _section(recipe: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _network_and_weights(
-    recipe: Mapping[str, Any], role: str = ""
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _network_and_weights(recipe: Mapping[str, Any], role: str) -> tuple[dict[str, Any], Any]:
     """Return the configuration of a network, and the arguments of `zoo.models.load`, if any.
 
     In knowledge distillation, the names of the keys start with `role`: `student_` or `teacher_`.
@@ -141,9 +142,7 @@ def _network_and_weights(
     elif by_name and not (role == "teacher_" and params.get("checkpoint_path")):
         raise ConfigError(missing_weights(by_name), f"{section}.pretrained_weights")
     if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
-        raise UnknownNameError(
-            f"{unknown_network(name)}; to use your own, register it", f"{role}architecture"
-        )
+        raise UnknownNameError(f"{unknown_network(name)}; or register your own", f"{role}architecture")
     for key, value in params.items():
         if key in _OLD_CHECKPOINT_KEYS and value not in (None, "", False, "ckpt_latest.pth"):
             raise ConfigError("is a legacy key; set checkpoint_path to the file", f"{section}.{key}")
@@ -169,9 +168,7 @@ def _teacher(recipe: Mapping[str, Any]) -> dict[str, Any]:
     check_mode(recipe.get("run_teacher_on_eval", True))
     network, pretrained = _network_and_weights(recipe, "teacher_")
     if pretrained is None and not network.get("pretrained"):  # timm's networks load their own weights
-        raise ConfigError(
-            "is required: the teacher must be trained", "teacher_checkpoint_params.checkpoint_path"
-        )
+        raise ConfigError("is required for the teacher", "teacher_checkpoint_params.checkpoint_path")
     adapter = input_adapter(recipe.get("arch_params"), "arch_params")
     return {"teacher": network, "teacher_pretrained": pretrained, **adapter}
 
@@ -209,3 +206,209 @@ def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     if len(names) != 1:
         raise ConfigError(f"must contain exactly one data loader, not {names}", "test_dataloaders")
     return _loader(recipe, "test", names[0])
+
+
+# ---- the Runner's configuration ---------------------------------------------------------------------------
+
+
+def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
+
+    Raises:
+        ConfigError: if `experiment_name` is a path outside `ckpt_root_dir`.
+    """
+    check_name(experiment_name, "experiment_name", "ckpt_root_dir")
+    return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
+
+
+def runner_config(
+    experiment_name: str,
+    ckpt_root_dir: str | Path | None,
+    training_params: Mapping[str, Any],
+    model: Mapping[str, Any],
+    train_dataloader: Any,
+    val_dataloader: Any,
+    test_dataloader: Any = None,
+    launcher: str = "none",
+) -> dict[str, Any]:
+    """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
+
+    Args:
+        experiment_name, ckpt_root_dir: folder of the run; see `work_dir`.
+        training_params: SuperGradients' keys (`TrainingParams`).
+        model: arguments of `SupervisedModel` or, if they contain a `teacher`, of `DistillationModel`.
+        train_dataloader, val_dataloader, test_dataloader: data loaders or their configurations.
+        launcher: as for `Runner`.
+
+    Raises:
+        UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message names its path
+            in `training_params`.
+    """
+    plain_params, schedule_hook = split_schedule(plain(training_params))
+    params, ema_hook = split_decay(TrainingParams.read(plain_params))
+    if params.max_epochs is None:
+        raise ConfigError("is required", "training_params.max_epochs")
+    folder = work_dir(experiment_name, ckpt_root_dir)
+    optim, best = optim_wrapper(params), _best(params)
+    callbacks = callback_hooks(params.phase_callbacks)
+    losses = _validated_losses(params, best, callbacks) if val_dataloader is not None else []
+    own_hooks = [*_own_hooks(params, best, "teacher" in model), *filter(None, (schedule_hook, ema_hook))]
+    rules = optim.get("paramwise_cfg", {})
+    freezes = params.finetune or 0 in rules.get("initial_lr", {}).values()
+    changes = {
+        "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
+        "paramwise_cfg": rules if freezes else None,
+        "watched_losses": losses,
+    }
+    return {
+        "experiment_name": experiment_name,
+        "work_dir": folder,
+        "model": {
+            "type": "DistillationModel" if "teacher" in model else "SupervisedModel",
+            "loss": loss_config(params.loss, params.criterion_params),
+            **{key: value for key, value in {**model, **changes}.items() if value or key == "network"},
+        },
+        "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
+        "train_cfg": {
+            "by_epoch": True,
+            "max_epochs": params.max_epochs,
+            "val_interval": params.run_validation_freq,
+        },
+        "optim_wrapper": optim,
+        "param_scheduler": lr_schedules(params),
+        **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),
+        **_evaluation("test", test_dataloader, params),
+        "default_hooks": {"checkpoint": _checkpoint(params, best)},
+        "custom_hooks": [*own_hooks, *callbacks],
+        "randomness": {"seed": params.seed},
+        "resume": _resume(params, folder),
+        "launcher": launcher,
+        "log_level": "WARNING" if params.silent_mode else "INFO",
+        "visualizer": _visualizer(params, experiment_name),
+        # The options of the speed plan. Default values are omitted, because recipes list all keys.
+        "training_params": {key: v for key, v in params.changed().items() if key in PARAMS_OPTIONS},
+    }
+
+
+def _limit_batches(loader: Any, batches: int | None) -> Any:
+    """Return the loader, or its configuration, limited to `batches` batches per epoch."""
+    if batches is None or loader is None:
+        return loader
+    cfg = loader if isinstance(loader, Mapping) else {"dataloader": loader}
+    return {**cfg, "num_batch_per_epoch": batches}
+
+
+def _evaluation(mode: str, loader: Any, params: TrainingParams, losses: Sequence[str] = ()) -> dict[str, Any]:
+    if loader is None:
+        return {}
+    evaluator = metric_config(params.valid_metrics_list)
+    if losses:
+        evaluator.append({"type": "ValidationLoss", "names": list(losses)})
+    return {f"{mode}_dataloader": loader, f"{mode}_cfg": {}, f"{mode}_evaluator": evaluator}
+
+
+def _resume(params: TrainingParams, folder: str) -> bool | str:
+    if params.resume_path is not None or not params.resume or params.ckpt_name == TrainingParams.ckpt_name:
+        return params.resume_path or params.resume
+    return str(Path(folder) / check_name(params.ckpt_name, "training_params.ckpt_name"))
+
+
+def _visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
+    """Return the configuration of a visualizer with the default backends and the tracker that `sg_logger` selects."""
+    backends: list[Any] = [*default_backends()]
+    given = {key: value for key, value in params.sg_logger_params.items() if value}
+    if not isinstance(params.sg_logger, str):
+        backends.append(params.sg_logger)  # a backend or its configuration
+    elif params.sg_logger == "wandb_sg_logger":
+        renamed = {_WANDB[key]: value for key, value in given.items() if key in _WANDB}
+        backends.append({"type": "WandbVisBackend", "init_kwargs": {"name": experiment_name, **renamed}})
+    elif params.sg_logger not in _LOGGERS:
+        raise UnknownNameError(
+            f"no logger is named '{params.sg_logger}'{did_you_mean(params.sg_logger, _LOGGERS)}; use "
+            f"{' or '.join(_LOGGERS)}, or a visualization backend, such as {{'type': 'MLflowVisBackend'}}",
+            "training_params.sg_logger",
+        )
+    ignored = given.keys() - {*_WANDB, "monitor_system", "model_name"}
+    if ignored:
+        logging.getLogger("slipstream").warning(
+            "training_params.sg_logger_params: %s has no effect; files are saved only in the run's folder, on which "
+            "you can run `tensorboard --logdir`",
+            ", ".join(sorted(ignored)),
+        )
+    return {"type": "Visualizer", "vis_backends": backends}
+
+
+# ---- hooks ------------------------------------------------------------------------------------------------
+
+
+def _own_hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
+    hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
+    if params.train_metrics_list:
+        hooks.append({"type": "TrainMetricsHook"})
+    if not params.load_opt_params:
+        hooks.append({"type": "NewOptimizerHook"})
+    if params.pre_prediction_callback is not None:
+        hooks.append(PrePredictionHook(params.pre_prediction_callback))
+    if params.precise_bn:
+        samples = params.precise_bn_batch_size or _PRECISE_BN_SAMPLES
+        hooks.append({"type": "PreciseBNHook", "num_samples": samples})
+    if params.average_best_models and params.save_model and best is not None:
+        hooks.append({"type": "AverageBestHook", "metric": best.name, "rule": _rule(params, best)})
+    return hooks
+
+
+def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
+    if not params.save_model:
+        return None
+    saved: dict[str, Any] = {}
+    if best is not None:
+        saved = {"save_best": best.name, "rule": _rule(params, best), "best_filename": params.ckpt_best_name}
+    return {
+        "type": "CheckpointHook",
+        "interval": params.run_validation_freq,
+        "filename_tmpl": TrainingParams.ckpt_name,
+        "save_epochs": params.save_ckpt_epoch_list,
+        **saved,
+    }
+
+
+def _best(params: TrainingParams) -> Watched | None:
+    """Return the metric or loss that determines the best checkpoint, or None if no value is watched.
+
+    Raises:
+        UnknownNameError: if there are metrics, but `metric_to_watch` is not the name of a metric or a loss.
+    """
+    if params.metric_to_watch is None:
+        return None
+    try:
+        return watched_value(params.metric_to_watch, params, "training_params.metric_to_watch")
+    except UnknownNameError:
+        if not params.valid_metrics_list:
+            return None
+        raise
+
+
+def _rule(params: TrainingParams, watched: Watched) -> str:
+    """Return 'greater' if higher values are better, otherwise 'less'. For a loss, lower values are always better."""
+    return "greater" if params.greater_metric_to_watch_is_better and not watched.is_loss else "less"
+
+
+def _validated_losses(params: TrainingParams, best: Watched | None, callbacks: Sequence[Any]) -> list[str]:
+    """Return the names of the losses that the best checkpoint, the schedules or `EarlyStop` require.
+
+    Raises:
+        UnknownNameError: if `EarlyStop` monitors a value that does not exist.
+    """
+    watched_values = [] if best is None else [best]
+    for schedule in lr_schedules(params):
+        if schedule["type"] == "ReduceOnPlateauLR":
+            watched_values.append(watched_value(schedule["monitor"], params, "training_params.lr_mode"))
+    for index, hook in enumerate(callbacks):
+        path = f"training_params.phase_callbacks[{index}].monitor"
+        if isinstance(hook, EarlyStop):
+            watched_values.append(watched_value(hook.monitor, params, path))
+            hook.monitor = watched_values[-1].name
+        elif isinstance(hook, dict) and hook.get("type") == "EarlyStop":
+            watched_values.append(watched_value(str(hook.get("monitor")), params, path))
+            hook["monitor"] = watched_values[-1].name
+    return list(dict.fromkeys(watched.name for watched in watched_values if watched.is_loss))

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-
 from slipstream.config import options
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.optim.scheduler import ReduceOnPlateauLR, TorchSchedulerAdapter, _ParamScheduler
@@ -171,9 +170,7 @@ class LRSchedule:
 def _check_known(name: str | None, known: Iterable[str], key: str) -> None:
     """Raise `UnknownNameError` for `key` unless `name` is None or in `known`."""
     if name is not None and name not in (names := list(known)):
-        raise UnknownNameError(
-            f"'{name}' does not exist{did_you_mean(name, names)} (available: {names})", key
-        )
+        raise UnknownNameError(f"no '{name}' exists{did_you_mean(name, names)} (available: {names})", key)
 
 
 def _interpolate(start: float, end: float, step: int, steps: int) -> float:
@@ -198,9 +195,7 @@ class RecipeLR(_ParamScheduler):
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:
         self.schedule = schedule = options(LRSchedule, schedule, "schedule")
         if schedule.lr_mode is None and schedule.warmup_batches == 1:
-            raise ConfigError(
-                "a warm-up of one step never reaches initial_lr; use at least 2", "lr_warmup_steps"
-            )
+            raise ConfigError("one step never reaches initial_lr; use at least 2", "lr_warmup_steps")
         if 0 < schedule.warmup_iters >= schedule.end_epoch * schedule.epoch_length:
             logging.getLogger("slipstream").warning(
                 "The warm-up and cool-down of the learning rate cover the whole run; reduce lr_warmup_epochs"

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.utils.data import Dataset
-
 from slipstream.checkpoint import find_latest_checkpoint, read_meta, stored_config
 from slipstream.config.load import import_custom
 from slipstream.config.placeholders import has_references
@@ -21,14 +18,15 @@ from slipstream.evaluator import Evaluator
 from slipstream.hooks import CheckpointHook
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
+from slipstream.training.callbacks import HistoryHook, TestLoadersHook
 from slipstream.training.config_paths import at_user_paths
 from slipstream.training.distillation import KDModule, input_adapter
-from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
-from slipstream.training.recipe import has_full_checkpoint, recipe_config
-from slipstream.training.translate import runner_config, work_dir
+from slipstream.training.recipe import has_full_checkpoint, recipe_config, runner_config, work_dir
 from slipstream.zoo.network import Network
+from torch import nn
+from torch.utils.data import Dataset
 
 __all__ = ["KDTrainer", "Trainer"]
 
@@ -70,10 +68,8 @@ class Trainer:
         """Best value of `metric_to_watch` in the last training run; None before a run, or if no value is monitored."""
         for hook in [] if self.runner is None else self.runner.hooks:
             if isinstance(hook, CheckpointHook) and hook.monitors and self.runner is not None:
-                best: float | None = self.runner.message_hub.get_info(
-                    f"best_score/{next(iter(hook.monitors))}"
-                )
-                return best
+                name = next(iter(hook.monitors))
+                return self.runner.message_hub.get_info(f"best_score/{name}")  # type: ignore[no-any-return]
         return None
 
     def train(
@@ -107,16 +103,15 @@ class Trainer:
         tests = dict(test_loaders or {})
         test_loader = next(iter(tests.values()), valid_loader)
         cfg = runner_config(
-            experiment_name=self.experiment_name,
-            ckpt_root_dir=self.ckpt_root_dir,
-            network=model,
-            training_params=params,
-            train_dataloader=train_loader,
-            val_dataloader=valid_loader,
+            self.experiment_name,
+            self.ckpt_root_dir,
+            params,
+            {"network": model, **(self._teacher or {})},
+            train_loader,
+            valid_loader,
             # `test` can replace the test loader only if the Runner was created with one.
-            test_dataloader=train_loader if test_loader is None else test_loader,
-            launcher=infer_launcher(),
-            teacher=self._teacher,
+            train_loader if test_loader is None else test_loader,
+            infer_launcher(),
         )
         if tests:
             cfg["custom_hooks"].append(TestLoadersHook(tests, params.get("run_test_freq") or 1))
@@ -180,9 +175,11 @@ class Trainer:
             ).test()
         # The model of the last Runner is on the device, and may have EMA weights.
         loop = last.test_loop
-        consoles = [h for h in last.logger.handlers if not isinstance(h, logging.FileHandler) and silent_mode]
-        levels = [console.level for console in consoles]
         before = loop.dataloader, loop.evaluator
+
+        def is_shown(record: logging.LogRecord) -> bool:
+            return not silent_mode or record.levelno >= logging.WARNING
+
         if test_loader is not None:
             loop.dataloader = build_dataloader(test_loader, last.seed, "test_loader", training=False)
         if test_metrics_list is not None:
@@ -190,13 +187,13 @@ class Trainer:
         if (meta := getattr(loop.dataloader.dataset, "metainfo", None)) is not None:
             loop.evaluator.dataset_meta = meta
         try:
-            for console in consoles:
-                console.setLevel(logging.WARNING)
+            for handler in last.logger.handlers:
+                handler.addFilter(is_shown)
             return last.test()
         finally:
             loop.dataloader, loop.evaluator = before
-            for console, level in zip(consoles, levels, strict=True):
-                console.setLevel(level)
+            for handler in last.logger.handlers:
+                handler.removeFilter(is_shown)
 
     # ---- recipes ---------------------------------------------------------------------------------------
 
@@ -288,10 +285,7 @@ class KDTrainer(Trainer):
         kd_architecture: str | type[KDModule] = "kd_module",
         kd_arch_params: Mapping[str, Any] | None = None,
         run_teacher_on_eval: bool = True,
-        train_loader: Any = None,
-        valid_loader: Any = None,
-        test_loaders: Mapping[str, Any] | None = None,
-        additional_configs_to_log: Mapping[str, Any] | None = None,
+        **loaders: Any,
     ) -> list[dict[str, float]]:
         """Train `student` in place, and return the metrics of each validation run; see `Trainer.train`.
 
@@ -302,42 +296,33 @@ class KDTrainer(Trainer):
             kd_architecture: 'kd_module', or a subclass of `KDModule`.
             kd_arch_params: a dict with the optional key `teacher_input_adapter`; see `KDModule`.
             run_teacher_on_eval: must be True.
-            train_loader, valid_loader, test_loaders, additional_configs_to_log: see `Trainer.train`.
+            loaders: `train_loader` and the following arguments of `Trainer.train`.
 
         Raises:
             UnknownNameError, ConfigError: if a key or value is invalid or not supported.
         """
         kind: Any = KDModule if kd_architecture == "kd_module" else kd_architecture
         if not (isinstance(kind, type) and issubclass(kind, KDModule)):
-            raise ConfigError(
-                f"must be 'kd_module' or a subclass of KDModule, not {kind!r}", "kd_architecture"
-            )
+            raise ConfigError(f"must be 'kd_module' or a KDModule class, not {kind!r}", "kd_architecture")
         if model is None:
             options = input_adapter(kd_arch_params, "kd_arch_params")
             model = kind(options, student, teacher, run_teacher_on_eval)
         if not isinstance(model, KDModule):
             raise ConfigError("must be a KDModule; alternatively, pass student=... and teacher=...", "model")
-        self._teacher = model.teacher_arguments()
-        return super().train(
-            model.student,
-            training_params,
-            train_loader,
-            valid_loader,
-            test_loaders,
-            additional_configs_to_log,
-        )
+        if type(model).forward is not KDModule.forward:
+            raise ConfigError("KDModule.forward cannot be overridden; write your own loss instead", "model")
+        self._teacher = {"teacher": model.teacher, "teacher_input_adapter": model.teacher_input_adapter}
+        return super().train(model.student, training_params, **loaders)
 
 
 def _store_processing(network: nn.Module, dataset: Any) -> None:
     """Store the class names and transforms of the validation data in a network from the zoo, for `network.predict`."""
-    while True:  # unwrap datasets; take the first of several
-        datasets = getattr(dataset, "datasets", None) or [None]
-        inner = getattr(dataset, "dataset", datasets[0])
-        if not isinstance(inner, Dataset):
-            break
-        dataset = inner
-    meta = getattr(dataset, "metainfo", None)
-    is_segmentation = isinstance(dataset, SegmentationDataset)
+    while isinstance(
+        inner := getattr(dataset, "dataset", None) or next(iter(getattr(dataset, "datasets", ())), None),
+        Dataset,
+    ):
+        dataset = inner  # of a wrapper, or the first of several
+    meta, is_segmentation = getattr(dataset, "metainfo", None), isinstance(dataset, SegmentationDataset)
     transforms = getattr(dataset, "transforms" if is_segmentation else "all_transforms", None)
     if not isinstance(network, Network) or not isinstance(meta, Mapping) or transforms is None:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Mapping
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -12,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-
 from slipstream.errors import did_you_mean
 from slipstream.import_alias import ReplacementFinder, install_finder
 
@@ -36,13 +34,6 @@ def _read_modules() -> dict[str, dict[str, str]]:
 
 MODULES: Mapping[str, Mapping[str, str]] = _read_modules()
 """Maps each SuperGradients module to its names, and each name to the Slipstream object that replaces it."""
-_REASONS = {
-    r"detection|yolo|ssd|(?<!com)pose|keypoint|dekr|bbox|nms": "detection and pose estimation are not supported",
-    r"quantiz|qat|ptq|calibrat": "quantization is not supported",
-    r"recipe": "use `slipstream train RECIPE`, or `python -m slipstream.train_from_recipe`",
-    r"lr_?callback|lr_?scheduler|lr_?warmup": "subclass LRCallbackBase, or set lr_mode to a torch scheduler",
-    r"export|conver|onnx|coreml": "use `slipstream export`, or torch.onnx.export with the network",
-}
 
 
 def missing_message(fullname: str) -> str:
@@ -50,10 +41,11 @@ def missing_message(fullname: str) -> str:
     parent, _, name = fullname.rpartition(".")
     if modules := [module for module, names in MODULES.items() if name in names]:
         return f"cannot import {fullname}: '{name}' is in {modules[0]}"
-    reasons = [text for pattern, text in _REASONS.items() if re.search(pattern, fullname, re.IGNORECASE)]
-    hint = "" if reasons else did_you_mean(name, MODULES.get(parent, ()))
-    reason = (*reasons, "docs/from_supergradients.md lists the paths that can be imported")[0]
-    return f"Slipstream's replacement for SuperGradients does not provide {fullname}{hint}; {reason}"
+    hint = did_you_mean(name, MODULES.get(parent, ()))
+    return (
+        f"Slipstream's replacement for SuperGradients does not provide {fullname}{hint}; docs/from_supergradients.md "
+        "lists the paths that can be imported, and what is not supported (detection, pose estimation, quantization)"
+    )
 
 
 class _Module(ModuleType):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-
 from slipstream.dataset import apply_device_transforms
 from slipstream.errors import ConfigError
 from slipstream.training import dataloaders
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["TupleLoader", "get"]
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
-
 from slipstream import registry
 from slipstream.devices import device_type
 from slipstream.dist import infer_launcher, master_only
@@ -23,6 +21,7 @@ from slipstream.training.params import TrainingParams
 from slipstream.training.trainer import KDTrainer as SlipstreamKDTrainer
 from slipstream.training.trainer import Trainer as SlipstreamTrainer
 from slipstream.zoo import models
+from torch import nn
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -64,29 +63,19 @@ def setup_device(multi_gpu: Any = None, num_gpus: int | None = None, device: str
         device: 'cuda' for the machine's accelerator, if available, or 'cpu'.
 
     Raises:
-        ConfigError: `device` is invalid, or the script must be started differently; the message explains how.
+        ConfigError: the script must be started differently; the message explains how.
     """
     if multi_gpu in ("cpu", "cuda"):  # SuperGradients' documentation passes the device as the first argument
         multi_gpu, device = None, multi_gpu
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"must be 'cpu' or 'cuda', not {device!r}", "device")
-    kind = device_type()
-    if (device == "cpu" or num_gpus == 0) and kind != "cpu":
-        raise ConfigError(
-            f"the Runner uses the machine's accelerator ({kind}); to train on the CPU, hide it from the process, for "
-            "example with CUDA_VISIBLE_DEVICES= (empty)",
-            "device",
-        )
+    kind, available = device_type(), torch.accelerator.device_count()
+    if kind != "cpu" and (device == "cpu" or num_gpus == 0):
+        raise ConfigError(f"to train on the CPU, hide the {kind} devices (CUDA_VISIBLE_DEVICES=)", "device")
     is_parallel = str(getattr(multi_gpu, "value", multi_gpu)).upper() in ("DDP", "DP", "AUTO")
     requested = num_gpus if num_gpus is not None else -1 if is_parallel else 1
-    available = torch.accelerator.device_count() if kind != "cpu" else 1
-    count = available if requested == -1 else requested
-    if min(count, available) > 1 and not is_distributed():
-        raise ConfigError(
-            f"to train on {count} devices, start the script with torchrun --nproc-per-node {count} -m "
-            "slipstream.supergradients SCRIPT.py",
-            "multi_gpu",
-        )
+    count = available if requested == -1 else min(requested, available)
+    if count > 1 and not is_distributed():
+        command = f"torchrun --nproc-per-node {count} -m slipstream.supergradients SCRIPT.py"
+        raise ConfigError(f"to train on {count} devices, start the script with {command}", "multi_gpu")
 
 
 # ---- trainers ---------------------------------------------------------------------------------------------
@@ -190,27 +179,22 @@ def get_model(
     options = dict(arch_params or {})
     if num_input_channels not in (None, 3):
         options["in_channels"] = num_input_channels
+    weights: dict[str, Any] = {
+        "strict_load": strict_load,
+        "load_backbone": load_backbone,
+        "checkpoint_sha256": checkpoint_sha256,
+    }
     if model_name in models.names() or model_name not in registry.MODELS:
-        return models.get(
-            model_name,
-            num_classes,
-            arch_params=options,
-            checkpoint_path=checkpoint_path,
-            strict_load=strict_load,
-            load_backbone=load_backbone,
-            checkpoint_num_classes=checkpoint_num_classes,
-            checkpoint_sha256=checkpoint_sha256,
-            pretrained_weights=pretrained_weights,
-        )
+        weights |= {"checkpoint_path": checkpoint_path, "checkpoint_num_classes": checkpoint_num_classes}
+        weights["pretrained_weights"] = pretrained_weights
+        return models.get(model_name, num_classes, arch_params=options, **weights)
     known = inspect.signature(registry.MODELS.resolve(model_name)).parameters
     if num_classes is not None and "num_classes" in known:
         options["num_classes"] = num_classes
     arguments = {"arch_params": options} if "arch_params" in known else options
     network: nn.Module = registry.MODELS.build({"type": model_name, **arguments})
     if checkpoint_path is not None:
-        load_checkpoint_to_model(
-            network, checkpoint_path, load_backbone, strict_load, checkpoint_sha256=checkpoint_sha256
-        )
+        models.load(network, checkpoint_path, **weights)
     return network
 
 
@@ -222,14 +206,13 @@ def load_checkpoint_to_model(
     load_weights_only: bool = True,
     load_ema_as_net: bool = False,
     load_processing_params: bool = False,
-    checkpoint_sha256: str | None = None,
 ) -> None:
     """Load weights from a file into a network; see `slipstream.zoo.models.load`.
 
-    The arguments from `load_weights_only` to `load_processing_params` have no effect: only weights are loaded, and the
-    EMA weights are used if the file contains them.
+    The last three arguments have no effect: only weights are loaded, and the EMA weights are used if the file contains
+    them.
     """
-    models.load(net, ckpt_local_path, strict, load_backbone, checkpoint_sha256=checkpoint_sha256)
+    models.load(net, ckpt_local_path, strict, load_backbone)
 
 
 class MissingNetworkError(SlipstreamError, AttributeError):

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from slipstream import dataset
 from slipstream.extras import extra
-from slipstream.training.factories import default_fill_mask
+from slipstream.training.params import default_fill_mask
 
 
 class _Callable:

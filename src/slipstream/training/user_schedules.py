@@ -1,16 +1,17 @@
-"""SuperGradients' `LRCallbackBase`: user-defined learning-rate schedules, written as callbacks."""
+"""User-defined schedules: SuperGradients' `LRCallbackBase` and `IDecayFunction`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError
-from slipstream.hooks import Hook
-from slipstream.model import unwrap_model
+from slipstream.hooks import EMAHook, Hook
+from slipstream.model import DecaySchedule, ScheduledEMA, unwrap_model
 from slipstream.registry import HOOKS, PARAM_SCHEDULERS
 from slipstream.training.callbacks import CallbackHook, Phase, PhaseCallback, PhaseContext
 from slipstream.training.params import TrainingParams
@@ -18,7 +19,9 @@ from slipstream.training.params import TrainingParams
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["LRCallbackBase", "LRCallbackHook", "split_schedule"]
+__all__ = [
+    "EMA_DECAY_FUNCTIONS", "IDecayFunction", "LRCallbackBase", "LRCallbackHook", "split_decay", "split_schedule",
+]  # fmt: skip
 
 _KEY = "lr_callback"
 """Name under which the message hub stores the schedule's `lr`. Checkpoints contain the values in the hub."""
@@ -142,6 +145,44 @@ def split_schedule(training_params: Any) -> tuple[Any, Hook | None]:
     if parsed.initial_lr is None:
         raise ConfigError("is required", "training_params.initial_lr")
     values = {name: getattr(parsed, name) for name in known - {"lr_mode"}}
-    return rest, LRCallbackHook(
-        schedule, values | {k: training_params[k] for k in own & training_params.keys()}
-    )
+    values |= {key: training_params[key] for key in own & training_params.keys()}
+    return rest, LRCallbackHook(schedule, values)
+
+
+class IDecayFunction:
+    """Base class for decay schedules. Subclasses accept the other keys of `ema_params` as keyword arguments."""
+
+    def __call__(self, decay: float, step: int, total_steps: int) -> float:
+        """Return the decay after `step` of `total_steps` batches.
+
+        Args:
+            decay: the value of `ema_params.decay`.
+            step: number of completed batches, starting at 1.
+            total_steps: number of batches in the training run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(decay, step, total_steps)")
+
+
+EMA_DECAY_FUNCTIONS: dict[str, type[IDecayFunction]] = {}
+"""User-defined decay schedules by name, for example `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
+
+
+def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:
+    """Return the parameters with `ema` disabled, and an EMA hook with the user-defined schedule that they select.
+
+    If they do not select such a schedule, return `params` unchanged and None.
+
+    Raises:
+        ConfigError: if the schedule does not accept the keys of `ema_params`.
+    """
+    options: dict[str, Any] = dict(params.ema_params)
+    name = options.pop("decay_type", None)
+    if not params.ema or name not in EMA_DECAY_FUNCTIONS:
+        return params, None
+    decay = options.pop("decay", DecaySchedule.decay)
+    try:
+        function = EMA_DECAY_FUNCTIONS[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}", "training_params.ema_params") from None
+    average = partial(ScheduledEMA, decay=decay, decay_type="constant", count="batches", function=function)
+    return replace(params, ema=False, ema_params={}), EMAHook(average)
