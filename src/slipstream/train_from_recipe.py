@@ -107,9 +107,8 @@ def best_value(name: str, overrides: Sequence[str], config_dir: str | None, work
     """
     from slipstream.cli.configure import load_config
 
-    checkpoint = (load_config(name, overrides, config_dir).cfg.get("default_hooks") or {}).get(
-        "checkpoint"
-    ) or {}
+    hooks = load_config(name, overrides, config_dir).cfg.get("default_hooks") or {}
+    checkpoint = hooks.get("checkpoint") or {}
     metric = str(checkpoint.get("save_best") or "").removeprefix("val/")
     values = []
     for log in work_dir.glob("*/vis_data/scalars.json"):

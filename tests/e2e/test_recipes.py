@@ -104,8 +104,6 @@ def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
     assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
 
 
-
-
 def test_a_runner_recipe_starts_with_the_pretrained_weights():
     weights = models.get("regseg48", num_classes=19).state_dict()
     torch.save({"net": weights}, "theirs.pth")
@@ -129,8 +127,6 @@ def test_run_resumes_from_its_last_checkpoint(cityscapes, capsys):
     run("train", "cityscapes_regseg48", *arguments, "epochs=2", "resume=True")
     assert checkpoint("run")["meta"]["epoch"] == 2
     assert "Resumed" in capsys.readouterr().out
-
-
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("street_scenes")])
@@ -193,8 +189,6 @@ def test_cifar10_trains_on_the_binary_version():
     assert checkpoint("resnet18_cifar")["meta"]["epoch"] == 1
 
 
-
-
 @pytest.mark.parametrize(("found", "started"), [(8, "4"), (3, "3")])
 def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkeypatch):
     from slipstream.cli import train
@@ -205,9 +199,3 @@ def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkey
     run("train", "cityscapes_regseg48")
     run("train", "cityscapes_regseg48", "num_gpus=-1")
     assert asked == [(n, "work_dirs/regseg48_cityscapes") for n in (started, str(found))]
-
-
-
-
-
-

@@ -41,8 +41,6 @@ def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
 
-
-
 @pytest.mark.slow
 def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
     done = from_recipe(*RECIPE, "--multirun", "lr=0.001,0.002", *SMALL)
@@ -78,8 +76,6 @@ def test_cfg_job_prints_the_recipe_without_training(from_recipe, tmp_path):
     assert everything(tmp_path) == set()
 
 
-
-
 def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
     sizes = [
         f"{split}_dataloader.dataset.{word}"
@@ -89,7 +85,3 @@ def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
     few = ["train_cfg.max_epochs=1", "train_cfg.val_interval=1", "param_scheduler=null", "+compile=false"]
     from_recipe("--config-name=street_scenes_pp_lite_t", *sizes, *few)
     assert "work_dirs/street_scenes_pp_lite_t" in everything(tmp_path)
-
-
-
-

@@ -1,6 +1,5 @@
 """Test that SuperGradients' recipe files work unchanged, and that unsupported ones raise an error with the reason."""
 
-
 import pytest
 import torch
 from predecessor_data import CLASSES, write_data
@@ -111,12 +110,6 @@ def test_a_recipe_has_a_valid_plan_and_trains_two_steps(folders, tmp_path, monke
     assert 0 <= runner.message_hub.log_scalars[f"val/{metric}"].current() <= 1
 
 
-
-
-
-
-
-
 def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):
     recipes, _ = folders
     data = compose("cityscapes_ddrnet", ["data_root_dir=/mine"], recipes)["dataset_params"]
@@ -134,8 +127,6 @@ def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):
     ] == ("/data/cityscapes")
 
 
-
-
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
@@ -150,13 +141,9 @@ def test_ranges_are_computed_without_importing_their_targets(tmp_path, target, e
     assert compose("mine", (), tmp_path)["training_hyperparams"]["lr_updates"] == expected
 
 
-
-
 def test_a_different_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(folders):
     overrides = ["checkpoint_params.checkpoint_path=x.pth", "checkpoint_params.checkpoint_num_classes=1000"]
     recipe = compose("cityscapes_regseg48", overrides, folders[0])
     assert recipe_config(recipe)["model"]["pretrained"]["other_classes"] is True
     recipe["checkpoint_params"]["checkpoint_num_classes"] = 19
     assert "other_classes" not in recipe_config(recipe)["model"]["pretrained"]
-
-

@@ -89,12 +89,6 @@ def test_recipes_have_the_published_hyperparameters(name):
     assert recipe["multi_gpu"] == "DDP"
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("name", COMPOSED)
 def test_each_recipe_is_plain_data_with_a_description(name):
     def check(value):
@@ -212,17 +206,9 @@ def test_supergradients_resolvers_are_registered(tmp_path):
     }  # fmt: skip
 
 
-
-
 def test_data_root_dir_sets_all_data_folders():
     data = compose("cityscapes_segformer", ["data_root_dir=/my/data"])["dataset_params"]
     assert {data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")} == {"/my/data"}
-
-
-
-
-
-
 
 
 def test_unknown_recipe_error_suggests_the_nearest_name(tmp_path):
@@ -271,12 +257,6 @@ def test_compose_works_inside_a_hydra_job(tmp_path):
         timeout=120,
     )
     assert done.stdout == "composed\n", done.stderr
-
-
-
-
-
-
 
 
 def test_multi_gpu_mode_target_is_replaced_by_its_value(tmp_path):

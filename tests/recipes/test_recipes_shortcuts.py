@@ -45,8 +45,6 @@ def test_ema_is_enabled_and_disabled_by_its_shortcut(name):
     assert plan(load_config(name, ["ema=False"]).cfg).ema is None
 
 
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_a_run_with_all_shortcuts_can_be_planned(name, capsys):
     assert main(["explain", name, *WORDS, "ema=True", "--json"]) == 0
@@ -68,15 +66,7 @@ def test_supergradients_recipes_accept_the_same_shortcuts(name):
     assert plan(cfg).ema is not None
 
 
-
-
-
-
-
-
 def test_ema_true_adds_the_average_to_a_recipe_without_one(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("model = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
     assert load_config(str(file), ["ema=True"]).cfg.speed.ema is True
-
-

@@ -82,8 +82,6 @@ def test_the_hydra_section_executes_no_code(recipe, evil, section, key, tmp_path
     assert hydra_overrides(path, [], trust=True)
 
 
-
-
 @pytest.mark.parametrize("target", ["os.system", "builtins.eval", "evil_package.run", "subprocess.Popen"])
 def test_targets_are_names_that_are_not_imported(recipe, evil, target):
     text = f"training_hyperparams: {{loss: {{_target_: {target}, command: 'true'}}}}\n"
@@ -95,17 +93,3 @@ def test_targets_are_names_that_are_not_imported(recipe, evil, target):
         with pytest.raises(ConfigError):
             registry.build(next(iter(translate([entry]))))
     assert not evil()
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -60,7 +60,7 @@ from super_gradients.training.utils.distributed_training_utils import setup_devi
 init_trainer()
 setup_device("cpu")
 trainer = Trainer(experiment_name="my_cifar_experiment", ckpt_root_dir="checkpoints")
-model = scripts.get_model(Models.RESNET18_CIFAR, num_classes=10)
+model = models.get(Models.RESNET18_CIFAR, num_classes=10)
 training_params = {
     "max_epochs": 1,
     "initial_lr": 0.1,
@@ -72,7 +72,7 @@ training_params = {
 }
 loaders = [make(dataloader_params={"num_workers": 0, "batch_size": 4}) for make in (cifar10_train, cifar10_val)]
 trainer.train(model=model, training_params=training_params, train_loader=loaders[0], valid_loader=loaders[1])
-best = scripts.get_model(
+best = models.get(
     Models.RESNET18_CIFAR, num_classes=10, checkpoint_path="checkpoints/my_cifar_experiment/ckpt_best.pth"
 )
 found = Trainer(experiment_name="test", ckpt_root_dir="checkpoints").test(

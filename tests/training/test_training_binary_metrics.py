@@ -65,13 +65,6 @@ def test_binary_metrics_match_a_loop_over_pixels(threshold, kind, ratio):
     assert evaluated(METRICS.build(built), *samples) == pytest.approx(found)
 
 
-def test_ignored_mask_pixels_are_not_counted():
-    (scores, labels), *_ = mask_scores(1)
-    labels[0] = 255
-    found = evaluated(BinaryIOU(ignore_index=255), {"preds": scores, "targets": labels})
-    assert found == pytest.approx(plain([(scores[1], labels[1])], 0.5, "IOU"))
-
-
 def test_an_absent_mask_is_excluded_from_the_mean():
     found = evaluated(BinaryDice(), {"preds": -torch.ones(1, 2, 2), "targets": torch.zeros(1, 2, 2).long()})
     assert math.isnan(found["target_Dice"])

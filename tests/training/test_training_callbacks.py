@@ -12,10 +12,8 @@ from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook
 from slipstream.registry import HOOKS
 from slipstream.training.callbacks import (
-    BinarySegmentationVisualizationCallback,
     Callback,
     CallbackHook,
-    EarlyStop,
     Phase,
     PhaseCallback,
     SGLogger,
@@ -189,27 +187,6 @@ def test_context_has_the_third_item_of_a_batch_and_its_entries(tmp_path):
         assert list(paths) == [f"{index}.png" for index in indices]
 
 
-def test_binary_visualization_records_colored_images(tmp_path):
-    recorded = []
-    logger = SimpleNamespace(add_images=lambda *arguments: recorded.append(arguments))
-    callback = BinarySegmentationVisualizationCallback(
-        "VALIDATION_BATCH_END", freq=2, last_img_idx_in_batch=1
-    )
-    masks = {"preds": torch.tensor([[[1, 1, 0, 0]]] * 2), "target": torch.tensor([[[1, 0, 1, 0]]] * 2)}
-    images = torch.full((2, 3, 1, 4), 100, dtype=torch.uint8)
-    for epoch, batch in ((0, 0), (0, 1), (1, 0), (2, 0)):
-        callback(SimpleNamespace(epoch=epoch, batch_idx=batch, inputs=images, sg_logger=logger, **masks))
-    assert [(name, layout, epoch) for name, _, layout, epoch in recorded] == [
-        ("batch_0_images", "NCHW", 0),
-        ("batch_0_images", "NCHW", 2),
-    ]
-    found = recorded[0][1]
-    assert found.dtype == torch.uint8
-    assert found[:, :, 0].permute(0, 2, 1).tolist() == [
-        [[20, 122, 20], [224, 20, 20], [20, 20, 224], [100, 100, 100]]
-    ]
-
-
 def test_metrics_dict_has_mean_losses_and_validation_metrics(tmp_path):
     losses = At(Phase.TRAIN_BATCH_END, lambda context: context.loss_log_items["loss"].clone())
     trained = At(Phase.TRAIN_EPOCH_END, lambda context: dict(context.metrics_dict))
@@ -258,24 +235,6 @@ def test_stop_training_ends_after_validation_and_checkpoint(tmp_path, phase):
     assert last_epoch.seen == [1]
     assert {path.name for path in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth"}
     assert len(runner.message_hub.get_scalar("val/acc").data[0]) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "values", "epochs"),
-    [
-        (dict(monitor="acc", mode="max", patience=2), [0.5, 0.6, 0.6, 0.55, 0.9], 4),
-        (dict(monitor="loss", patience=1), [0.5, 0.4, 0.45, 0.1], 3),
-        (dict(monitor="loss", patience=1, min_delta=0.2), [0.5, 0.4, 0.1], 2),
-        (dict(monitor="acc", mode="max", threshold=0.7), [0.5, 0.8, 0.9], 2),
-        (dict(monitor="acc", mode="max", check_finite=True), [0.5, float("nan"), 0.9], 2),
-    ],
-)
-@pytest.mark.parametrize("form", ["object", "recipe"])
-def test_early_stop_supports_supergradients_arguments(tmp_path, options, values, epochs, form):
-    options = dict(phase="VALIDATION_EPOCH_END", **options)
-    entry = EarlyStop(**options) if form == "object" else dict(EarlyStop=options)
-    evaluation = validation(Scripted(values, options["monitor"]))
-    assert called(tmp_path, entry, epochs=len(values), **evaluation).epoch == epochs
 
 
 # ---- callback entries ---------------------------------------------------------------------------------

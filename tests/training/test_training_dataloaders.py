@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
-from slipstream.dataset import AtLeast, build_dataloader
-from slipstream.errors import ConfigError
+from slipstream.dataset import build_dataloader
 from slipstream.recipes import compose
 from slipstream.training import dataloaders
 from slipstream.training.recipe import recipe_config
@@ -52,21 +51,6 @@ def test_loaders_and_datasets_have_supergradients_attributes():
     own = tensors()
     assert dataloaders.get(dataset=own).dataset is own
     assert not hasattr(own, "dataset_params")
-
-
-def test_arguments_override_defaults():
-    loader = {"batch_size": 3, "num_workers": 2, "shuffle": False, "drop_last": False, "pin_memory": False}
-    found = dataloaders.config("street_scenes_train", {"length": 7, "transforms": []}, loader)
-    assert found["dataset"]["length"] == 7
-    assert found["dataset"]["transforms"] == []
-    assert found["dataset"]["size"] == [128, 256]
-    assert found["sampler"]["shuffle"] is False
-    assert {k: found[k] for k in ("batch_size", "num_workers", "drop_last", "pin_memory")} == {
-        "batch_size": 3,
-        "num_workers": 2,
-        "drop_last": False,
-        "pin_memory": False,
-    }
 
 
 def test_a_recipe_for_cifar10_trains_on_cifar100_with_other_data_parameters():
@@ -116,28 +100,6 @@ def test_runner_builds_the_configuration(street):
     (batch,) = loader
     assert batch["inputs"].shape == (2, 3, 32, 64)
     assert batch["device_params"].shape[0] == 2
-
-
-def test_dataset_can_be_a_class_name_or_an_object(street):
-    params = {"dataset": "StreetScenes", "batch_size": 2}
-    loader = dataloaders.get(dataset_params={"size": [32, 64], "length": 3}, dataloader_params=params)
-    assert [len(batch["inputs"]) for batch in loader] == [2, 1]
-    assert type(loader.sampler) is SequentialSampler
-    assert params["dataset"] == "StreetScenes"  # the arguments are not modified
-    ready = tensors()
-    assert dataloaders.get(dataset=ready, dataloader_params={"batch_size": 2}).dataset is ready
-    assert dataloaders.config(dataset=ready)["dataset"] is ready
-
-
-def test_min_samples_repeats_a_small_dataset_with_new_augmentation():
-    params = {**SMALL, "transforms": [{"SegCropImageAndMask": {"crop_size": [32, 16], "mode": "random"}}]}
-    loader = dataloaders.get("street_scenes_train", params, {"min_samples": 11, "batch_size": 4})
-    assert isinstance(loader.dataset, AtLeast)
-    assert len(loader.dataset) == 15
-    assert len({loader.dataset[i]["inputs"].numpy().tobytes() for i in (0, 5, 10)}) > 1
-    assert len(dataloaders.get("street_scenes_train", params, {"min_samples": 3}).dataset) == 5
-    with pytest.raises(ConfigError, match="min_samples: must be at least 1"):
-        AtLeast(tensors(), 0)
 
 
 @pytest.mark.parametrize(

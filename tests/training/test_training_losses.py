@@ -37,12 +37,6 @@ def test_old_and_new_names_build_the_loss(loss, params, kind):
     assert type(build(loss, params)) is kind
 
 
-def test_inline_arguments_override_criterion_params():
-    assert build("CrossEntropyLoss", {"ignore_index": 19}).ignore_index == 19
-    loss = build({"CrossEntropyLoss": {"ignore_index": 7}}, {"ignore_index": 19, "smooth_eps": 0.1})
-    assert (loss.ignore_index, loss.label_smoothing) == (7, 0.1)
-
-
 def test_stdc_loss_has_the_supergradients_defaults():
     loss = build({"STDCLoss": {"num_classes": 5, "learnable_fusing_kernel": False, "ohem_criteria": None}})
     assert loss.weights == (1, 1, 1, 1)
@@ -93,13 +87,6 @@ def test_cross_entropy_matches_a_plain_loop_in_float64(seed, size, smoothing, we
     assert logits.grad.isfinite().all()
     if ignored == 1.0:
         assert not logits.grad.any()
-
-
-def test_class_probabilities_are_valid_targets():
-    logits, probabilities = torch.randn(4, 3), torch.rand(4, 3).softmax(1)
-    torch.testing.assert_close(
-        CrossEntropy(0)(logits, probabilities), -(probabilities * logits.log_softmax(1)).sum(1).mean()
-    )
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])

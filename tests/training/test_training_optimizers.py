@@ -21,7 +21,6 @@ from slipstream.step.graph import GraphStep
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
-from slipstream.zoo import models
 from tiny_runs import run
 
 
@@ -93,26 +92,6 @@ def test_parameters_have_the_rate_of_their_longest_prefix_and_the_decay_of_their
         bare = name.split(".")[-1] == "bias" or kind in (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)
         assert decay[name] == (0.0 if spared and bare else 0.3)
     assert len(wrapper.param_groups) == len({(lr[name], decay[name]) for name in lr})
-
-
-def test_prefixes_with_equal_rates_share_a_named_group() -> None:
-    rates = {"default": 0.075, "_backbone": 0.0075, "compression3": 0.0075, "layer3_skip": 0.0075}
-    network = models.get("ddrnet_23_slim", num_classes=3)
-    wrapper = build(network, initial_lr=rates, zero_weight_decay_on_bias_and_bn=True)
-    found = [(group["name"], group["lr"], group["weight_decay"]) for group in wrapper.param_groups]
-    shared = "_backbone, compression3, layer3_skip"
-    assert sorted(found) == [
-        (shared, 0.0075, 0.0), (shared, 0.0075, 1e-4), ("default", 0.075, 0.0), ("default", 0.075, 1e-4)
-    ]  # fmt: skip
-
-
-def test_frozen_parameters_are_in_no_group_and_require_no_rate() -> None:
-    network = Network()
-    network.backbone.requires_grad_(False)
-    wrapper = build(network, initial_lr={"head": 0.1, "scale": 0.2, "bias": 0.2})
-    assert set(options(network, wrapper, "lr")) == {
-        name for name, _ in network.named_parameters() if not name.startswith("backbone")
-    }
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------

@@ -174,11 +174,6 @@ def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_poly_with_warmup_matches_rates_computed_by_hand() -> None:
-    found = walk({"lr_mode": "poly", "initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=2)
-    assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
-
-
 def test_cosine_rate_is_constant_in_the_cooldown_after_a_warmup_in_batches() -> None:
     params = {"lr_mode": "CosineLRScheduler", "initial_lr": 1.0, "max_epochs": 6, "lr_cooldown_epochs": 3}
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": 2, "warmup_initial_lr": 0.1}
@@ -219,16 +214,6 @@ def test_resumed_schedule_is_bitwise_identical(mode: str) -> None:
 
 
 # ---- torch schedulers --------------------------------------------------------------------------------------
-
-
-def test_torch_scheduler_steps_at_its_phase() -> None:
-    arguments = {"gamma": 0.1, "step_size": 2}
-    for phase, expected in (
-        ("TRAIN_EPOCH_END", [1.0] * 6 + [0.1] * 3),
-        ("Phase.TRAIN_BATCH_END", [1, 1, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3, 1e-4]),
-    ):
-        params = {"initial_lr": 1.0, "max_epochs": 3, "lr_mode": {"StepLR": {**arguments, "phase": phase}}}
-        assert walk(params, length=3) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("phase", ["TRAIN_EPOCH_END", "TRAIN_BATCH_STEP"])
@@ -276,9 +261,3 @@ def test_reduce_on_plateau_ignores_metrics_during_the_warmup() -> None:
 
 
 # ---- configurations ----------------------------------------------------------------------------------------
-
-
-def test_rate_is_constant_after_the_warmup_without_a_mode() -> None:
-    assert lr_schedules(TrainingParams.read({"initial_lr": 0.1, "max_epochs": 2})) == []
-    found = walk({"initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=1)
-    assert found == pytest.approx([0.1, 0.2, 0.3, 0.3])

@@ -18,7 +18,7 @@ def translated(*, params=None, **changes):
         **{
             "experiment_name": "exp",
             "ckpt_root_dir": "/runs",
-            "network": NETWORK,
+            "model": {"network": NETWORK},
             "training_params": {**PARAMS, **(params or {})},
             "train_dataloader": DATA,
             "val_dataloader": DATA,

@@ -40,7 +40,7 @@ _TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_d
 _OPEN_SECTIONS = r"training_hyperparams|arch_params|checkpoint_params|dataset_params\.\w+_params"
 """Unknown keys in these sections are rejected later, so new keys do not require a +."""
 _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.)")
-_TRUST = "If you trust the recipe, add --trust on the command line, or pass trust=True in Python"
+_UNTRUSTED = "{} is not trusted to execute code, but contains {!r}; to trust it, use --trust or trust=True"
 _TRUSTED_PACKAGES = re.compile(r"pkg://(slipstream|hydra|super_gradients)(\.|$)|file://|(?!.*://)")
 _TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
 _RANGES = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
@@ -141,7 +141,7 @@ def _searchpath(path: Path, overrides: Sequence[str], config_dir: str | Path | N
     # A search path in the overrides is trusted; one in the recipe file is checked, unless `trust` is set.
     for entry in [] if given or trust else kept:
         if not _TRUSTED_PACKAGES.match(entry):
-            raise ConfigError(f"{path}: {entry} makes Hydra import code. {_TRUST}", "hydra.searchpath")
+            raise ConfigError(_UNTRUSTED.format(path, entry), "hydra.searchpath")
     entries = [*kept, *(f"file://{folder}" for folder in _search_folders(path, config_dir)[1:])]
     quoted = ["'" + entry.replace("'", r"\'") + "'" for entry in entries]
     return f"hydra.searchpath=[{','.join(quoted)}]"
@@ -162,7 +162,7 @@ def hydra_overrides(
         cfg = _load(path, [], config_dir, trust)
         settings: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     if not trust:
-        _check_hydra(settings, f"{path}: hydra")
+        _check_hydra(settings, "hydra", path)
     targets = {name: str(callback.get("_target_", "")) for name, callback in settings["callbacks"].items()}
     root, name = "${oc.select:ckpt_root_dir,null}", f"${{oc.select:experiment_name,{path.stem}}}"
     fixed = {
@@ -181,17 +181,18 @@ def hydra_overrides(
     ]
 
 
-def _check_hydra(settings: Any, path: str) -> None:
+def _check_hydra(settings: Any, key: str, path: Path) -> None:
     """Raise a ConfigError if Hydra's settings make it import or call code, or set environment variables."""
     items = settings.items() if isinstance(settings, dict) else enumerate(settings)
-    for key, value in items:
+    for name, value in items:
         if isinstance(value, dict | list):
-            _check_hydra(value, f"{path}.{key}")
+            _check_hydra(value, f"{key}.{name}", path)
             continue
-        called = key in ("_target_", "()", "class", "factory") and not str(value).startswith(_TRUSTED_TARGETS)
+        is_target = name in ("_target_", "()", "class", "factory")
+        called = is_target and not str(value).startswith(_TRUSTED_TARGETS)
         imported = re.search(r"ext://(?!sys\.std(?:out|err)$)", str(value))
-        if value is not None and (called or imported or path.endswith("job.env_set")):
-            raise ConfigError(f"{value!r} makes Hydra execute code. {_TRUST}", f"{path}.{key}")
+        if value is not None and (called or imported or key.endswith("job.env_set")):
+            raise ConfigError(_UNTRUSTED.format(path, value), f"{key}.{name}")
 
 
 @contextmanager
@@ -288,7 +289,7 @@ def _set_data_root(values: Mapping[str, Any], raw: Mapping[str, Any], overrides:
         for params, key in hard_coded:
             params[key] = str(PurePosixPath(folder) / PurePosixPath(params[key]).relative_to(common))
     elif not derived:
-        logging.getLogger("slipstream").warning("data_root_dir is unused: the recipe has no dataset folder")
+        logging.getLogger("slipstream").warning("data_root_dir has no effect: no dataset folder is set")
 
 
 def _section(values: Mapping[str, Any], key: str) -> Any:
@@ -301,7 +302,6 @@ def _first_line(error: BaseException) -> str:
     lines = str(error if str(error) else error.__cause__).strip().splitlines()
     if found := re.match("Ambiguous value for argument '([^=]+)=(.*)'", lines[0]):
         return (
-            f"{found[1].lstrip('+')}={found[2]} has several values; use [{found[2]}] for a list, or train_from_recipe "
-            "with --multirun for one run per value"
+            f"{found[1].lstrip('+')}={found[2]} has several values; use [{found[2]}], or --multirun to sweep"
         )
     return lines[0]

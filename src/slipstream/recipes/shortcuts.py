@@ -51,9 +51,7 @@ def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:
         elif keys := [key for key in _KEYS[shortcut] if _applies(cfg, key, shortcut == "data_root_dir")]:
             replaced += [f"{key}={value}" for key in keys]
         elif shortcut == "data_root_dir":
-            logging.getLogger("slipstream").warning(
-                "%s is unused: the recipe has no dataset folder", override
-            )
+            logging.getLogger("slipstream").warning("%s has no effect: no dataset folder is set", override)
         else:
             raise ConfigError(f"sets {_KEYS[shortcut][0]}, whose section does not exist", shortcut)
     return replaced

@@ -166,6 +166,14 @@ class SGLogger:
         for index, image in enumerate(images):
             self.add_image(f"{tag}/{index}", image, data_format.removeprefix("N"), global_step)
 
+    def add_config(self, tag: str, config: Mapping[str, Any]) -> None:
+        """Record a configuration."""
+        self._runner.visualizer.add_config({tag: dict(config)})
+
+    def local_dir(self) -> str:
+        """Return the run's folder."""
+        return self._runner.work_dir
+
     def __getattr__(self, name: str) -> Any:
         """Return another method of the visualizer, such as `flush`."""
         return getattr(self._runner.visualizer, name)
@@ -340,8 +348,7 @@ class CallbackHook(Hook):
             raise ConfigError(f"a phase callback must be a Callback or a Hook, not {built!r}")
         if inside := [event for event in _EVENTS_INSIDE_STEP if hasattr(built, event)]:
             raise ConfigError(
-                f"{type(built).__name__}.{inside[0]} cannot be called, because a training step is a single call; use "
-                "clip_grad_norm, or subclass slipstream.optim.OptimWrapper"
+                f"{inside[0]} cannot be called, because a step is a single call; use clip_grad_norm"
             )
         self.callback = built
         self._handlers: dict[str, Callable[[PhaseContext], None]] = {}
@@ -566,8 +573,7 @@ class PrePredictionHook(Hook):
             data_batch[:] = [*self.callback(batch[0], batch[1], batch_idx), *batch[2:]]
         else:
             raise DataError(
-                f"pre_prediction_callback requires batches that are dicts or lists, not {type(data_batch).__name__}; "
-                "change collate_fn so that it returns a dict or a list"
+                "pre_prediction_callback requires batches that are dicts or lists; change collate_fn"
             )
 
 

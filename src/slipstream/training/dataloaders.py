@@ -17,7 +17,7 @@ from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, TRANSFORMS
 from slipstream.training.params import configuration, default_fill_mask, plain, read_factory
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["arguments", "config", "get"]
+__all__ = ["config", "get"]
 
 # Maps each name to its dataset class. The defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
@@ -36,10 +36,14 @@ _DATASETS = {
 }
 _OLD_TRANSFORMS = {"SegToTensor": "SegStandardize", "ToTensorSeg": "SegStandardize"}
 """Transforms of older recipes that also divide by 255. Other old names have `Seg` at the end: `RescaleSeg`."""
+_TORCHVISION: Mapping[str, tuple[str, ...]] = {
+    "Normalize": ("mean", "std"), "RandomCrop": ("size", "padding"), "RandomHorizontalFlip": ("p",), "ToTensor": (),
+}  # fmt: skip
+"""torchvision's transforms that have an equivalent of the same name in Slipstream, and their arguments."""
+_UNSUPPORTED = {"padding_mode": "constant", "fill": 0, "pad_if_needed": False}
+"""torchvision's arguments that have no equivalent, and their default values."""
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
-_RUNNER_KEYS = ("skip_errors", "stall_warning")
-"""Options of the Runner's loaders that torch's `DataLoader` does not have."""
-_LOADER_KEYS = {*inspect.signature(DataLoader).parameters, *_RUNNER_KEYS, "min_samples"}
+_LOADER_KEYS = {*inspect.signature(DataLoader).parameters, "skip_errors", "min_samples"}
 
 
 def config(
@@ -93,6 +97,8 @@ def get(
     dataloader_params: Mapping[str, Any] | None = None,
     dataset: Dataset[Any] | None = None,
     dataloader: DataLoader[Any] | None = None,
+    *,
+    kind: type[DataLoader[Any]] = DataLoader,
 ) -> DataLoader[Any]:
     """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors, see `config`.
 
@@ -103,38 +109,26 @@ def get(
     """
     if dataloader is not None:
         return dataloader
-    data, options = arguments(name, dataset_params, dataloader_params, dataset)
-    loader: Any = DataLoader(data, **options)
-    loader.dataloader_params = options
-    return loader  # type: ignore[no-any-return]
-
-
-def arguments(
-    name: str | None = None,
-    dataset_params: Mapping[str, Any] | None = None,
-    dataloader_params: Mapping[str, Any] | None = None,
-    dataset: Dataset[Any] | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset and the other arguments of torch's `DataLoader`. For arguments and errors, see `config`."""
     options = config(name, dataset_params, dataloader_params, dataset)
     data, sampler = options.pop("dataset"), options.pop("sampler")
     if isinstance(data, Mapping):
         data = _built(data)
-    kind, keywords = _kind_and_arguments(sampler)
-    if kind == "DefaultSampler":
+    target, keywords = _kind_and_arguments(sampler)
+    if target == "DefaultSampler":
         # Use torch's own sampler. The Runner replaces it after the process group is initialized.
         options["shuffle"] = keywords.get("shuffle", True)
     else:
-        options["sampler"] = sampler if kind is None else DATA_SAMPLERS.resolve(kind)(data, **keywords)
-    kind, keywords = _kind_and_arguments(options.get("collate_fn"))
-    if kind is not None:
-        options["collate_fn"] = partial(FUNCTIONS.resolve(kind), **keywords)
-    for key in ("num_workers", "prefetch_factor", *_RUNNER_KEYS):
-        if options.get(key) == "auto" or (key in _RUNNER_KEYS and key in options):
-            raise ConfigError("requires a Runner; use dataloaders.config instead", f"dataloader_params.{key}")
+        options["sampler"] = sampler if target is None else DATA_SAMPLERS.resolve(target)(data, **keywords)
+    target, keywords = _kind_and_arguments(options.get("collate_fn"))
+    if target is not None:
+        options["collate_fn"] = partial(FUNCTIONS.resolve(target), **keywords)
+    if options["num_workers"] == "auto" or "skip_errors" in options:
+        raise ConfigError("'auto' and skip_errors require dataloaders.config", "dataloader_params")
     if not options["num_workers"]:
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
-    return data, options
+    loader: Any = kind(data, **options)
+    loader.dataloader_params = options
+    return loader  # type: ignore[no-any-return]
 
 
 def _kind_and_arguments(cfg: Any) -> tuple[Any, dict[str, Any]]:
@@ -160,9 +154,7 @@ def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
 def _with_defaults(name: str, data: dict[str, Any], loader: dict[str, Any]) -> tuple[str, Any, Any]:
     """Return the dataset class for `name`, and its default parameters updated with `data` and `loader`."""
     if name not in _NAMES:
-        raise UnknownNameError(
-            f"no loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {_NAMES})"
-        )
+        raise UnknownNameError(f"no '{name}' exists{did_you_mean(name, _NAMES)} (available: {_NAMES})")
     variant, _, split = name.rpartition("_")
     defaults = read_group("dataset_params", f"{variant}_dataset_params")
     own = defaults[f"{split}_dataset_params"]
@@ -185,13 +177,29 @@ def read_group(group: str, name: str) -> dict[str, Any]:
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(entries := data.get("transforms"), list | tuple):
         paths = (f"dataset_params.transforms[{i}]" for i in range(len(entries)))
-        data["transforms"] = [
-            _with_current_name(configuration(entry, path)) for entry, path in zip(entries, paths, strict=True)
-        ]
+        data["transforms"] = [_transform(entry, path) for entry, path in zip(entries, paths, strict=True)]
     return data
 
 
-def _with_current_name(transform: Any) -> Any:
+def _own_transform(transform: Any, config_path: str) -> Any:
+    """Return Slipstream's equivalent of a torchvision transform; other entries are returned unchanged."""
+    kind = type(transform)
+    if not kind.__module__.startswith("torchvision.transforms"):
+        return transform
+    changed = [key for key, default in _UNSUPPORTED.items() if getattr(transform, key, default) != default]
+    if kind.__name__ not in _TORCHVISION or changed:
+        raise ConfigError(
+            f"torchvision's {kind.__name__}{' with ' if changed else ''}{', '.join(changed)} is not supported; use "
+            f"{', '.join(_TORCHVISION)}, or the name of one of Slipstream's transforms",
+            config_path,
+        )
+    arguments = {key: getattr(transform, key) for key in _TORCHVISION[kind.__name__]}
+    return {kind.__name__: {key: value for key, value in arguments.items() if value is not None}}
+
+
+def _transform(entry: Any, config_path: str) -> Any:
+    """Return a transform with its current name; a torchvision transform becomes its equivalent."""
+    transform = configuration(_own_transform(entry, config_path), config_path)
     if not isinstance(transform, Mapping) or not isinstance(kind := transform.get("type"), str):
         return transform
     if kind not in TRANSFORMS:
@@ -204,19 +212,16 @@ def _with_current_name(transform: Any) -> Any:
 
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     shuffle, sampler = loader.pop("shuffle", None), loader.pop("sampler", None)
-    if isinstance(loader.get("batch_sampler"), bool):
-        del loader[
-            "batch_sampler"
-        ]  # SuperGradients' flag for torch's BatchSampler, which the Runner always uses
+    if isinstance(loader.get("batch_sampler"), bool):  # a flag; the Runner always uses a BatchSampler
+        del loader["batch_sampler"]
     if loader.get("pin_memory") is True:
         del loader["pin_memory"]  # the Runner pins memory if an accelerator is available
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
-    shuffles = training if shuffle is None else shuffle
+    if sampler is None:
+        sampler, shuffle = {"type": "DefaultSampler"}, training if shuffle is None else shuffle
     return {
-        "sampler": {"type": "DefaultSampler", "shuffle": shuffles}
-        if sampler is None
-        else _sampler(sampler, shuffle),
+        "sampler": _sampler(sampler, shuffle),
         "batch_size": 1,
         "num_workers": 0,
         "drop_last": training,

@@ -57,9 +57,8 @@ class KDModule(nn.Module):
         self.student = student
         self.teacher = teacher.eval().requires_grad_(False)
         adapter: Any = input_adapter(arch_params, "arch_params").get("teacher_input_adapter")
-        self.teacher_input_adapter: nn.Module | None = (
-            MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
-        )
+        built: nn.Module | None = MODELS.build(adapter) if isinstance(adapter, Mapping) else adapter
+        self.teacher_input_adapter = built
 
     def train(self, mode: bool = True) -> Self:
         """Set the training mode of the student; the teacher stays in evaluation mode."""
@@ -221,9 +220,7 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
         if key not in _ADAPTERS:
             raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
     if "student_input_adapter" in kept:
-        raise ConfigError(
-            "is not supported; use the dataset's transforms", f"{config_path}.student_input_adapter"
-        )
+        raise ConfigError("use the dataset's transforms", f"{config_path}.student_input_adapter")
     return {key: configuration(value, f"{config_path}.{key}") for key, value in kept.items()}
 
 

@@ -21,10 +21,8 @@ __all__ = [
     "metric_config",
 ]  # fmt: skip
 
-NAMES = {
-    **{name: name for name in ("IoU", "Dice", "BinaryIOU", "BinaryDice", "PixelAccuracy", "Top5")},
-    "Accuracy": "Top1",
-}
+_SAME = ("IoU", "Dice", "BinaryIOU", "BinaryDice", "PixelAccuracy", "Top5")
+NAMES = {**{name: name for name in _SAME}, "Accuracy": "Top1"}
 """Maps SuperGradients' metric names to names in METRICS."""
 IgnoredIds = int | Sequence[int] | None
 

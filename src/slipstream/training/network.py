@@ -206,8 +206,7 @@ def _build_metric(metric: CountingMetric | Mapping[str, Any], index: int) -> Cou
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot count on the device; move it to valid_metrics_list",
-            f"train_metrics[{index}]",
+            "must be a metric that counts on the device, such as IoU", f"train_metrics[{index}]"
         )
     return built
 

@@ -209,10 +209,8 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
             ((name, arguments),) = kept.items()
             if isinstance(name, str) and (arguments is None or isinstance(arguments, Mapping)):
                 return name, dict(arguments or {})
-    raise ConfigError(
-        f"must be a name, {{Name: {{arguments}}}} or {{_target_: path.to.Name, arguments}}, not {entry!r}",
-        config_path,
-    )
+    forms = "a name, {Name: {arguments}} or {_target_: path.to.Name, arguments}"
+    raise ConfigError(f"must be {forms}, not {entry!r}", config_path)
 
 
 def configuration(entry: Any, config_path: str) -> Any:

@@ -47,7 +47,6 @@ _PRECISE_BN_SAMPLES = 1024
 """Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
 """Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
-_LOGGERS = ("base_sg_logger", "wandb_sg_logger")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
@@ -322,26 +321,18 @@ def _visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
     elif params.sg_logger == "wandb_sg_logger":
         renamed = {_WANDB[key]: value for key, value in given.items() if key in _WANDB}
         backends.append({"type": "WandbVisBackend", "init_kwargs": {"name": experiment_name, **renamed}})
-    elif params.sg_logger not in _LOGGERS:
-        raise UnknownNameError(
-            f"no logger is named '{params.sg_logger}'{did_you_mean(params.sg_logger, _LOGGERS)}; use "
-            f"{' or '.join(_LOGGERS)}, or a visualization backend, such as {{'type': 'MLflowVisBackend'}}",
-            "training_params.sg_logger",
-        )
-    ignored = given.keys() - {*_WANDB, "monitor_system", "model_name"}
-    if ignored:
-        logging.getLogger("slipstream").warning(
-            "training_params.sg_logger_params: %s has no effect; files are saved only in the run's folder, on which "
-            "you can run `tensorboard --logdir`",
-            ", ".join(sorted(ignored)),
-        )
+    elif params.sg_logger != "base_sg_logger":
+        known = "base_sg_logger, wandb_sg_logger or a visualization backend"
+        raise UnknownNameError(f"must be {known}, not '{params.sg_logger}'", "training_params.sg_logger")
+    if ignored := given.keys() - {*_WANDB, "monitor_system", "model_name"}:
+        logging.getLogger("slipstream").warning("sg_logger_params: %s have no effect", sorted(ignored))
     return {"type": "Visualizer", "vis_backends": backends}
 
 
 # ---- hooks ------------------------------------------------------------------------------------------------
 
 
-def _own_hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[str, Any] | None) -> list[Any]:
+def _own_hooks(params: TrainingParams, best: Watched | None, teacher: bool) -> list[Any]:
     hooks: list[Any] = [{"type": "TeacherHook"}] if teacher else []
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
@@ -360,16 +351,11 @@ def _own_hooks(params: TrainingParams, best: Watched | None, teacher: Mapping[st
 def _checkpoint(params: TrainingParams, best: Watched | None) -> dict[str, Any] | None:
     if not params.save_model:
         return None
-    saved: dict[str, Any] = {}
+    cfg: dict[str, Any] = {"type": "CheckpointHook", "interval": params.run_validation_freq}
+    cfg |= {"filename_tmpl": TrainingParams.ckpt_name, "save_epochs": params.save_ckpt_epoch_list}
     if best is not None:
-        saved = {"save_best": best.name, "rule": _rule(params, best), "best_filename": params.ckpt_best_name}
-    return {
-        "type": "CheckpointHook",
-        "interval": params.run_validation_freq,
-        "filename_tmpl": TrainingParams.ckpt_name,
-        "save_epochs": params.save_ckpt_epoch_list,
-        **saved,
-    }
+        cfg |= {"save_best": best.name, "rule": _rule(params, best), "best_filename": params.ckpt_best_name}
+    return cfg
 
 
 def _best(params: TrainingParams) -> Watched | None:

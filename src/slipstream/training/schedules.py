@@ -198,7 +198,7 @@ class RecipeLR(_ParamScheduler):
             raise ConfigError("one step never reaches initial_lr; use at least 2", "lr_warmup_steps")
         if 0 < schedule.warmup_iters >= schedule.end_epoch * schedule.epoch_length:
             logging.getLogger("slipstream").warning(
-                "The warm-up and cool-down of the learning rate cover the whole run; reduce lr_warmup_epochs"
+                "LR warm-up and cool-down cover the whole run; reduce them"
             )
         end = INF if schedule.lr_mode else schedule.warmup_iters + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
@@ -336,9 +336,7 @@ def _plateau(
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", path)
     if phase not in (None, "TRAIN_EPOCH_END", "VALIDATION_EPOCH_END"):
-        raise ConfigError(
-            f"must be VALIDATION_EPOCH_END or TRAIN_EPOCH_END, not {phase}", f"{config_path}.phase"
-        )
+        raise ConfigError(f"must be the end of an epoch, not {phase}", f"{config_path}.phase")
     monitored = {"rule": "greater" if arguments.get("mode") == "max" else "less"} | {
         _PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"
     }
