@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
+
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.files import check_name

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from slipstream.config.yaml_format import Loader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 

@@ -11,6 +11,9 @@ from inspect import isclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 from slipstream.checkpoint import OPTIMIZER, check
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.samples import SeededDataset
@@ -24,8 +27,6 @@ from slipstream.model import unwrap_model
 from slipstream.model.sliding import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
 from slipstream.training.params import configuration, read_factory
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

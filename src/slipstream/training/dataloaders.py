@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
+
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.recipes.find import FOLDER
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, TRANSFORMS
 from slipstream.training.params import configuration, default_fill_mask, plain, read_factory
-from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["config", "get"]
 

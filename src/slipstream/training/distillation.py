@@ -8,6 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor, nn
+
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
@@ -17,7 +19,6 @@ from slipstream.training.network import CLASS_LOSSES, ModuleOrConfig, Supervised
 from slipstream.training.params import configuration
 from slipstream.zoo import models
 from slipstream.zoo.distillation import KDOutput
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.evaluator.metric import LossMetric
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams, pop_fixed, read_factory
 from slipstream.zoo.losses import CrossEntropy, at_least_float32
-from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = [
     "LOSSES_KEY", "CrossEntropyLoss", "ValidationLoss", "Watched", "loss_config", "loss_value", "train_metric",

@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+
 from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
 from slipstream.evaluator.torch_metric import is_torchmetrics, is_torchmetrics_class
 from slipstream.registry import METRICS
 from slipstream.training.params import pop_fixed, read_factory
-from torch import Tensor
 
 __all__ = [
     "NAMES", "Accuracy", "BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_names",

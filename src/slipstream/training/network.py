@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
@@ -23,7 +25,6 @@ from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
 from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
 from slipstream.zoo.shelfnet_loss import ShelfNetOHEMLoss
 from slipstream.zoo.stdc_loss import STDCLoss
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

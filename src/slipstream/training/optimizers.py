@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.optim import DefaultOptimWrapperConstructor
 from slipstream.optim.constructor import NORMS
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.training.params import TrainingParams
 from slipstream.typecheck import matches
-from torch import nn
-from torch.optim import Optimizer
 
 __all__ = ["PrefixOptimWrapperConstructor", "freeze", "optim_wrapper"]
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+
 from slipstream.config import options
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.optim.scheduler import ReduceOnPlateauLR, TorchSchedulerAdapter, _ParamScheduler

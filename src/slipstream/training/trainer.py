@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.utils.data import Dataset
+
 from slipstream.checkpoint import find_latest_checkpoint, read_meta, stored_config
 from slipstream.config.load import import_custom
 from slipstream.config.placeholders import has_references
@@ -25,8 +28,6 @@ from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
 from slipstream.training.recipe import has_full_checkpoint, recipe_config, runner_config, work_dir
 from slipstream.zoo.network import Network
-from torch import nn
-from torch.utils.data import Dataset
 
 __all__ = ["KDTrainer", "Trainer"]
 

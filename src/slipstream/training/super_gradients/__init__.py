@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+
 from slipstream.errors import did_you_mean
 from slipstream.import_alias import ReplacementFinder, install_finder
 

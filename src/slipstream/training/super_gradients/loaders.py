@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from slipstream.dataset import apply_device_transforms
-from slipstream.training import dataloaders
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from slipstream.dataset import apply_device_transforms
+from slipstream.training import dataloaders
 
 __all__ = ["TupleLoader", "get"]
 

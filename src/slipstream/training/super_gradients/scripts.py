@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+
 from slipstream import registry
 from slipstream.devices import device_type
 from slipstream.dist import infer_launcher, master_only
@@ -21,7 +23,6 @@ from slipstream.training.params import TrainingParams
 from slipstream.training.trainer import KDTrainer as SlipstreamKDTrainer
 from slipstream.training.trainer import Trainer as SlipstreamTrainer
 from slipstream.zoo import models
-from torch import nn
 
 T = TypeVar("T", bound=Callable[..., Any])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from slipstream import dataset
 from slipstream.extras import extra
 from slipstream.training.params import default_fill_mask
