@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import yaml
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.files import check_name
-from slipstream.recipes.find import FOLDER, find_recipe, read_yaml
+from slipstream.recipes.find import FOLDER, find_recipe, is_composed, read_yaml
 from slipstream.recipes.shortcuts import SYNONYMS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.
 _UNTRUSTED = "{} is not trusted to execute code, but contains {!r}; to trust it, use --trust or trust=True"
 _TRUSTED_PACKAGES = re.compile(r"pkg://(slipstream|hydra|super_gradients)(\.|$)|file://|(?!.*://)")
 _TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
-_RANGES = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
+_RANGES: Mapping[str, Callable[..., Any]] = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
 """Functions that recipes use to compute `lr_updates`."""
 
 
@@ -159,6 +159,10 @@ def hydra_overrides(
     from omegaconf import OmegaConf
 
     normalized = _normalize(overrides)
+    if not is_composed(path):  # Hydra does not read `_base_`, so all keys may be new; the job checks them
+        normalized = [
+            f"++{word}" if word[0] not in "+~" and "hydra" not in word else word for word in normalized
+        ]
     with _hydra(path.parent):
         cfg = _load(path, [], config_dir, trust)
         settings: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
@@ -220,7 +224,7 @@ def register_resolvers() -> None:
     def output_dir(root: str | None, name: str) -> str:
         return str(Path(root or "work_dirs") / check_name(name, "experiment_name", "ckpt_root_dir"))
 
-    for name, function in {
+    functions: dict[str, Callable[..., Any]] = {
         "hydra_output_dir": output_dir,
         "add": lambda *numbers: sum(numbers),
         "cond": lambda condition, yes, no: yes if condition else no,
@@ -228,7 +232,8 @@ def register_resolvers() -> None:
         "first": lambda items: items[0],
         "last": lambda items: items[-1],
         "class": lambda path: path,  # the import path remains a string, which the registry looks up later
-    }.items():
+    }
+    for name, function in functions.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
