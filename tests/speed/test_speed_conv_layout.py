@@ -164,8 +164,7 @@ def pixelwise_of(channels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "block"])
-def test_compiled_model_with_layouts_computes_the_gradients_of_the_eager_model(scope, monkeypatch):
+def test_compiled_model_with_layouts_computes_the_gradients_of_the_eager_model(monkeypatch):
     torch._dynamo.reset()
     graphs = []
 
@@ -177,8 +176,7 @@ def test_compiled_model_with_layouts_computes_the_gradients_of_the_eager_model(s
     torch.manual_seed(0)
     eager = WithGraphBreak()
     compiled = copy.deepcopy(eager)
-    blocks = ["first", "second"] if scope == "block" else []
-    compile_model(compiled, CompileOptions(scope=scope, blocks=blocks), pytest.fail)
+    compile_model(compiled, CompileOptions(scope="model"), pytest.fail)
     x, y = torch.randn(2, 3, 12, 12), torch.randn(2, 3, 12, 12).to(memory_format=LAST)
     with torch._inductor.config.patch(force_disable_caches=True):
         expected, found = trained(eager, x, y), trained(compiled, x, y)

@@ -31,11 +31,8 @@ class Function(nn.Module):
 
 LAYERS = {
     "conv": lambda: nn.Conv2d(8, 12, 1, stride=2),
-    "padding_mode": lambda: nn.Conv2d(8, 12, 1, stride=3, padding=1, padding_mode="reflect"),
-    "frozen weight": lambda: nn.Conv2d(8, 12, 1, stride=2),
     "transposed": lambda: nn.ConvTranspose2d(8, 12, 1, stride=(2, 3), output_padding=(1, 0)),
     "function": Function,
-    "changed stride": lambda: nn.Conv2d(8, 12, 1, stride=2),
     "GroupNorm": lambda: nn.GroupNorm(2, 8),
 }
 
@@ -51,8 +48,6 @@ def sgd(net):
 def check(kind, speed):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), LAYERS[kind](), nn.Tanh(), nn.LazyConv2d(4, 3))
-    if kind == "frozen weight":
-        model[1].weight.requires_grad_(False)
     if kind == "GroupNorm":  # its input requires no gradient, and the mean of its input is large
         model[0].requires_grad_(False)
         model[0].bias.data += 1000
@@ -60,8 +55,6 @@ def check(kind, speed):
     model(batches[0][0])
     expected = copy.deepcopy(model).double()
     step = accelerate(model, sgd(model), loss_fn, speed=speed)
-    if kind == "changed stride":
-        model[1].stride = expected[1].stride = (3, 1)
     optimizer = sgd(expected)
     for images, target in batches:
         step((images, target))
@@ -77,7 +70,7 @@ for kind in sys.argv[2:]:
     print(kind, file=sys.stderr, flush=True)
     check(kind, eval(sys.argv[1]))
 '''
-KINDS = ["conv", "padding_mode", "frozen weight", "transposed", "function", "changed stride", "GroupNorm"]
+KINDS = ["conv", "transposed", "function", "GroupNorm"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ KINDS = ["conv", "padding_mode", "frozen weight", "transposed", "function", "cha
         ("dict(channels_last=True)", KINDS),
         pytest.param(
             "dict(compile=dict(verify=False))",
-            ["conv", "transposed", "function"],
+            ["conv", "transposed"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -241,11 +241,9 @@ def check_batch(inputs: Any) -> None:
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_nested or leaf.requires_grad:
-            kind = "nested" if leaf.is_nested else type(leaf).__name__
-            requires_grad = " that requires grad" * leaf.requires_grad
             raise OnlyEagerError(
-                f"the batch contains a tensor ({kind}){requires_grad}, which a compiled step does not support; convert "
-                "it to a regular tensor, and detach it"
+                f"the batch contains a tensor that a compiled step does not support ({type(leaf).__name__}, nested: "
+                f"{leaf.is_nested}, requires grad: {leaf.requires_grad}); convert it to a regular tensor, and detach it"
             )
 
 
