@@ -105,7 +105,7 @@ def compile_model(model: nn.Module, options: CompileOptions, warn: Callable[[str
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
-    compile_modules(modules, options, warn)
+    compile_modules(modules, options, backend_options(options), warn)
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:

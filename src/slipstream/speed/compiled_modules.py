@@ -4,46 +4,52 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slipstream.speed.compile import CompileOptions, backend_options
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
 from slipstream.speed.inductor import inductor_options
 from slipstream.step.leaves import clone_tensors
 
+if TYPE_CHECKING:
+    from slipstream.speed.compile import CompileOptions
+
 __all__ = ["compile_modules"]
 
+Warn = Callable[[str], None]
 
-def compile_modules(modules: list[nn.Module], options: CompileOptions, warn: Callable[[str], None]) -> None:
+
+def compile_modules(
+    modules: list[nn.Module], options: CompileOptions, settings: Mapping[str, Any], warn: Warn
+) -> None:
     """Compile modules in place: the model, or blocks of the model. Equal modules share their graphs.
 
     Args:
         modules: the modules.
         options: the options.
+        settings: the options of the backend.
         warn: called with a message if a module cannot be compiled as requested.
     """
     groups: dict[type[nn.Module], _Group] = {}
     for module in modules:
         groups.setdefault(type(module), _Group(warn)).modules.append(module)
     for group in groups.values():
-        _compile(group, options)
+        _compile(group, options, settings)
 
 
-def _compile(group: _Group, options: CompileOptions) -> None:
+def _compile(group: _Group, options: CompileOptions, settings: Mapping[str, Any]) -> None:
     kwargs: dict[str, Any] = {
         "backend": options.backend,
         "mode": None if options.backend == "inductor" else options.mode,
         "dynamic": options.dynamic,
         "fullgraph": options.fullgraph,
     }
-    settings = backend_options(options)
     if options.backend == "inductor":
         param = next(group.modules[0].parameters(), None)
-        settings = inductor_options("cpu" if param is None else param.device.type) | settings
+        settings = {**inductor_options("cpu" if param is None else param.device.type), **settings}
     cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
     kinds: dict[str, list[nn.Module]] = defaultdict(list)
     for module in group.modules:
@@ -85,7 +91,7 @@ def _clone_outputs(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules of one class. If one of them cannot be compiled, all of them run eagerly."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Warn) -> None:
         self.modules: list[nn.Module] = []
         self.warn, self.warn_limit = warn, True
 

@@ -45,9 +45,7 @@ def read_losses(
                 f"must be a function, or None if the model returns its loss, not {function!r}", name
             )
     if loss_fn is not None and compute_loss is not None:
-        raise ConfigError(
-            "loss_fn and compute_loss are mutually exclusive; remove one of them", "compute_loss"
-        )
+        raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if compute_loss is not None:
         return (lambda module, batch: _as_dict(compute_loss(module, batch))), None
     if loss_fn is not None:
