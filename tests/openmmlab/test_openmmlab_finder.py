@@ -1,5 +1,6 @@
 """Test that imports of `mmengine` and its submodules import Slipstream only after an explicit opt-in."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.errors import MissingPackageError
+from slipstream.openmmlab import finder
+
 SRC = str(Path(__file__).parents[2] / "src")
 
 
-def run(*arguments, path=(), code=0):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([SRC, *map(str, path)])}
+def run(*arguments, code=0, path=""):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([SRC, str(path)])}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], capture_output=True, text=True, env=env, timeout=120
     )
@@ -19,60 +23,66 @@ def run(*arguments, path=(), code=0):
     return done
 
 
-def fake_mmengine(folder):
-    (folder / "mmengine").mkdir()
-    (folder / "mmengine/__init__.py").write_text("__version__ = 'installed'\n")
-    return folder
-
-
-def test_the_package_replaces_an_installed_mmengine_and_prints_a_message(tmp_path):
+def test_the_redirection_replaces_the_training_modules_and_keeps_the_others():
     program = (
-        "import slipstream.openmmlab, mmengine, mmengine.structures\n"
+        "import slipstream.openmmlab, mmengine\n"
+        "from mmengine.runner.loops import ValLoop\n"
         "from mmengine.structures import InstanceData\n"
-        "from mmengine.structures import InstanceData as Own\n"
-        "assert InstanceData is Own and mmengine.structures.__spec__.name.startswith('slipstream')\n"
-        "print(mmengine.__version__)\n"
+        "print(ValLoop.__module__, InstanceData.__module__, mmengine.Config.__module__)\n"
     )
-    done = run("-c", program, path=[fake_mmengine(tmp_path)])
-    assert done.stdout.split()[-1] == "0.10.7"
+    done = run("-c", program)
+    assert done.stdout.split()[-3:] == [
+        "slipstream.runner.loops",
+        "mmengine.structures.instance_data",
+        "mmengine.config.config",
+    ]
     assert (done.stdout + done.stderr).count("`import mmengine` now imports Slipstream") == 1
 
 
-def test_importing_only_slipstream_does_not_replace_mmengine(tmp_path):
-    program = "import slipstream, slipstream.runner, mmengine; print(mmengine.__version__)"
-    assert run("-c", program, path=[fake_mmengine(tmp_path)]).stdout.strip() == "installed"
+def test_importing_only_slipstream_does_not_replace_mmengine():
+    done = run("-c", "import slipstream.runner; from mmengine.runner import Runner; print(Runner.__module__)")
+    assert done.stdout.strip() == "mmengine.runner.runner"
 
 
-def test_an_imported_mmengine_is_not_replaced(tmp_path):
-    done = run("-c", "import mmengine, slipstream.openmmlab", path=[fake_mmengine(tmp_path)], code=1)
+def test_an_imported_mmengine_is_not_replaced():
+    done = run("-c", "import mmengine, slipstream.openmmlab", code=1)
     assert "mmengine is already imported from" in done.stderr
     assert "import slipstream.openmmlab before mmengine" in done.stderr
 
 
-def test_import_error_names_a_missing_module():
-    done = run("-c", "import slipstream.openmmlab, mmengine._strategy", code=1)
-    assert "mmengine._strategy is not part of Slipstream's replacement for MMEngine" in done.stderr
+def test_error_names_the_extra_if_mmengine_is_not_installed(monkeypatch):
+    monkeypatch.setattr(finder, "_installed", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'slipstream\[openmmlab\]'"):
+        finder.install()
+
+
+def test_names_and_modules_that_do_not_exist_raise_an_import_error():
+    with pytest.raises(ImportError, match="ApexOptimWrapper"):
+        from mmengine.optim import ApexOptimWrapper  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"no module mmengine\.nothing"):
+        importlib.import_module("mmengine.nothing")
 
 
 def test_a_script_runs_with_its_arguments_and_its_folder(tmp_path):
     (tmp_path / "helper.py").write_text("name = 'found'\n")
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, helper, mmengine\nprint(sys.argv[1:], helper.name, mmengine.__name__, __name__)\n"
+        "import sys, helper\nfrom mmengine.runner import Runner\n"
+        "print(sys.argv[1:], helper.name, Runner.__module__, __name__)\n"
     )
     done = run("-m", "slipstream.openmmlab", script, "--lr", "1")
-    assert done.stdout.splitlines()[-1] == "['--lr', '1'] found mmengine __main__"
+    assert done.stdout.splitlines()[-1] == "['--lr', '1'] found slipstream.openmmlab.runner __main__"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked_import_slipstream(tmp_path, context):
     (tmp_path / "parts.py").write_text(
-        "import mmengine\n"
+        "import mmengine.hooks\n"
         "from mmengine.dataset import BaseDataset\n"
         "class Names(BaseDataset):\n"
         "    def load_data_list(self): return [{}]\n"
-        "    def __getitem__(self, index): return mmengine.__name__\n"
+        "    def __getitem__(self, index): return mmengine.hooks.Hook.__module__\n"
     )
     script = tmp_path / "train.py"
     script.write_text(
@@ -81,9 +91,8 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path, context):
         "if __name__ == '__main__':\n"
         f"    print(*DataLoader(parts.Names(), num_workers=1, multiprocessing_context={context!r}))\n"
     )
-    (tmp_path / "installed").mkdir()
-    done = run("-m", "slipstream.openmmlab", script, path=[fake_mmengine(tmp_path / "installed")])
-    assert done.stdout.splitlines()[-1] == "['mmengine']"
+    done = run("-m", "slipstream.openmmlab", script)
+    assert done.stdout.splitlines()[-1] == "['slipstream.hooks.hook']"
 
 
 def test_a_missing_script_prints_a_one_line_error():
@@ -119,14 +128,7 @@ def test_the_command_requires_the_environment_variable(tmp_path, monkeypatch, op
     )
     if opt_in:
         monkeypatch.setenv("SLIPSTREAM_OPENMMLAB", "1")
-    done = run(
-        "-m",
-        "slipstream",
-        "train",
-        tmp_path / "config.py",
-        path=[fake_mmengine(tmp_path)],
-        code=0 if opt_in else 2,
-    )
+    done = run("-m", "slipstream", "train", tmp_path / "config.py", code=0 if opt_in else 2, path=tmp_path)
     text = done.stdout + done.stderr
     assert ("`import mmengine` now imports Slipstream" in text) == opt_in
     assert ("Saved checkpoint" in text) == opt_in

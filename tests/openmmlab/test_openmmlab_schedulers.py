@@ -8,14 +8,9 @@ from mmengine.optim import (
     DefaultOptimWrapperConstructor,
     LinearLR,
     MultiStepLR,
-    ReduceOnPlateauLR,
-    _ParamScheduler,
     build_optim_wrapper,
 )
-from mmengine.registry import PARAM_SCHEDULERS
 from torch import nn
-
-from slipstream.registry import PARAM_SCHEDULERS as OWN_SCHEDULERS
 
 
 def optimizer(lr=1.0):
@@ -75,24 +70,6 @@ def test_an_mmengine_state_restores_the_arguments():
     }
     scheduler.load_state_dict(state)
     assert rates(optim, scheduler, 2) == pytest.approx([0.125, 0.125])
-
-
-def test_a_state_without_arguments_keeps_those_of_the_configuration():
-    state = OWN_SCHEDULERS.get("slipstream.MultiStepLR")(optimizer(), milestones=[1]).state_dict()
-    scheduler = MultiStepLR(optimizer(), milestones=[4], gamma=0.3)
-    scheduler.load_state_dict(state)
-    assert (scheduler.milestones, scheduler.gamma) == (Counter([4]), 0.3)
-
-
-def test_schedulers_that_a_configuration_names_restore_their_arguments():
-    for name in ("LinearLR", "OneCycleParamScheduler", "PolyMomentum", "ReduceOnPlateauLR"):
-        found = PARAM_SCHEDULERS.get(name)
-        assert issubclass(found, _ParamScheduler), name
-        assert found is not OWN_SCHEDULERS.get(f"slipstream.{name}")
-    plateau = ReduceOnPlateauLR(optimizer(), monitor="loss", patience=2)
-    other = ReduceOnPlateauLR(optimizer(), monitor="loss", patience=7)
-    other.load_state_dict(plateau.state_dict())
-    assert other.patience == 2
 
 
 class Net(nn.Module):

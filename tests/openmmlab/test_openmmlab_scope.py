@@ -1,6 +1,5 @@
 """Test that dicts with the key `_scope_`, as in configurations from a library, use the classes of that library."""
 
-import pytest
 import torch
 from mmengine.config import Config
 from mmengine.model import BaseModel
@@ -69,11 +68,3 @@ def test_a_configuration_with_scopes_in_all_dicts_trains_and_validates(tmp_path)
     assert type(runner.model.layer) is Layer
     assert not torch.equal(runner.model.layer.weight, before)
     assert (tmp_path / "results.pkl").is_file()
-
-
-def test_the_scope_applies_to_the_dict_and_the_objects_inside_it():
-    with pytest.raises(ValueError, match="'Layer' is not a registered model"):
-        MODELS.build(dict(type="Layer"))
-    assert type(MODELS.build(dict(type="Layer", _scope_="tiny_library"))) is Layer
-    outer = MODELS.build(dict(type="Tiny", _scope_="tiny_library", layer=dict(type="Layer")))
-    assert type(outer.layer) is Layer

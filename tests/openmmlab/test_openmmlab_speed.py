@@ -82,12 +82,6 @@ def test_a_script_trains_with_the_options(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-def test_an_invalid_option_prints_a_one_line_error(tmp_path):
-    done = train(tmp_path, "--speed")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: --speed requires options")
-
-
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
@@ -124,7 +118,6 @@ def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     losses = [float(step(batch(number))["loss"]) for number in range(8)]
     assert problems == []
     assert len(step._step.direct._calls) == 1  # called without Dynamo, although the file names differ
-    assert step._step._graphs[True] == 1
 
     other = Classifier()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from mmengine.runner.amp import autocast
 from mmengine.runner.checkpoint import (
     CheckpointLoader,
     find_latest_checkpoint,
+    get_deprecated_model_names,
+    get_external_models,
+    get_mmcls_models,
     get_state_dict,
+    get_torchvision_models,
     load_checkpoint,
     load_state_dict,
     save_checkpoint,
@@ -48,12 +53,17 @@ __all__ = [
     "ValLoop",
     "autocast",
     "find_latest_checkpoint",
+    "get_deprecated_model_names",
+    "get_external_models",
+    "get_mmcls_models",
     "get_priority",
     "get_state_dict",
+    "get_torchvision_models",
     "load_checkpoint",
     "load_state_dict",
     "save_checkpoint",
     "set_random_seed",
+    "turn_on_activation_checkpointing",
     "weights_to_cpu",
 ]
 
