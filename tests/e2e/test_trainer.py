@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,21 +40,6 @@ def parts():
     )
 
 
-def test_mixed_precision_example_runs_unchanged(tmp_path, monkeypatch, parts):
-    monkeypatch.chdir(tmp_path)
-    from slipstream import Trainer
-
-    trainer = Trainer("experiment_name")
-    model = parts.pop("model")
-
-    training_params = {"mixed_precision": True, **OTHERS}
-
-    history = trainer.train(model=model, training_params=training_params, **parts)
-    assert trainer.runner.speed.precision.name == "bf16"  # the default on the CPU
-    assert 0 <= history[0]["Accuracy"] <= 1
-    assert Path("work_dirs/experiment_name/ckpt_best.pth").is_file()
-
-
 def test_torch_compile_example_runs_unchanged(tmp_path, parts):
     from slipstream.training import Trainer
 
@@ -89,8 +73,6 @@ def test_yaml_example_runs_unchanged(tmp_path, parts, yaml_text):
     asked = set(re.findall(r"(\w+): True", yaml_text))
     assert (trainer.runner.speed.compile is not None) == ("torch_compile" in asked)
     assert (trainer.runner.speed.precision is not None) == ("mixed_precision" in asked)
-
-
 
 
 def test_ema_works_with_a_compiled_model(tmp_path, parts):

@@ -139,11 +139,3 @@ def test_data_root_dir_replaces_the_common_folder_of_hard_coded_roots(folders):
 def test_ranges_are_computed_without_importing_their_targets(tmp_path, target, expected):
     (tmp_path / "mine.yaml").write_text(f"training_hyperparams: {{lr_updates: {target}}}\n")
     assert compose("mine", (), tmp_path)["training_hyperparams"]["lr_updates"] == expected
-
-
-def test_a_different_number_of_classes_in_the_checkpoint_is_passed_to_the_loader(folders):
-    overrides = ["checkpoint_params.checkpoint_path=x.pth", "checkpoint_params.checkpoint_num_classes=1000"]
-    recipe = compose("cityscapes_regseg48", overrides, folders[0])
-    assert recipe_config(recipe)["model"]["pretrained"]["other_classes"] is True
-    recipe["checkpoint_params"]["checkpoint_num_classes"] = 19
-    assert "other_classes" not in recipe_config(recipe)["model"]["pretrained"]

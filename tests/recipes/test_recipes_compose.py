@@ -6,13 +6,11 @@ import sys
 import pytest
 from predecessor_folder import RECIPES
 
-from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.recipes import compose, find_recipe, is_composed, recipes
+from slipstream.recipes import compose
 
 hydra = pytest.importorskip("hydra.core.global_hydra")
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
-COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
 CITYSCAPES = {
     # Columns: architecture, jitter, rescale, crop, first validation transform, batch sizes, epochs, learning rate,
     # warm-up, optimizer, no weight decay for biases and norms, EMA.
@@ -89,26 +87,6 @@ def test_recipes_have_the_published_hyperparameters(name):
     assert recipe["multi_gpu"] == "DDP"
 
 
-@pytest.mark.parametrize("name", COMPOSED)
-def test_each_recipe_is_plain_data_with_a_description(name):
-    def check(value):
-        if isinstance(value, dict):
-            assert all(isinstance(key, str) for key in value)
-            for item in value.values():
-                check(item)
-        elif isinstance(value, list):
-            for item in value:
-                check(item)
-        else:
-            assert value is None or type(value) in (str, int, float, bool)
-            assert "${" not in str(value)
-
-    recipe = compose(name)
-    check(recipe)
-    assert "hydra" not in recipe
-    assert recipes()[name]
-
-
 @pytest.mark.parametrize("word", ["training_params.torch_compile", "training_hyperparams.torch_compile"])
 def test_training_params_synonyms_accept_new_keys_without_plus(word):
     params = compose("cityscapes_pplite_seg75", [f"{word}=True", f"{word}_options.mode=default"])[
@@ -162,14 +140,6 @@ def test_groups_in_config_dir_take_precedence(tmp_path):
     )
 
 
-def test_recipe_can_be_a_path_with_groups_in_its_folder(tmp_path):
-    (tmp_path / "dataset_params").mkdir()
-    (tmp_path / "dataset_params/mine.yaml").write_text("train_dataset_params: {root_dir: here}\n")
-    path = tmp_path / "my.yaml"
-    path.write_text("defaults: [cityscapes_regseg48, override dataset_params: mine, _self_]\n")
-    assert compose(str(path))["dataset_params"] == {"train_dataset_params": {"root_dir": "here"}}
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_supergradients_recipes_compose_unchanged(name, tmp_path, recwarn):
     (tmp_path / f"{name}.yaml").write_text(RECIPES[name])
@@ -204,21 +174,6 @@ def test_supergradients_resolvers_are_registered(tmp_path):
         "architecture": "x", "many": 0, "sum": 6, "chosen": "yes_", "first": 4, "last": 6, "item": 5,
         "folder": "out/run", "default": "work_dirs/run", "name": "torch.optim.Adam",
     }  # fmt: skip
-
-
-def test_data_root_dir_sets_all_data_folders():
-    data = compose("cityscapes_segformer", ["data_root_dir=/my/data"])["dataset_params"]
-    assert {data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")} == {"/my/data"}
-
-
-def test_unknown_recipe_error_suggests_the_nearest_name(tmp_path):
-    with pytest.raises(UnknownNameError, match="did you mean 'cityscapes_ddrnet'"):
-        compose("cityscapes_ddrnett")
-    (tmp_path / "my_own_net.yaml").write_text("architecture: x\n")
-    with pytest.raises(UnknownNameError, match="did you mean 'my_own_net'"):
-        compose("my_own_nett", config_dir=tmp_path)
-    with pytest.raises(ConfigError, match="folder not found"):
-        compose("cityscapes_ddrnet", config_dir=tmp_path / "none")
 
 
 def test_compose_restores_hydra_state():
@@ -257,10 +212,3 @@ def test_compose_works_inside_a_hydra_job(tmp_path):
         timeout=120,
     )
     assert done.stdout == "composed\n", done.stderr
-
-
-def test_multi_gpu_mode_target_is_replaced_by_its_value(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "multi_gpu:\n  _target_: super_gradients.training.MultiGPUMode\n  value: DDP\n"
-    )
-    assert compose("mine", config_dir=tmp_path)["multi_gpu"] == "DDP"

@@ -5,15 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.training.optimizers import optim_wrapper
-from slipstream.training.params import TrainingParams
-from slipstream.training.super_gradients import missing_message, scripts
+from slipstream.training.super_gradients import scripts
 from slipstream.training.super_gradients.scripts import StrictLoad, register_loss, register_model
 
 SRC = str(Path(__file__).parents[2] / "src")
@@ -47,54 +44,6 @@ def test_names_are_imported_in_all_forms(tmp_path):
     done = run("-c", program, path=[tmp_path])
     assert done.stdout.split()[-1] == "3.7.1"
     assert (done.stdout + done.stderr).count("`import super_gradients` now imports Slipstream") == 1
-
-
-QUICK_START = """
-from super_gradients import init_trainer
-from super_gradients.common.object_names import Models
-from super_gradients.training import Trainer, models
-from super_gradients.training.metrics.classification_metrics import Accuracy, Top5
-from super_gradients.training.dataloaders.dataloaders import cifar10_train, cifar10_val
-from super_gradients.training.utils.distributed_training_utils import setup_device
-
-init_trainer()
-setup_device("cpu")
-trainer = Trainer(experiment_name="my_cifar_experiment", ckpt_root_dir="checkpoints")
-model = models.get(Models.RESNET18_CIFAR, num_classes=10)
-training_params = {
-    "max_epochs": 1,
-    "initial_lr": 0.1,
-    "loss": "CrossEntropyLoss",
-    "train_metrics_list": [Accuracy(), Top5()],
-    "valid_metrics_list": [Accuracy(), Top5()],
-    "metric_to_watch": "Accuracy",
-    "greater_metric_to_watch_is_better": True,
-}
-loaders = [make(dataloader_params={"num_workers": 0, "batch_size": 4}) for make in (cifar10_train, cifar10_val)]
-trainer.train(model=model, training_params=training_params, train_loader=loaders[0], valid_loader=loaders[1])
-best = models.get(
-    Models.RESNET18_CIFAR, num_classes=10, checkpoint_path="checkpoints/my_cifar_experiment/ckpt_best.pth"
-)
-found = Trainer(experiment_name="test", ckpt_root_dir="checkpoints").test(
-    model=best, test_loader=loaders[1], test_metrics_list=[Accuracy(), Top5()]
-)
-print("Accuracy", found["Accuracy"])
-"""
-
-
-def test_the_quick_start_of_image_classification_runs_unchanged(tmp_path):
-    folder = tmp_path / "data/cifar10/cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    records = np.random.default_rng(0).integers(256, size=(4, 3073), dtype=np.uint8)
-    records[:, 0] %= 10
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        (folder / f"{name}.bin").write_bytes(records.tobytes())
-    (tmp_path / "train.py").write_text(QUICK_START)
-    done = run("-m", "slipstream.supergradients", "train.py", cwd=tmp_path)
-    last = done.stdout.strip().splitlines()[-1].split()
-    assert last[0] == "Accuracy"
-    assert 0 <= float(last[1]) <= 1
-    assert (tmp_path / "checkpoints/my_cifar_experiment/ckpt_best.pth").is_file()
 
 
 OWN_PARTS = """
@@ -244,20 +193,3 @@ def test_training_hyperparams_are_read_from_recipes_and_groups():
     assert scripts.get_params("cityscapes_regseg48")["initial_lr"] == 0.02
     with pytest.raises(UnknownNameError, match="did you mean"):
         scripts.get_params("cifar10_resnett")
-
-
-@pytest.mark.parametrize(
-    ("name", "weight_decay"),
-    [("cifar10_resnet_train_params", 1e-4), ("cityscapes_default_train_params", 5e-4)],
-)
-def test_training_hyperparams_in_exponent_notation_are_numbers(name, weight_decay):
-    params = scripts.get_params(name)
-    assert params["optimizer_params"] == {"momentum": 0.9, "weight_decay": weight_decay}
-    optim_wrapper(TrainingParams.read(params))
-
-
-def test_error_for_a_misplaced_name_contains_its_module():
-    assert "is in super_gradients.training.metrics" in missing_message("super_gradients.metrics.IoU")
-    assert "is in super_gradients.common.registry" in missing_message(
-        "super_gradients.common.factories.register_loss"
-    )

@@ -65,12 +65,6 @@ def test_binary_metrics_match_a_loop_over_pixels(threshold, kind, ratio):
     assert evaluated(METRICS.build(built), *samples) == pytest.approx(found)
 
 
-def test_an_absent_mask_is_excluded_from_the_mean():
-    found = evaluated(BinaryDice(), {"preds": -torch.ones(1, 2, 2), "targets": torch.zeros(1, 2, 2).long()})
-    assert math.isnan(found["target_Dice"])
-    assert (found["background_Dice"], found["mean_Dice"]) == (1, 1)
-
-
 @pytest.mark.parametrize(("kind", "twice"), [(IoU, False), (Dice, True)])
 @pytest.mark.parametrize("ignored", [[0, 2], (2, 0, 9), [3]])
 def test_several_ignored_ids_are_excluded(kind, twice, ignored):

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.utils.data import RandomSampler, TensorDataset
+from torch.utils.data import RandomSampler
 
 from slipstream.dataset import build_dataloader
-from slipstream.recipes import compose
 from slipstream.training import dataloaders
-from slipstream.training.recipe import recipe_config
 from slipstream.zoo.street_scenes.folder import write_street_folder
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
@@ -27,10 +24,6 @@ def street(tmp_path_factory):
     return str(root)
 
 
-def tensors(count=5):
-    return TensorDataset(torch.arange(count))
-
-
 def test_name_selects_dataset_and_defaults():
     found = dataloaders.config("cityscapes_stdc_seg75_train", {"root_dir": "some/where"})
     assert found["dataset"]["type"] == "CityscapesDataset"
@@ -41,30 +34,6 @@ def test_name_selects_dataset_and_defaults():
     assert found["dataset"]["transforms"][2]["scales"] == [0.125, 1.5]
     assert found["sampler"] == {"type": "DefaultSampler", "shuffle": True}
     assert (found["batch_size"], found["drop_last"]) == (4, True)
-
-
-def test_loaders_and_datasets_have_supergradients_attributes():
-    loader = dataloaders.get("street_scenes_val", SMALL, {"batch_size": 3})
-    assert loader.dataloader_params["batch_size"] == 3
-    assert loader.dataset.dataset_params["length"] == 5
-    assert loader.dataset.classes == list(loader.dataset.metainfo["classes"])
-    own = tensors()
-    assert dataloaders.get(dataset=own).dataset is own
-    assert not hasattr(own, "dataset_params")
-
-
-def test_a_recipe_for_cifar10_trains_on_cifar100_with_other_data_parameters():
-    pytest.importorskip("hydra")
-    overrides = [
-        "dataset_params=cifar100_dataset_params", "train_dataloader=cifar100_train", "val_dataloader=cifar100_val",
-        "arch_params.num_classes=100", "data_root_dir=data",
-    ]  # fmt: skip
-    config = recipe_config(compose("cifar10_resnet", overrides))
-    assert config["model"]["network"] == {"type": "resnet18_cifar", "num_classes": 100}
-    for split, train in (("train", True), ("val", False)):
-        dataset = config[f"{split}_dataloader"]["dataset"]
-        assert (dataset["type"], dataset["root"], dataset["train"]) == ("CIFAR100", "data", train)
-        assert dataset["transforms"][-1]["mean"] == [0.5071, 0.4865, 0.4409]
 
 
 @pytest.mark.parametrize(
@@ -115,17 +84,6 @@ def test_runner_builds_the_configuration(street):
 def test_samplers_are_read_in_supergradients_syntax(sampler, shuffle, expected):
     params = {"sampler": sampler, "shuffle": shuffle}
     assert dataloaders.config("street_scenes_val", SMALL, params)["sampler"] == expected
-
-
-@pytest.mark.parametrize("collate", ["pseudo_collate", {"pseudo_collate": {}}])
-def test_collate_function_is_found_by_name(collate):
-    params = {"dataset": "StreetScenes", "collate_fn": collate, "batch_size": 2}
-    data = {"size": [32, 64], "length": 2}
-    (batch,) = dataloaders.get(dataset_params=data, dataloader_params=params)
-    assert type(batch["inputs"]) is list
-    cfg = dataloaders.config(None, data, params)
-    (batch,) = build_dataloader(cfg, seed=0, name="loader", training=False)
-    assert type(batch["inputs"]) is list
 
 
 def test_old_transform_names_map_to_current_ones():

@@ -15,7 +15,7 @@ from slipstream.step.graph import GraphStep
 from slipstream.training import KDTrainer
 from slipstream.training.distillation import DistillationModel
 from slipstream.training.recipe import recipe_config
-from slipstream.zoo import KDLogitsLoss, KDOutput, NormalizationAdapter, models
+from slipstream.zoo import KDLogitsLoss, NormalizationAdapter, models
 
 
 class Net(nn.Module):
@@ -136,20 +136,6 @@ def test_options_produce_the_same_weights_as_the_eager_run(tmp_path, speed, tole
     assert plain.runner.iter == trainer.runner.iter == 8
 
 
-def test_predictions_come_from_the_student():
-    student, teacher = networks()
-    model = DistillationModel(student, teacher, KDLogitsLoss(nn.CrossEntropyLoss())).eval()
-    images, labels = data(4)
-    torch.testing.assert_close(model(images, labels, mode="predict")["preds"], student(images))
-    model.train()
-    assert student.training
-    assert not teacher.training
-    outputs = model.loss_inputs(student(images), images, labels)
-    assert isinstance(outputs, KDOutput)
-    assert not outputs.teacher_output.requires_grad
-    assert next(model.double().teacher.parameters()).dtype == torch.float64
-
-
 def test_the_conversion_of_a_copy_does_not_change_the_teacher_of_the_original():
     model = DistillationModel(*networks(), KDLogitsLoss(nn.CrossEntropyLoss()))
     plain = copy.deepcopy(model)
@@ -214,13 +200,6 @@ def runner(folder, **keys):
     evaluator = {"type": "ValidationLoss", "names": ["KDLogitsLoss"]}
     config |= {"train_dataloader": loader, "val_dataloader": loader, "val_evaluator": evaluator}
     return Runner.from_cfg(config | {"default_hooks": {}} | keys)
-
-
-def test_the_teacher_is_read_before_validation_because_the_validation_loss_uses_it(tmp_path):
-    run = runner(tmp_path)
-    wanted = torch.load(tmp_path / "teacher.pth", weights_only=True)["net"]
-    assert run.val()["KDLogitsLoss"] > 0
-    torch.testing.assert_close(run.model.teacher[1].state_dict(), wanted, rtol=0, atol=0)
 
 
 def test_a_resumed_run_reads_the_teacher_again(tmp_path):

@@ -37,15 +37,6 @@ def test_old_and_new_names_build_the_loss(loss, params, kind):
     assert type(build(loss, params)) is kind
 
 
-def test_stdc_loss_has_the_supergradients_defaults():
-    loss = build({"STDCLoss": {"num_classes": 5, "learnable_fusing_kernel": False, "ohem_criteria": None}})
-    assert loss.weights == (1, 1, 1, 1)
-    assert (loss.ohem.mining_percent, loss.ignore_index, loss.detail_threshold) == (0.1, -100, 1)
-    assert loss.ohem.hard_loss == pytest.approx(-torch.tensor(0.7).log().item())
-    several = build({"STDCLoss": {"num_aux_heads": 1, "num_detail_heads": 2, "detail_weights": [1, 0.5]}})
-    assert (len(several.weights), several.num_detail_heads, several.detail_weights) == (4, 2, (1, 0.5))
-
-
 # ---- cross-entropy -------------------------------------------------------------------------------------
 
 

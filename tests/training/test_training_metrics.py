@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.evaluator import Evaluator, TorchMetric
+from slipstream.evaluator import Evaluator
 from slipstream.training.metrics import Dice, IoU, PixelAccuracy, Top1, Top5, metric_config
 
 IGNORE = 19
@@ -67,24 +67,6 @@ def test_iou_matches_torchmetrics_if_each_class_occurs():
     assert value(IoU(4, IGNORE), batches) == pytest.approx(theirs.compute().item())
 
 
-def test_predicting_the_ignored_class_counts_as_an_error_but_the_class_is_not_averaged():
-    preds, targets = torch.tensor([[[0, 2, 1, 1]]]), torch.tensor([[[0, 0, 1, 2]]])
-    assert value(IoU(3, 2), [(preds, targets)]) == pytest.approx((1 / 2 + 1) / 2)
-
-
-def test_value_is_nan_without_counted_pixels():
-    nothing = [(torch.zeros(1, 2, 2, dtype=torch.long), torch.full((1, 2, 2), IGNORE))]
-    for metric in (IoU(20, IGNORE), Dice(20, IGNORE), PixelAccuracy(IGNORE)):
-        assert np.isnan(value(metric, nothing))
-
-
-def test_scores_are_valid_predictions():
-    ((preds, targets),) = pixels(1, 4, count=1)
-    scores = torch.nn.functional.one_hot(preds, 4).movedim(-1, 1).float()
-    for metric in (IoU(4, IGNORE), PixelAccuracy(IGNORE)):
-        assert value(metric, [(scores, targets)]) == value(metric, [(preds, targets)])
-
-
 def test_accuracy_and_top5_are_fractions_of_the_samples():
     generator = torch.Generator().manual_seed(0)
     batches = [
@@ -132,10 +114,3 @@ def test_each_form_of_an_entry_is_read():
     kinds = [type(metric) for metric in Evaluator(configs).metrics]
     assert kinds == [PixelAccuracy, IoU, Top1, Top5, Dice, IoU]
     assert metric_config(None) == []
-
-
-def test_torchmetrics_are_accepted_by_name_and_as_objects():
-    torchmetrics = pytest.importorskip("torchmetrics")
-    made = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
-    evaluator = Evaluator(metric_config([{"MulticlassF1Score": {"num_classes": 3}}, made]))
-    assert [type(metric) for metric in evaluator.metrics] == [TorchMetric, TorchMetric]

@@ -15,7 +15,7 @@ from slipstream.runner import Runner
 from slipstream.step import EagerStep
 from slipstream.step.average import AveragePart
 from slipstream.step.graph import GraphStep
-from slipstream.training.metrics import PixelAccuracy, Top1
+from slipstream.training.metrics import PixelAccuracy
 from slipstream.training.network import SupervisedModel
 from slipstream.zoo import models
 
@@ -80,47 +80,6 @@ def test_tuple_batches_train_like_dict_batches():
     net = model()
     wanted = F.cross_entropy(net.network.conv(data["inputs"]), data["targets"].long(), ignore_index=IGNORE)
     torch.testing.assert_close(as_dict, wanted)
-
-
-def test_predictions_are_class_ids_for_pixels_and_logits_for_images():
-    data, net = batch(), model().eval()
-    out = net.val_step(data)
-    assert torch.equal(out["preds"], net.network(data["inputs"]).argmax(1))
-    assert out["preds"].dtype == out["targets"].dtype == torch.int64
-    classifier = SupervisedModel(nn.Linear(7, 3)).eval()
-    x, labels = torch.randn(5, 7), torch.tensor([0, 1, 2, 0, 1])
-    out = classifier.val_step((x, labels))
-    assert torch.equal(out["preds"], classifier.network(x))
-    assert torch.equal(out["targets"], labels)
-    torch.testing.assert_close(
-        classifier.loss_step((x, labels))["loss"], F.cross_entropy(classifier.network(x), labels)
-    )
-    assert set(classifier.val_step({"inputs": x})) == {"preds"}
-    assert torch.equal(classifier(x), classifier.network(x))
-
-
-def test_mixed_targets_are_probabilities_for_the_loss_and_classes_for_the_metrics():
-    net = SupervisedModel(nn.Linear(7, 3), train_metrics=[Top1()])
-    x, probabilities = torch.randn(5, 7), torch.rand(5, 3).softmax(1)
-    torch.testing.assert_close(
-        net.loss_step((x, probabilities))["loss"], F.cross_entropy(net.network(x), probabilities)
-    )
-    right = (net.network(x).argmax(1) == probabilities.argmax(1)).float().mean()
-    assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
-
-
-def test_loss_can_be_a_function_or_return_a_pair_as_in_supergradients():
-    data = batch()
-
-    def pair(outputs, targets):
-        loss = First()(outputs, targets)
-        return loss, torch.stack([loss.detach(), loss.detach()])
-
-    wanted = model().loss_step(data)["loss"]
-    torch.manual_seed(0)
-    found = SupervisedModel(Pixels(), pair).loss_step(data)
-    assert set(found) == {"loss"}
-    assert torch.equal(found["loss"], wanted)
 
 
 def test_sliding_window_applies_only_to_evaluation():

@@ -89,25 +89,6 @@ def test_smoothed_cross_entropy_divides_by_the_number_of_samples(weight, ignored
     assert loss(pixels, ids.reshape(1, 3, 4)).item() == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("weight", [None, [0.2, 3.0, 1.5, 0.7]])
-def test_class_probabilities_are_not_smoothed(weight):
-    torch.manual_seed(0)
-    logits, mixed = torch.randn(5, 4), torch.rand(5, 4).softmax(1)
-    loss = MODELS.build(loss_config("CrossEntropyLoss", dict(smooth_eps=0.3, weight=weight)))
-    log_p = logits.double().log_softmax(1) * torch.tensor(weight or [1.0] * 4, dtype=torch.float64)
-    assert loss(logits, mixed).item() == pytest.approx(
-        -(mixed.double() * log_p).sum(1).mean().item(), rel=1e-6
-    )
-
-
-def test_weighted_cross_entropy_without_smoothing_divides_by_the_weights():
-    logits, ids, weight = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 0]), [1.0, 2.0, 5.0]
-    loss = MODELS.build(loss_config("CrossEntropyLoss", dict(weight=weight)))
-    own = -logits.double().log_softmax(1)[range(6), ids]
-    factors = torch.tensor(weight, dtype=torch.float64)[ids]
-    assert loss(logits, ids).item() == pytest.approx(((own * factors).sum() / factors.sum()).item(), rel=1e-6)
-
-
 def test_gradients_of_smoothed_cross_entropy_ignore_ignored_samples():
     logits = torch.randn(4, 3, requires_grad=True)
     loss = MODELS.build(

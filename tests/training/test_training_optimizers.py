@@ -97,33 +97,6 @@ def test_parameters_have_the_rate_of_their_longest_prefix_and_the_decay_of_their
 # ---- optimizers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "params", "expected"),
-    [
-        ("SGD", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
-        (
-            "SGD",
-            {"momentum": 0.5, "nesterov": True},
-            {"momentum": 0.5, "weight_decay": 1e-4, "nesterov": True},
-        ),
-        ("Adam", {}, {"weight_decay": 1e-4}),
-        ("RMSprop", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
-        ("RMSpropTF", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
-        ("AdamW", {}, {"weight_decay": 1e-2}),
-        (torch.optim.Adam, {"weight_decay": 0.2}, {"weight_decay": 0.2}),
-    ],
-)
-def test_optimizer_has_the_supergradients_defaults(
-    optimizer: Any, params: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    wrapper = build(Network(), initial_lr=0.1, optimizer=optimizer, optimizer_params=params)
-    name = optimizer if isinstance(optimizer, str) else optimizer.__name__
-    assert type(wrapper.optimizer).__name__ == name
-    (group,) = wrapper.param_groups
-    assert {key: group[key] for key in expected} == expected
-    assert group["lr"] == 0.1
-
-
 def test_optimizer_object_is_used_unchanged_and_rejects_other_keys() -> None:
     optimizer = torch.optim.SGD(Network().parameters(), lr=0.3)
     assert optim_wrapper(TrainingParams.read({"optimizer": optimizer})) == {"optimizer": optimizer}

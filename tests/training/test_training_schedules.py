@@ -174,25 +174,6 @@ def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_cosine_rate_is_constant_in_the_cooldown_after_a_warmup_in_batches() -> None:
-    params = {"lr_mode": "CosineLRScheduler", "initial_lr": 1.0, "max_epochs": 6, "lr_cooldown_epochs": 3}
-    batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": 2, "warmup_initial_lr": 0.1}
-    found = walk({**params, **batches}, length=4)
-    assert min(found) == found[12] == found[-1] < 0.1
-
-
-def test_each_group_has_its_own_initial_rate_and_warmup_start() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
-    starts = [{"lr": 0.4}, {"lr": 0.4, "warmup_initial_lr": 0.2}, {"lr": 0.0}]
-    optimizer = torch.optim.SGD([{"params": [p], **o} for p, o in zip(parameters, starts, strict=True)])
-    params = {"initial_lr": 0.4, "lr_mode": "PolyLRScheduler", "max_epochs": 3, "lr_warmup_epochs": 1}
-    (schedule,) = schedulers({**params, "warmup_initial_lr": 0.1}, optimizer, length=2)
-    assert schedule.get_last_value() == pytest.approx([0.1, 0.2, 0.0])
-    for _ in range(5):
-        schedule.step()
-    assert schedule.get_last_value() == pytest.approx([0.4 * 0.5**0.9, 0.4 * 0.5**0.9, 0.0])
-
-
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_resumed_schedule_is_bitwise_identical(mode: str) -> None:
     params = {"lr_mode": mode, "initial_lr": 0.1, "max_epochs": 4, "lr_warmup_epochs": 1, **MODES[mode][0]}
@@ -214,16 +195,6 @@ def test_resumed_schedule_is_bitwise_identical(mode: str) -> None:
 
 
 # ---- torch schedulers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("phase", ["TRAIN_EPOCH_END", "TRAIN_BATCH_STEP"])
-def test_torch_scheduler_starts_after_the_warmup(phase: str) -> None:
-    mode = {"ExponentialLR": {"gamma": 0.5, "phase": phase}}
-    found = walk({"initial_lr": 0.3, "max_epochs": 5, "lr_warmup_epochs": 2, "lr_mode": mode}, length=2)
-    assert found[:5] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
-    by_batch = [0.3 * 0.5**n for n in range(1, 6)]
-    by_epoch = [0.3, 0.15, 0.15, 0.075, 0.075]
-    assert found[5:] == pytest.approx(by_epoch if phase == "TRAIN_EPOCH_END" else by_batch)
 
 
 def test_torch_scheduler_resumes_during_the_warmup() -> None:

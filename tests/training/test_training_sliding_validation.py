@@ -110,16 +110,6 @@ def test_only_the_last_validation_uses_sliding_windows(tmp_path, workers):
     assert runner.val_dataloader.dataset[0]["inputs"].shape == (3, 8, 16)
 
 
-def test_averaged_best_models_are_validated_with_sliding_windows(tmp_path):
-    runner, passes = trained(tmp_path, ENTRY, hooks=[dict(type="AverageBestHook", metric="mIoU")])
-    _, last, mean = passes
-    state = torch.load(tmp_path / "average_model.pth", weights_only=True)["state_dict"]
-    network = Wide()
-    network.load_state_dict({key.removeprefix("network."): value for key, value in state.items()})
-    assert torch.equal(mean[1], by_hand(network, mean[0]))
-    assert torch.equal(last[1], by_hand(runner.model.network, last[0]))
-
-
 def test_validation_outside_training_uses_sliding_windows(tmp_path):
     seen = Predictions()
     runner = Runner(**arguments(tmp_path, ENTRY, hooks=[seen]))

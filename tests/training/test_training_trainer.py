@@ -121,14 +121,6 @@ def test_training_matches_a_plain_torch_loop(tmp_path):
     assert (mine[0].weight - network()[0].weight).abs().max() > 1e-3  # the weights changed
 
 
-def test_dict_and_tuple_batches_have_equal_results(tmp_path):
-    trained = []
-    for name, data in (("dicts", DataLoader(Named(), 8)), ("pairs", loader())):
-        trained.append(network())
-        Trainer(name, tmp_path).train(trained[-1], SGD, data)
-    assert_close(weights(trained[0]), weights(trained[1]))
-
-
 def test_resumed_training_ends_with_the_same_weights(tmp_path):
     whole, parts = network(), network()
     Trainer("whole", tmp_path).train(whole, {**SGD, "max_epochs": 3}, loader(shuffle=True))
@@ -138,14 +130,6 @@ def test_resumed_training_ends_with_the_same_weights(tmp_path):
     again.train(other, {**SGD, "max_epochs": 3, "resume": True}, loader(shuffle=True))
     assert again.runner.iter == 15
     assert_close(weights(whole), weights(other))
-
-
-def test_max_train_batches_limits_the_epoch(tmp_path):
-    trainer = Trainer("exp", tmp_path)
-    params = {**SGD, "max_train_batches": 2, "max_valid_batches": 3, "valid_metrics_list": ["Accuracy"]}
-    trainer.train(network(), params, loader(shuffle=True), loader())
-    assert trainer.runner.iter == 4
-    assert trainer.runner.val_loop.batches == 3
 
 
 # ---- validation, checkpoints, tests ----------------------------------------------------------------------
@@ -162,13 +146,6 @@ def test_train_returns_the_metrics_of_each_validation(tmp_path):
     assert history[-1]["Accuracy"] == pytest.approx(right)
     names = {path.name for path in Path(trainer.checkpoints_dir_path).iterdir()}
     assert {"ckpt_latest.pth", "ckpt_best.pth"} <= names
-
-
-def test_average_of_the_best_models_is_saved(tmp_path):
-    trainer = Trainer("exp", tmp_path)
-    params = {**SGD, "valid_metrics_list": ["Accuracy"], "average_best_models": True}
-    trainer.train(network(), params, loader(), loader())
-    assert (Path(trainer.checkpoints_dir_path) / "average_model.pth").is_file()
 
 
 def accuracy(net):
@@ -190,14 +167,6 @@ def test_network_can_be_tested_before_and_after_training_and_with_ema(tmp_path):
     assert accuracy(averaged) != accuracy(net).expected
     assert trainer.test(**test) == trainer.test(net, **test) == dict(Accuracy=accuracy(averaged))
     assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
-
-
-def test_evaluation_uses_loaders_and_metrics_of_the_last_training(tmp_path):
-    trainer, net, other = Trainer("exp", tmp_path), network(seed=3), network(seed=4)
-    average = dict(ema=True, ema_params=dict(decay=0.999, decay_type="constant"), initial_lr=1.0)
-    trainer.train(net, {**SGD, **average, "valid_metrics_list": ["Accuracy"]}, loader(), loader())
-    assert trainer.test(use_ema_net=False) == dict(Accuracy=accuracy(net))
-    assert trainer.test(other) == dict(Accuracy=accuracy(other))
 
 
 def test_silent_evaluation_with_the_runner_of_the_last_training_prints_nothing(tmp_path, capsys):

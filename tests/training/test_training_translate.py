@@ -88,19 +88,3 @@ def test_resume_keys_select_the_checkpoint(params, resume):
 
 
 # ---- loggers ---------------------------------------------------------------------------------------------
-
-
-def backends(**params):
-    return translated(params=params)["visualizer"]["vis_backends"]
-
-
-def test_loggers_can_be_names_or_objects():
-    files = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
-    assert backends() == backends(sg_logger="base_sg_logger") == files
-    words = dict(project_name="p", entity="e", wandb_id="1", save_checkpoints_remote=False)
-    assert backends(sg_logger="wandb_sg_logger", sg_logger_params=words) == [
-        *files,
-        dict(type="WandbVisBackend", init_kwargs=dict(name="exp", project="p", entity="e", id="1")),
-    ]
-    assert backends(sg_logger=dict(type="MLflowVisBackend")) == [*files, dict(type="MLflowVisBackend")]
-    assert translated(params=dict(silent_mode=True))["log_level"] == "WARNING"

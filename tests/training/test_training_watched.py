@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.hooks import Hook
-from slipstream.training import EarlyStop, KDTrainer, Phase, Trainer
+from slipstream.training import KDTrainer, Phase, Trainer
 from slipstream.training.params import TrainingParams
 
 
@@ -81,18 +81,6 @@ def test_the_best_checkpoint_has_the_lowest_loss(tmp_path):
     assert best["meta"]["epoch"] == losses.index(min(losses)) + 1
     assert runner.best_metric == min(losses)
     assert runner.runner.message_hub.log_scalars["val/CrossEntropyLoss"].current() > 0
-
-
-def test_a_schedule_and_early_stop_can_monitor_a_loss(tmp_path):
-    stop = EarlyStop("VALIDATION_EPOCH_END", "crossentropyloss", mode="min", patience=1, min_delta=100)
-    plateau = {"metric_name": "CrossEntropyLoss", "patience": 0, "threshold": 1.0, "factor": 0.5}
-    runner, _, history = train(
-        tmp_path, "CrossEntropyLoss", None, max_epochs=9, phase_callbacks=[stop],
-        lr_mode={"ReduceLROnPlateau": plateau},
-    )  # fmt: skip
-    assert len(history) < 9
-    assert {"CrossEntropyLoss", "epoch"} == history[0].keys()
-    assert runner.runner.optim_wrapper.get_lr()["lr"][0] < 0.5
 
 
 class Records(Hook):
