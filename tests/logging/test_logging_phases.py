@@ -4,7 +4,7 @@ from time import perf_counter, sleep
 
 import pytest
 
-from slipstream.logging import STEP_PHASES, PhaseTimes
+from slipstream.logging import PhaseTimes
 
 
 @pytest.fixture
@@ -36,14 +36,6 @@ def test_nested_blocks_do_not_count_time_twice(ticks):
     assert sum(phases.seconds.values()) == 31.0
 
 
-def test_block_that_raises_ends_its_phase():
-    phases = PhaseTimes()
-    phases.start()
-    with pytest.raises(KeyError), phases.during("hooks"):
-        raise KeyError
-    assert phases.current == "other"
-
-
 def test_first_step_is_separate_from_the_others(ticks):
     ticks += [0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0]
     phases = PhaseTimes()
@@ -72,7 +64,3 @@ def test_time_between_two_runs_is_not_counted():
     phases.start()
     phases.stop()
     assert sum(phases.seconds.values()) - before <= perf_counter() - start
-
-
-def test_validation_and_checkpoints_are_not_phases_of_a_step():
-    assert not {"validation", "checkpoint", "test", "other"} & set(STEP_PHASES)

@@ -4,7 +4,6 @@ import time
 import pytest
 from rich.console import Console
 
-from calls import calls_of
 from slipstream.logging import ProgressBar, build_logger
 
 
@@ -38,15 +37,6 @@ def test_bar_redraws_at_most_ten_times_a_second(terminal):
     assert draws <= 6
 
 
-def test_update_between_redraws_makes_few_calls(terminal):
-    bar = ProgressBar(terminal)
-    bar.start(10**9, "x")
-    bar.update(0)
-    few = min(calls_of(lambda: bar.update(1, "text")) for _ in range(5))  # one of the calls may redraw
-    bar.stop()
-    assert few <= 5
-
-
 def test_log_lines_are_printed_above_the_bar(terminal):
     logger = build_logger("a")
     logger.console = logger.handlers[0].console = terminal
@@ -66,16 +56,3 @@ def test_bar_is_not_drawn_without_a_terminal():
     bar.update(5, "text")
     bar.stop()
     assert console.file.getvalue() == ""
-
-
-def test_bar_supports_unknown_length_restarting_and_being_stopped_twice(terminal):
-    bar = ProgressBar(terminal)
-    bar.update(1)
-    bar.start(None, "stream")
-    bar.update(3)
-    assert "3/?" in terminal.file.getvalue()
-    bar.start(4, "again")
-    bar.update(2)
-    assert "2/4" in terminal.file.getvalue()
-    bar.stop()
-    bar.stop()

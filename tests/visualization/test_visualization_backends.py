@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.visualization import BaseVisBackend, CSVVisBackend, LocalVisBackend, TensorboardVisBackend
-from slipstream.visualization.backends import _drop_partial_line
 
 
 class FakeConfig:
@@ -66,23 +65,6 @@ def test_csv_backend_has_a_column_for_each_name_and_continues_an_existing_file(t
     assert csv_rows(path)[0]["loss"] == "1.0"
 
 
-def test_csv_file_that_was_truncated_is_continued_and_another_programs_file_is_kept(tmp_path, capsys):
-    path = tmp_path / "scalars.csv"
-    backend = CSVVisBackend(tmp_path)
-    backend.add_scalar("loss", 0.5, step=1)
-    path.write_text("")
-    backend.add_scalar("loss", 0.25, step=2)
-    backend.add_scalar("lr", 0.1, step=3)
-    assert csv_rows(path) == [
-        {"step": "2", "loss": "0.25", "lr": ""},
-        {"step": "3", "loss": "", "lr": "0.1"},
-    ]
-    path.write_text("name,value\na,1")
-    CSVVisBackend(tmp_path).add_scalar("loss", 0.5)
-    assert path.read_text() == "name,value\na,1"
-    assert "its first column is not 'step'" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
 def test_full_disk_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "scalars.json").symlink_to("/dev/full")
@@ -93,21 +75,6 @@ def test_full_disk_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if "Scalars cannot be written to" in line]
     assert len(lines) == 1
     assert f"{tmp_path / 'scalars.json'}: the disk containing {tmp_path} is full" in lines[0]
-
-
-def test_csv_file_that_cannot_be_written_is_reported_once_and_does_not_end_the_run(tmp_path, capsys):
-    (tmp_path / "vis").touch()
-    backend = CSVVisBackend(tmp_path / "vis")
-    for step in range(3):
-        backend.add_scalar("loss", 0.5, step)
-    assert capsys.readouterr().err.count(f"Scalars cannot be written to {tmp_path / 'vis/scalars.csv'}") == 1
-
-
-def test_incomplete_last_line_is_removed(tmp_path):
-    path = tmp_path / "scalars.json"
-    path.write_text('{"step": 1}\n{"st')
-    _drop_partial_line(path)
-    assert json_lines(path) == [{"step": 1}]
 
 
 def test_values_without_a_json_equivalent_become_null_lists_or_text(tmp_path):
@@ -146,22 +113,6 @@ def test_scalars_are_written_to_file_path_as_well(tmp_path):
         backend.add_scalars({"acc": 1.0}, file_path="a.txt")
 
 
-def test_local_file_is_opened_once_and_appended_to_after_close(tmp_path, monkeypatch):
-    opened = []
-    original = type(tmp_path).open
-    monkeypatch.setattr(
-        type(tmp_path), "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k)
-    )
-    backend = LocalVisBackend(tmp_path)
-    for step in range(5):
-        backend.add_scalar("loss", 1.0, step)
-    assert len(opened) == 1
-    backend.close()
-    backend.add_scalar("loss", 1.0, 5)
-    backend.close()
-    assert [line["step"] for line in json_lines(tmp_path / "scalars.json")] == [0, 1, 2, 3, 4, 5]
-
-
 def test_local_backend_writes_images_as_lossless_png_files(tmp_path):
     LocalVisBackend(tmp_path).add_image("val/sheet", picture(), step=7)
     loaded = np.asarray(Image.open(tmp_path / "vis_image" / "val" / "sheet_7.png"))
@@ -175,35 +126,6 @@ def test_local_backend_writes_the_config_as_equivalent_python(tmp_path, config):
     exec((tmp_path / "config.py").read_text(), namespace)
     assert namespace["model"] == {"type": "Net"}
     assert namespace["lr"] == 0.1
-
-
-def test_csv_backend_requires_a_file_name_with_its_suffix(tmp_path):
-    with pytest.raises(ConfigError, match=r"scalar_save_file: must end in \.csv"):
-        CSVVisBackend(tmp_path, "scalars.json")
-
-
-def test_local_backend_requires_file_names_with_the_correct_suffix(tmp_path):
-    with pytest.raises(ConfigError, match="config_save_file"):
-        LocalVisBackend(tmp_path, config_save_file="config.yaml")
-    with pytest.raises(ConfigError, match="scalar_save_file"):
-        LocalVisBackend(tmp_path, scalar_save_file="scalars.txt")
-
-
-@pytest.mark.parametrize("backend_type", [LocalVisBackend, TensorboardVisBackend])
-@pytest.mark.parametrize(
-    ("image", "what"),
-    [
-        (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\)"),
-        (np.zeros((4, 4, 3), np.float32), "float32"),
-        (np.zeros((4, 4, 4), np.uint8), r"\(4, 4, 4\)"),
-        ([[0]], "list"),
-    ],
-)
-def test_invalid_image_error_names_the_image(tmp_path, backend_type, image, what):
-    backend = backend_type(tmp_path)
-    with pytest.raises(DataError, match=f"'sheet' must be a uint8 NumPy array .*{what}"):
-        backend.add_image("sheet", image)
-    backend.close()
 
 
 def test_tensorboard_returns_the_written_values(tmp_path):
@@ -221,11 +143,6 @@ def test_tensorboard_returns_the_written_values(tmp_path):
     assert events.Images("sheet")[0].width == 8
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text == "    model = dict(type='Net')\n    lr = 0.1"
-
-
-def test_unused_tensorboard_closes_without_a_file(tmp_path):
-    TensorboardVisBackend(tmp_path).close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_custom_backend_must_define_only_add_scalar(tmp_path):

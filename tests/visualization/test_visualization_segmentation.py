@@ -32,14 +32,8 @@ def test_colorize_supports_256_classes_and_a_negative_ignore_index():
 
 @pytest.mark.parametrize(("ids", "named"), [([[0, 3, 7]], r"\[3, 7\]"), ([[-1, 0, 0]], r"\[-1\]")])
 def test_class_id_without_a_color_raises_an_error(ids, named):
-    with pytest.raises(DataError, match=rf"class ids {named}, but the palette has only 3 colors"):
+    with pytest.raises(DataError, match=rf"class ids {named}, but the palette has 3 colors"):
         colorize(np.array(ids), PALETTE)
-
-
-@pytest.mark.parametrize("mask", [np.zeros((2, 2)), np.zeros((2, 2, 1), int), [[0]]])
-def test_invalid_mask_is_rejected(mask):
-    with pytest.raises(DataError, match="a mask must be an integer NumPy array"):
-        colorize(mask, PALETTE)
 
 
 def test_overlay_blends_with_alpha_and_does_not_change_ignored_pixels():
@@ -51,14 +45,6 @@ def test_overlay_blends_with_alpha_and_does_not_change_ignored_pixels():
     assert mixed.dtype == np.uint8
     np.testing.assert_array_equal(overlay(image[:, :2], mask[:, :2], PALETTE, alpha=0), image[:, :2])
     np.testing.assert_array_equal(overlay(image[:, :2], mask[:, :2], PALETTE, alpha=1), [PALETTE[:2]])
-
-
-def test_overlay_rejects_different_sizes_and_invalid_alpha():
-    image = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(DataError, match=r"\(4, 4, 3\), but the mask has shape \(2, 4\)"):
-        overlay(image, np.zeros((2, 4), int), PALETTE)
-    with pytest.raises(DataError, match="alpha"):
-        overlay(image, np.zeros((4, 4), int), PALETTE, alpha=1.5)
 
 
 def test_contact_sheet_shows_every_image_in_its_column_and_row():
@@ -91,18 +77,6 @@ def test_contact_sheet_has_titles_captions_and_a_wrapped_legend():
         assert xs.max() < full.width - 24
         lines.add(ys.min())
     assert len(lines) > 1
-
-
-def test_contact_sheet_rejects_mismatched_rows():
-    picture = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(DataError, match="at least one row"):
-        contact_sheet([])
-    with pytest.raises(
-        DataError, match=r"row 1: the number of images \(2\) must match the number of titles \(3\)"
-    ):
-        contact_sheet([[picture] * 3, [picture] * 2])
-    with pytest.raises(DataError, match=r"number of captions \(1\) must match the number of rows \(2\)"):
-        contact_sheet([[picture] * 3] * 2, captions=["a"])
 
 
 def test_ignored_pixels_are_pale_if_a_class_is_black():

@@ -68,15 +68,6 @@ def test_focal_loss_is_weighted_binary_cross_entropy(reduction, weight):
     assert wrapped.reduction == reduction
 
 
-def test_the_default_focal_loss_is_found_by_name():
-    logits, targets = mask_batch(2)
-    by_name = MODELS.build(
-        loss_config({"FocalLoss": {"loss_fcn": {"_target_": "torch.nn.BCEWithLogitsLoss"}}})
-    )
-    torch.testing.assert_close(by_name(logits, targets), FocalLoss()(logits.squeeze(1), targets.double()))
-    assert (by_name.gamma, by_name.alpha) == (1.5, 0.25)
-
-
 def hard_pixels(logits, targets, ignored, share, threshold):
     """Return the mean loss over the hard pixels of one output, selected as in SuperGradients."""
     z = np.moveaxis(logits.double().numpy(), 1, -1).reshape(-1, logits.shape[1])
@@ -111,22 +102,6 @@ def test_shelfnet_ohem_has_the_supergradients_defaults():
     assert ShelfNetOHEMLoss(ignore_lb=-1).ignore_index == -100
     single = loss(torch.zeros(1, 3, 4, 4), torch.zeros(1, 4, 4, dtype=torch.uint8))
     assert single["loss_main"].item() == pytest.approx(math.log(3))
-
-
-def test_half_precision_logits_are_summed_in_float32():
-    logits, targets = mask_batch(dtype=torch.float32)
-    for loss in (BCEDiceLoss(), FocalLoss()):
-        found = loss(logits.half(), targets)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, loss(logits.half().float(), targets))
-
-
-@pytest.mark.parametrize("loss", [BCEDiceLoss(), FocalLoss(), ShelfNetOHEMLoss()])
-def test_the_losses_compile_to_one_graph(loss):
-    logits, targets = mask_batch(dtype=torch.float32)
-    logits = logits.expand(3, 2, 5, 4).contiguous() if isinstance(loss, ShelfNetOHEMLoss) else logits
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(logits, targets), loss(logits, targets))
 
 
 def test_other_outputs_and_arguments_are_rejected():

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.errors import BuildError, ModelError
-from slipstream.registry import MODELS
 from slipstream.zoo.ddrnet import ddrnet_23, ddrnet_23_slim, ddrnet_39
 
 BUILDERS = {"ddrnet_23": ddrnet_23, "ddrnet_23_slim": ddrnet_23_slim, "ddrnet_39": ddrnet_39}
@@ -142,23 +140,6 @@ def test_logits_have_the_size_of_the_input(size):
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_training_without_auxiliary_head_returns_main_logits():
-    network = ddrnet_23_slim(num_classes=4, use_aux_heads=False)
-    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
-
-
-def test_evaluation_does_not_run_the_auxiliary_head():
-    network = ddrnet_23_slim(num_classes=4)
-
-    def fail(*_):
-        raise AssertionError("the auxiliary head ran")
-
-    network.seghead_extra.register_forward_hook(fail)
-    network.eval()(torch.randn(1, 3, 32, 32))
-    with pytest.raises(AssertionError, match="auxiliary"):
-        network.train()(torch.randn(2, 3, 32, 32))
-
-
 def test_gradient_reaches_every_parameter_in_training():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4)
@@ -183,41 +164,3 @@ def test_network_compiles_as_a_single_graph_with_the_same_gradients():
 
     compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="requires torch 2.13 or newer for a dynamic height")
-def test_exported_network_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = ddrnet_23_slim(num_classes=4).eval()
-    # At this height, no pyramid level has a height of 1 pixel, which export would specialize to a constant.
-    shapes = {"x": {2: torch.export.Dim.AUTO}}
-    exported = torch.export.export(network, (torch.zeros(2, 3, 640, 64),), dynamic_shapes=shapes).module()
-    x = torch.randn(2, 3, 576, 64)
-    torch.testing.assert_close(exported(x), network(x))
-
-
-def test_channels_last_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = ddrnet_23_slim(num_classes=4).double().eval()
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    expected = network(x)
-    network.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(network(x.contiguous(memory_format=torch.channels_last)), expected)
-
-
-def test_network_runs_under_autocast():
-    network = ddrnet_23_slim(num_classes=4)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = network(torch.randn(2, 3, 32, 32))
-    assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
-
-
-def test_unknown_option_raises_error_with_its_name():
-    with pytest.raises(BuildError, match="use_aux_heads"):
-        MODELS.build({"type": "ddrnet_23_slim", "use_aux_head": False})
-
-
-def test_num_classes_below_1_raises_error():
-    with pytest.raises(ModelError, match="num_classes must be at least 1"):
-        ddrnet_23_slim(num_classes=0)

@@ -49,21 +49,6 @@ def test_pooling_and_its_gradient_match_torch(size, bins, seed):
     assert not any("pool" in name for name in operators.seen)
 
 
-def test_pooling_supports_inputs_without_a_batch_dimension():
-    x = torch.randn(3, 7, 9)
-    torch.testing.assert_close(AdaptiveAvgPool2d((2, 4))(x), F.adaptive_avg_pool2d(x, (2, 4)))
-
-
-def test_pooling_in_half_precision_is_computed_in_float32():
-    x = torch.randn(2, 3, 7, 9).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = AdaptiveAvgPool2d((2, 4))(x)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        found, F.adaptive_avg_pool2d(x.float(), (2, 4)).bfloat16(), rtol=8e-3, atol=1e-3
-    )
-
-
 @pytest.mark.parametrize(
     "loss", [MultiHeadCrossEntropy(), CrossEntropy(ignore_index=255, label_smoothing=0.1)]
 )

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.errors import BuildError, ModelError
-from slipstream.registry import MODELS
 from slipstream.zoo import models, regseg48
 
 # Dilations of the paper's backbone at 1/16 of the resolution. All blocks except the last have 256 channels.
@@ -111,23 +107,6 @@ def test_forward_matches_the_reference():
         torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
 
 
-def test_weights_with_supergradients_names_load():
-    torch.manual_seed(0)
-    state = regseg48(num_classes=5).state_dict()
-    named = super_gradients_names(state)
-    assert (
-        "backbone.stages.2.DBlock_in256_out256_d[1, 4]_gw16_s1_se4#3.d_block_path.0.seq.conv.weight" in named
-    )
-    assert "backbone.stages.0.DBlock_in32_out48_d[1]_gw16_s2_se4#0.shortcut.shortcut.1.seq.bn.bias" in named
-    assert "head.head.1.bias" in named
-    before = dict(named)
-    network = copy.deepcopy(regseg48(num_classes=5))
-    network.load_state_dict(named, strict=True)
-    torch.testing.assert_close(dict(network.state_dict()), dict(state), rtol=0, atol=0)
-    assert named == before  # the caller's dict is not modified
-    torch.nn.ModuleDict({"network": network}).load_state_dict({f"network.{k}": v for k, v in named.items()})
-
-
 @pytest.mark.parametrize("backbone", [False, True])
 def test_supergradients_checkpoint_loads_by_name(tmp_path, backbone):
     torch.manual_seed(0)
@@ -151,41 +130,6 @@ def test_logits_have_the_size_of_the_input(size):
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_same_seed_returns_the_same_weights():
-    def weights():
-        torch.manual_seed(3)
-        return dict(regseg48().state_dict())
-
-    torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
-
-
-def test_every_parameter_has_a_gradient_except_the_bias_before_batch_norm():
-    torch.manual_seed(0)
-    network = regseg48(num_classes=4).double()
-    network(torch.randn(2, 3, 64, 64, dtype=torch.float64)).square().mean().backward()
-    lost = [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-9]
-    assert lost == ["stem.seq.conv.bias"]
-
-
-def test_dropout_is_active_only_in_training():
-    torch.manual_seed(0)
-    network = regseg48(num_classes=4, dropout=0.5)
-    x = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(network(x), network(x))
-    network.eval()
-    assert torch.equal(network(x), network(x))
-
-
-def test_channels_last_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = regseg48(num_classes=4).double().eval()
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    with torch.no_grad():
-        expected = network(x)
-        found = network.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.slow
 def test_training_is_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
@@ -197,55 +141,3 @@ def test_training_is_a_single_graph_with_the_same_gradients():
 
     compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-12)
-
-
-def test_network_uses_no_scatter():
-    """See `layers.resize`."""
-    seen = set()
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.add(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        regseg48(num_classes=4)(torch.randn(2, 3, 32, 32))
-    assert torch.ops.aten.convolution in seen
-    assert torch.ops.aten.upsample_bilinear2d not in seen
-
-
-@pytest.mark.slow
-def test_exported_network_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = regseg48(num_classes=4).eval()
-    auto = torch.export.Dim.AUTO
-    example = torch.randn(2, 3, 64, 96)
-    exported = torch.export.export(
-        network, (example,), dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}
-    ).module()
-    for size in ((2, 3, 64, 96), (3, 3, 96, 160)):
-        x = torch.randn(size)
-        torch.testing.assert_close(exported(x), network(x))
-
-
-def test_network_runs_under_autocast():
-    with torch.autocast("cpu", torch.bfloat16):
-        out = regseg48(num_classes=4)(torch.randn(2, 3, 32, 32))
-    assert out.dtype == torch.bfloat16
-    assert out.isfinite().all()
-
-
-def test_network_is_built_by_name():
-    network = MODELS.build({"type": "regseg48", "num_classes": 3})
-    assert network.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3, 32, 32)
-
-
-def test_unknown_option_raises_error_with_its_name():
-    with pytest.raises(BuildError, match="use_aux_heads"):
-        MODELS.build({"type": "regseg48", "use_aux_heads": True})
-
-
-@pytest.mark.parametrize("num_classes", [0, -3])
-def test_num_classes_below_1_raises_error(num_classes):
-    with pytest.raises(ModelError, match="num_classes must be at least 1"):
-        MODELS.build({"type": "regseg48", "num_classes": num_classes})

@@ -6,10 +6,8 @@ import hashlib
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from slipstream.zoo import models
-from slipstream.zoo.shelfnet import AttentionRefinement, ShelfBlock
 
 # Parameter counts of SuperGradients' networks with 21 classes, and SHA-256 hashes of the names and shapes in their
 # state dicts.
@@ -41,31 +39,3 @@ def test_each_trained_parameter_has_a_gradient():
     sum(output.square().mean() for output in network(torch.randn(2, 3, 64, 64))).backward()
     without = {name for name, parameter in network.named_parameters() if parameter.grad is None}
     assert without == {name for name, _ in network.named_parameters() if name.startswith("decoder.inconv.")}
-
-
-def test_a_block_uses_its_convolution_twice():
-    block = ShelfBlock(4).double().eval()
-    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    weight, bias = block.conv1.weight, block.conv1.bias
-
-    def normalized(x, norm):
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-
-    with torch.no_grad():
-        for norm in (block.bn1, block.bn2):
-            norm.running_mean.normal_()
-            norm.bias.normal_()
-        inner = normalized(F.conv2d(x, weight, bias, padding=1), block.bn1).relu()
-        expected = (normalized(F.conv2d(inner, weight, bias, padding=1), block.bn2) + x).relu()
-        torch.testing.assert_close(block(x), expected)
-
-
-def test_attention_scales_channels_by_a_gate_of_their_means():
-    part = AttentionRefinement(3, 4).double().eval()
-    x = torch.randn(2, 3, 5, 6, dtype=torch.float64)
-    with torch.no_grad():
-        part.bn_atten.running_mean.normal_()
-        features = part.conv(x)
-        gate = torch.einsum("oi,ni->no", part.conv_atten.weight[..., 0, 0], features.mean((2, 3)))
-        gate = 1 / (1 + torch.exp(-(gate - part.bn_atten.running_mean) / (1 + part.bn_atten.eps) ** 0.5))
-        torch.testing.assert_close(part(x), features * gate[..., None, None])

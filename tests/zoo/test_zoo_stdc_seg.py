@@ -3,11 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.errors import BuildError, ModelError
 from slipstream.model import Segmentor
-from slipstream.registry import MODELS
 from slipstream.zoo import STDCLoss, stdc1_seg, stdc2_seg
 from slipstream.zoo.layers import ConvBNReLU
 
@@ -123,56 +120,6 @@ def test_logits_have_the_size_of_the_input(size):
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_training_without_auxiliary_heads_returns_main_logits():
-    network = stdc1_seg(num_classes=4, use_aux_heads=False)
-    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
-
-
-def test_evaluation_does_not_run_the_auxiliary_heads():
-    network = stdc1_seg(num_classes=4)
-
-    def fail(*_):
-        raise AssertionError("an auxiliary head ran")
-
-    for head in (network.aux_head_s16, network.aux_head_s32, network.detail_head8):
-        head.register_forward_hook(fail)
-    network.eval()(torch.randn(1, 3, 32, 32))
-
-
-def test_same_seed_returns_the_same_weights():
-    def weights():
-        torch.manual_seed(3)
-        return dict(stdc1_seg(num_classes=4).state_dict())
-
-    torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
-
-
-def test_every_parameter_has_a_gradient_in_training():
-    torch.manual_seed(0)
-    network = stdc1_seg(num_classes=4, dropout=0)
-    sum(out.square().sum() for out in network(torch.randn(4, 3, 96, 96))).backward()
-    assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
-
-
-def test_dropout_is_active_only_in_training():
-    torch.manual_seed(0)
-    network = stdc1_seg(num_classes=4, dropout=0.5)
-    x = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(network(x)[0], network(x)[0])
-    network.eval()
-    assert torch.equal(network(x), network(x))
-
-
-def test_channels_last_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = stdc1_seg(num_classes=4).double().eval()
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    with torch.no_grad():
-        expected = network(x)
-        found = network.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.slow
 def test_network_and_loss_are_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
@@ -206,42 +153,6 @@ def test_inductor_keeps_the_gradient_of_the_doubled_context():
     torch.testing.assert_close(gradients(compiled), gradients(layers), rtol=1e-9, atol=1e-9)
 
 
-def test_network_uses_no_scatter():
-    """See `layers.resize`."""
-    seen = set()
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.add(func.overloadpacket)
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        stdc1_seg(num_classes=4)(torch.randn(2, 3, 64, 64))
-    assert torch.ops.aten.convolution in seen
-    assert torch.ops.aten.upsample_bilinear2d not in seen
-
-
-@pytest.mark.slow
-def test_exported_network_returns_equal_outputs():
-    torch.manual_seed(0)
-    network = stdc1_seg(num_classes=4).eval()
-    auto = torch.export.Dim.AUTO
-    example = torch.randn(2, 3, 64, 96)
-    exported = torch.export.export(
-        network, (example,), dynamic_shapes={"x": {0: auto, 2: auto, 3: auto}}
-    ).module()
-    for size in ((2, 3, 64, 96), (3, 3, 96, 160)):
-        x = torch.randn(size)
-        torch.testing.assert_close(exported(x), network(x))
-
-
-def test_network_runs_under_autocast():
-    network = stdc1_seg(num_classes=4)
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = network(torch.randn(2, 3, 32, 32))
-    assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
-
-
 def test_segmentor_trains_with_four_outputs():
     torch.manual_seed(0)
     network = dict(type="stdc1_seg", num_classes=3, dropout=0.0)
@@ -260,19 +171,3 @@ def test_segmentor_trains_with_four_outputs():
         values.append({name: value.item() for name, value in losses.items()})
     assert set(values[0]) == {"loss_main", "loss_aux0", "loss_aux1", "loss_detail"}
     assert all(values[-1][name] < 0.8 * values[0][name] for name in ("loss_main", "loss_aux0", "loss_detail"))
-
-
-def test_unknown_option_raises_error_with_its_name():
-    with pytest.raises(BuildError, match="use_aux_heads"):
-        MODELS.build({"type": "stdc2_seg", "use_aux_head": False})
-
-
-@pytest.mark.parametrize("num_classes", [0, -3])
-def test_num_classes_below_1_raises_error(num_classes):
-    with pytest.raises(ModelError, match="num_classes must be at least 1"):
-        MODELS.build({"type": "stdc1_seg", "num_classes": num_classes})
-
-
-def test_wrong_number_of_image_channels_raises_error():
-    with pytest.raises(RuntimeError, match="channels"):
-        stdc1_seg()(torch.randn(2, 4, 32, 32))

@@ -6,8 +6,7 @@ import contextlib
 import csv
 import io
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -161,7 +160,6 @@ class LocalVisBackend(_FileBackend):
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._files.pop(name).close()
-            _drop_partial_line(self.save_dir / name)
             self._report(name, error)
 
     def _file(self, name: str) -> TextIO:
@@ -170,13 +168,6 @@ class LocalVisBackend(_FileBackend):
             # Line buffering keeps the file complete up to the last line, even if the run is killed.
             self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
         return self._files[name]
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Remove an incomplete last line, which is left behind if the disk fills up during a write."""
-    with contextlib.suppress(OSError):
-        if path.is_file():  # skip devices such as /dev/null
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 @VISBACKENDS.register_module()
@@ -211,43 +202,26 @@ class CSVVisBackend(_FileBackend):
         row: dict[str, Any] = {"step": step, **scalars_in(scalar_dict)}
         path = self.save_dir / self.scalar_save_file
         try:
-            new = [name for name in row if name not in self._columns]
-            if new or not path.is_file() or not path.stat().st_size:
-                self._add_columns(path, new)
-            self._append(path, row)
-        except (OSError, ValueError, csv.Error) as error:
-            self._report(self.scalar_save_file, error)
-
-    def _append(self, path: Path, row: dict[str, Any]) -> None:
-        try:
+            if not set(row) <= set(self._columns) or not path.is_file():
+                self._add_columns(path, row)
             with path.open("a", encoding="utf-8", newline="") as file:
                 csv.DictWriter(file, self._columns, restval="").writerow(row)
-        except OSError:
-            _drop_partial_line(path)
-            raise
+        except OSError as error:
+            self._report(self.scalar_save_file, error)
 
-    def _add_columns(self, path: Path, names: list[str]) -> None:
+    def _add_columns(self, path: Path, names: Iterable[str]) -> None:
         """Rewrite the file, or create it, with the columns of the existing file followed by the new columns."""
-        lines: list[list[str]] = []
-        columns = self._columns
+        rows: list[dict[str, str]] = []
         if path.is_file():
             with path.open(encoding="utf-8", newline="") as file:
-                lines = list(csv.reader(file))
-        if lines and lines[0][:1] == ["step"]:
-            columns = lines.pop(0)
-        if lines and not columns:
-            raise ValueError(
-                "the file exists, and its first column is not 'step'; set a different scalar_save_file"
-            )
-        rows = [dict(zip(columns, line, strict=False)) for line in lines]
-        columns = columns + [name for name in names if name not in columns]
+                rows = list(csv.DictReader(file))
+        self._columns = list(dict.fromkeys([*(rows[0] if rows else self._columns), *names]))
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns, restval="")
+        writer = csv.DictWriter(text, self._columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text.getvalue())
-        self._columns = columns
 
 
 @VISBACKENDS.register_module()

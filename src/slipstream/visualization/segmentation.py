@@ -12,7 +12,7 @@ from slipstream.extras import extra
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from PIL import Image, ImageDraw
+    from PIL import Image
 
 __all__ = ["colorize", "contact_sheet", "ignored_color", "overlay"]
 
@@ -34,15 +34,14 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     Ignored pixels have the color `ignored_color(palette)`.
 
     Raises:
-        DataError: if `mask` is not an integer array (H, W), or contains a class id that has no color in `palette`.
+        DataError: if `mask` contains a class id that has no color in `palette`.
     """
-    _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
     invalid = ~ignored & ((mask < 0) | (mask >= len(palette)))
     if invalid.any():
+        ids = np.unique(mask[invalid])[:5].tolist()
         raise DataError(
-            f"the mask contains the class ids {np.unique(mask[invalid])[:5].tolist()}, but the palette has only "
-            f"{len(palette)} color{'s' * (len(palette) != 1)}; set ignore_index, or check the number of classes"
+            f"the mask contains the class ids {ids}, but the palette has {len(palette)} colors; set ignore_index"
         )
     colors = np.array([*palette, ignored_color(palette)], dtype=np.uint8)
     return colors[np.where(ignored, len(palette), mask.astype(np.int64))]
@@ -70,14 +69,12 @@ def overlay(
         ignore_index: class id of pixels that keep the image's color.
 
     Raises:
-        DataError: if the sizes differ, `alpha` is out of range, or the mask is invalid (see `colorize`).
+        DataError: if the sizes differ, or the mask contains an unknown class id.
     """
     if image.shape != (*mask.shape, 3):
         raise DataError(
             f"the image has shape {image.shape}, but the mask has shape {mask.shape}; resize one of them"
         )
-    if not 0 <= alpha <= 1:
-        raise DataError(f"alpha must be between 0 and 1, not {alpha}")
     mixed = image * (1 - alpha) + colorize(mask, palette, ignore_index) * alpha
     tinted = np.rint(mixed).astype(np.uint8)
     return tinted if ignore_index is None else np.where((mask == ignore_index)[..., None], image, tinted)
@@ -96,40 +93,34 @@ def contact_sheet(
         titles: titles of the columns.
         captions: for each row, one caption or one caption per image; empty for no captions.
         legend: names and RGB colors of the classes.
-
-    Raises:
-        DataError: if there are no rows, or the numbers of titles, images and captions do not match.
     """
     with extra("images"):
-        from PIL import Image, ImageDraw
+        from PIL import Image, ImageDraw, ImageFont
 
-    _check_rows(rows, titles, captions)
+    font = ImageFont.load_default(_TEXT_SIZE)
     cells = [[_resize(Image.fromarray(picture)) for picture in row] for row in rows]
-    width = 2 * _MARGIN + len(titles) * _CELL_WIDTH + (len(titles) - 1) * _GAP
+    columns = [_MARGIN + column * (_CELL_WIDTH + _GAP) for column in range(len(titles))]
+    width = columns[-1] + _CELL_WIDTH + _MARGIN
     caption_height = _TEXT_SIZE + 8 if captions else 0
     heights = [max(cell.height for cell in row) + caption_height + _GAP for row in cells]
-    entries, legend_height = _legend_layout(legend, width)
+    entries, legend_height = _legend_layout(legend, width, font)
     top = _MARGIN + _TITLE_SIZE + 10
     sheet = Image.new("RGB", (width, top + sum(heights) + legend_height + _MARGIN - _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    for column, title in enumerate(titles):
-        draw.text((_left(column), top - 10), title, _TEXT, _font(_TITLE_SIZE), anchor="ls")
+    for x, title in zip(columns, titles, strict=True):
+        draw.text((x, top - 10), title, _TEXT, ImageFont.load_default(_TITLE_SIZE), anchor="ls")
     for index, row in enumerate(cells):
-        for column, cell in enumerate(row):
-            sheet.paste(cell, (_left(column), top))
+        for x, cell in zip(columns, row, strict=True):
+            sheet.paste(cell, (x, top))
         top += heights[index]
-        for column, line in enumerate(_lines(captions[index]) if captions else ()):
-            draw.text((_left(column), top - _GAP - 7), line, _PALE, _font(_TEXT_SIZE), anchor="ls")
-    _draw_legend(draw, entries, top + 4)
+        caption = captions[index] if captions else ()
+        for x, line in zip(columns, [caption] if isinstance(caption, str) else caption, strict=False):
+            draw.text((x, top - _GAP - 7), line, _PALE, font, anchor="ls")
+    for x, y, name, color in entries:
+        box = (x, top + 4 + y, x + _SWATCH, top + 4 + y + _SWATCH)
+        draw.rectangle(box, fill=tuple(int(c) for c in color), outline=_PALE)
+        draw.text((x + _SWATCH + 6, box[1] + _SWATCH // 2), name, _TEXT, font, anchor="lm")
     return sheet
-
-
-def _lines(caption: str | Sequence[str]) -> Sequence[str]:
-    return [caption] if isinstance(caption, str) else caption
-
-
-def _left(column: int) -> int:
-    return _MARGIN + column * (_CELL_WIDTH + _GAP)
 
 
 def _resize(picture: Image.Image) -> Image.Image:
@@ -141,55 +132,18 @@ def _resize(picture: Image.Image) -> Image.Image:
     return picture.resize((_CELL_WIDTH, height), resample)
 
 
-def _font(size: int) -> Any:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size)
-
-
 _Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, color
 
 
-def _legend_layout(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
+def _legend_layout(
+    legend: Sequence[tuple[str, Sequence[int]]], width: int, font: Any
+) -> tuple[list[_Entry], int]:
     """Return the position of each legend entry, wrapped at the sheet width, and the height of the legend."""
-    if not legend:
-        return [], 0
-    line_height = _SWATCH + 10
-    x, y, entries = _MARGIN, 0, []
+    line_height, x, y, entries = _SWATCH + 10, _MARGIN, 0, []
     for name, color in legend:
-        size = _SWATCH + 6 + int(_font(_TEXT_SIZE).getlength(name)) + 20
+        size = _SWATCH + 6 + int(font.getlength(name)) + 20
         if x > _MARGIN and x + size > width - _MARGIN:
             x, y = _MARGIN, y + line_height
         entries.append((x, y, name, color))
         x += size
-    return entries, y + line_height + 4
-
-
-def _draw_legend(draw: ImageDraw.ImageDraw, entries: list[_Entry], top: int) -> None:
-    for x, y, name, color in entries:
-        box = (x, top + y, x + _SWATCH, top + y + _SWATCH)
-        draw.rectangle(box, fill=tuple(int(c) for c in color), outline=_PALE)
-        middle = top + y + _SWATCH // 2
-        draw.text((x + _SWATCH + 6, middle), name, _TEXT, _font(_TEXT_SIZE), anchor="lm")
-
-
-def _check_mask(mask: Any) -> None:
-    if not (isinstance(mask, np.ndarray) and mask.ndim == 2 and np.issubdtype(mask.dtype, np.integer)):
-        actual = f"{mask.dtype} {tuple(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
-        raise DataError(f"a mask must be an integer NumPy array (H, W), not {actual}")
-
-
-def _check_rows(
-    rows: Sequence[Sequence[RGB]], titles: Sequence[str], captions: Sequence[str | Sequence[str]]
-) -> None:
-    if not rows:
-        raise DataError("a contact sheet requires at least one row of images")
-    for index, row in enumerate(rows):
-        if len(row) != len(titles):
-            raise DataError(
-                f"row {index}: the number of images ({len(row)}) must match the number of titles ({len(titles)})"
-            )
-    if captions and len(captions) != len(rows):
-        raise DataError(
-            f"the number of captions ({len(captions)}) must match the number of rows ({len(rows)})"
-        )
+    return entries, y + line_height + 4 if entries else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slipstream.errors import ConfigError
+from slipstream.extras import extra
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.backends import BaseVisBackend
 from slipstream.visualization.values import as_dict, as_text, check_image, flatten, scalars_in
@@ -56,8 +55,11 @@ class WandbVisBackend(BaseVisBackend):
     @cached_property
     def experiment(self) -> Any:
         """The `wandb.Run`."""
+        with extra("wandb"):
+            import wandb
+
         self.save_dir.mkdir(parents=True, exist_ok=True)
-        run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
+        run = wandb.init(**{"dir": str(self.save_dir), **self.init_kwargs})
         # Training and validation count steps separately, but W&B's step must not decrease. Therefore, log the step as a
         # metric.
         run.define_metric("*", step_metric="step")
@@ -86,8 +88,10 @@ class WandbVisBackend(BaseVisBackend):
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Record an image."""
-        picture = _import("wandb", self).Image(check_image(name, image))
-        self.experiment.log({name: picture, "step": step}, commit=self.commit)
+        run = self.experiment  # reports a missing package before the import below
+        import wandb
+
+        run.log({name: wandb.Image(check_image(name, image)), "step": step}, commit=self.commit)
 
     def close(self) -> None:
         """Finish the run, if it was started."""
@@ -141,7 +145,10 @@ class MLflowVisBackend(BaseVisBackend):
     @cached_property
     def experiment(self) -> Any:
         """The `mlflow.MlflowClient`; see `run_id` for its run."""
-        return _import("mlflow", self).MlflowClient(tracking_uri=self.tracking_uri)
+        with extra("mlflow"):
+            import mlflow
+
+        return mlflow.MlflowClient(tracking_uri=self.tracking_uri)
 
     @cached_property
     def run_id(self) -> str:
@@ -170,11 +177,11 @@ class MLflowVisBackend(BaseVisBackend):
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
         """Record the numeric values in one request."""
-        metric = _import("mlflow.entities", self).Metric
-        now = int(time.time() * 1000)
-        numbers = scalars_in(scalar_dict).items()
-        metrics = [metric(_mlflow_name(name), value, now, step) for name, value in numbers]
-        self.experiment.log_batch(self.run_id, metrics=metrics)
+        run_id, now, numbers = self.run_id, int(time.time() * 1000), scalars_in(scalar_dict).items()
+        from mlflow.entities import Metric
+
+        metrics = [Metric(_mlflow_name(name), value, now, step) for name, value in numbers]
+        self.experiment.log_batch(run_id, metrics=metrics)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Record an image as `<name>_<step>.png`."""
@@ -195,26 +202,13 @@ class MLflowVisBackend(BaseVisBackend):
         self.experiment.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
     def _log_params(self, run_id: str, params: Iterable[tuple[str, Any]]) -> None:
-        entities = _import("mlflow.entities", self)
+        from mlflow.entities import Param
+
         # The tracking service accepts at most 6,000 characters per value and 100 parameters per request.
-        entries = [entities.Param(_mlflow_name(name), str(value)[:6000]) for name, value in params]
+        entries = [Param(_mlflow_name(name), str(value)[:6000]) for name, value in params]
         for start in range(0, len(entries), 100):
             self.experiment.log_batch(run_id, params=entries[start : start + 100])
 
 
 def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
-
-
-def _import(module: str, backend: BaseVisBackend) -> Any:
-    package = module.split(".")[0]
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        kind = type(backend).__name__
-        raise ConfigError(
-            f"{kind} requires the {package} package. Run `pip install 'slipstream[{package}]'`, or remove the backend"
-        ) from error
-    return importlib.import_module(module)

@@ -81,24 +81,21 @@ class Visualizer:
         """Record the configuration, a `Config` or a dict.
 
         Raises:
-            ConfigError: a backend cannot write this configuration; the other backends have recorded it.
+            ConfigError: a backend cannot write this configuration.
             BackendError: a backend failed, for example because its server cannot be reached.
         """
-        invalid: ConfigError | None = None
         for name, backend in self._backends.items():
             try:
                 backend.add_config(config)
-            except ConfigError as error:
-                invalid = invalid or error
+            except SlipstreamError:
+                raise
             except Exception as error:
-                if isinstance(error, SlipstreamError) or _is_disk_problem(error, backend):
+                if _is_disk_problem(error, backend):
                     raise
                 raise BackendError(
                     f"visualizer.vis_backends: {name} cannot record the configuration: {type(error).__name__}: "
-                    f"{str(error).rstrip('.')}. Correct the options of this backend, or remove it"
+                    f"{error}. Correct the options of this backend, or remove it"
                 ) from error
-        if invalid is not None:
-            raise invalid
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
         """Record a scalar."""

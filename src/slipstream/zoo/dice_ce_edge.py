@@ -66,17 +66,10 @@ class DiceCEEdgeLoss(nn.Module):
         ce_edge_weights: Sequence[float] = (0.5, 0.5),
     ) -> None:
         super().__init__()
-        heads = 1 + num_aux_heads + num_detail_heads
-        for name, values, needed in (
-            ("weights", weights, heads),
-            ("dice_ce_weights", dice_ce_weights, 2),
-            ("ce_edge_weights", ce_edge_weights, 2),
-        ):
-            if len(values) != needed:
-                numbers = "1 number" if needed == 1 else f"{needed} numbers"
-                raise ModelError(f"DiceCEEdgeLoss: {name} must contain {numbers}, not {list(values)}")
-        if edge_kernel < 1 or edge_kernel % 2 == 0:
-            raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
+        if len(weights) != 1 + num_aux_heads + num_detail_heads or edge_kernel % 2 == 0:
+            raise ModelError(
+                "DiceCEEdgeLoss: weights must contain a number for each head, and edge_kernel must be odd"
+            )
         self.num_classes = num_classes
         self.num_detail_heads = num_detail_heads
         self.weights = tuple(weights)
@@ -119,20 +112,13 @@ class DiceCEEdgeLoss(nn.Module):
         return losses
 
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
-        if len(outputs) not in (1, len(self.names)):
-            expected = "1 output" if len(self.names) == 1 else f"{len(self.names)} outputs"
+        needed = [1 if name.startswith("loss_detail") else self.num_classes for name in self.names]
+        channels = [logits.shape[1] for logits in outputs]
+        if channels not in (needed, needed[:1]):
             raise ModelError(
-                f"DiceCEEdgeLoss expects {expected} ({', '.join(self.names)}), but the network "
-                f"returns {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training mode"
+                f"DiceCEEdgeLoss expects outputs with {needed} channels ({', '.join(self.names)}), but the network "
+                f"returns {channels}; set num_classes, num_aux_heads and num_detail_heads to match its outputs"
             )
-        for name, logits in zip(self.names, outputs, strict=False):
-            needed = 1 if name.startswith("loss_detail") else self.num_classes
-            if logits.shape[1] != needed:
-                channels = "1 channel" if needed == 1 else f"{needed} channels"
-                raise ModelError(
-                    f"DiceCEEdgeLoss expects {channels} for {name}, but the network returns {logits.shape[1]}; set "
-                    "num_classes (without the ignored label), num_aux_heads and num_detail_heads to match the network"
-                )
 
     def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
         ce = F.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction="none")

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, redacted_source, revise
-from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingPackageError,
+    ModelError,
+    UnknownNameError,
+    did_you_mean,
+)  # fmt: skip
 from slipstream.logging import print_log
 from slipstream.model.weight_init import load_pretrained
 from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
-from slipstream.zoo.network_names import TIMM_REMEDY, network_hint
-from slipstream.zoo.timm_networks import PREFIX
+from slipstream.zoo.timm_networks import PREFIX, import_timm
 
-__all__ = ["get", "load", "missing_weights", "names", "network_config", "unknown_network"]
+__all__ = ["get", "load", "missing_weights", "names", "network_config", "network_hint", "unknown_network"]
 
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
@@ -33,13 +39,7 @@ _BACKBONES = {
 }
 """Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
-_RENAMED_OPTIONS = {
-    "aux_head": "use_aux_heads",
-    "dropout_prob": "dropout",
-    "drop_path_prob": "drop_path",
-    "sync_bn": "training_params.sync_bn",
-}
-"""Keys from older SuperGradients recipes, and the keys that replace them."""
+TIMM_REMEDY = f"other classification networks come from timm, under the name {PREFIX}NAME"
 
 
 def names() -> list[str]:
@@ -90,8 +90,6 @@ def get(
     _check_name(name, pretrained_weights)
     options = {**(arch_params or {}), **options}
     classes = _classes(name, num_classes, options.pop("num_classes", None))
-    for key in _RENAMED_OPTIONS.keys() & options.keys():
-        raise ConfigError(f"is not supported; use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
     if pretrained_weights is not None:
         options["pretrained"] = True
     network: nn.Module = MODELS.build(network_config(name, {"num_classes": classes, **options}))
@@ -121,6 +119,16 @@ def unknown_network(name: str) -> str:
     """Return the error message for an unknown network, which suggests the nearest name."""
     known = names()
     return f"no network is named '{name}'{network_hint(name, known)} (available: {', '.join(known)}; {TIMM_REMEDY})"
+
+
+def network_hint(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest network in `known` or, if it is installed, in timm."""
+    if hint := did_you_mean(name, known):
+        return hint
+    try:
+        return did_you_mean(f"{PREFIX}{name}", [f"{PREFIX}{other}" for other in import_timm().list_models()])
+    except MissingPackageError:
+        return ""
 
 
 def missing_weights(name: str) -> str:

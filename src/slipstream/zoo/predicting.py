@@ -75,20 +75,14 @@ class Processing:
     palette: Sequence[Sequence[int]] | None = None
 
     @classmethod
-    def read(
-        cls,
-        task: str,
-        class_names: Sequence[str] | None,
-        transforms: Any,
-        palette: Sequence[Sequence[int]] | None,
-    ) -> Processing:
+    def read(cls, task: str, class_names: Sequence[str] | None, transforms: Any, palette: Any) -> Processing:
         """Return the validated parameters; see `Network.set_dataset_processing_params`.
 
         Raises:
             ConfigError: if the transforms are invalid.
         """
         if transforms is not None:
-            transforms = _build_transforms(_transform_list(transforms), task)
+            transforms = _build_transforms(transforms, task)
             if task == "classification":
                 read_transforms(transforms)
             else:
@@ -142,12 +136,7 @@ def _preprocessing(cfg: Mapping[str, Any], task: str) -> Sequence[Mapping[str, A
 
 
 def predict(
-    network: nn.Module,
-    images: Any,
-    task: str,
-    processing: Processing | None,
-    batch_size: int,
-    fp16: bool,
+    network: nn.Module, images: Any, task: str, processing: Processing | None, batch_size: int, fp16: bool
 ) -> ImagePrediction | ImagesPredictions:
     """Return the predictions of a network; see `Network.predict`."""
     if processing is None or processing.transforms is None:
@@ -157,8 +146,6 @@ def predict(
             "current",
             logging.WARNING,
         )
-    if batch_size < 1:
-        raise ConfigError(f"must be at least 1, not {batch_size}", "batch_size")
     is_list, pixels = _read_images(images)
     predictions = _predictions(network, pixels, task, processing or Processing(), batch_size, fp16)
     return ImagesPredictions(tuple(predictions)) if is_list else predictions[0]
@@ -167,12 +154,9 @@ def predict(
 def _read_images(images: Any) -> tuple[bool, list[RGB]]:
     """Return whether `images` is a folder or a list, and the pixels of each image."""
     if isinstance(images, str | Path) and Path(images).is_dir():
-        paths = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
-        if not paths:
-            raise DataError(
-                f"the folder '{images}' contains no images; supported file extensions are {', '.join(_SUFFIXES)}"
-            )
-        return True, [read_image(path) for path in paths]
+        images = sorted(path for path in Path(images).iterdir() if path.suffix.lower() in _SUFFIXES)
+        if not images:
+            raise DataError("the folder contains no images")
     if isinstance(images, Iterable) and not isinstance(images, str | Tensor | np.ndarray):
         return True, [_pixels(image) for image in images]
     return False, [_pixels(images)]
@@ -182,58 +166,43 @@ def _pixels(image: Any) -> RGB:
     """Return an image as uint8 (H, W, 3)."""
     if isinstance(image, str | Path):
         return read_image(Path(image))
-    if isinstance(image, Tensor):
-        if image.ndim != 3 or len(image) != 3 or image.dtype != torch.uint8:
-            raise DataError(
-                "an image tensor must have shape (3, H, W) and dtype torch.uint8, not shape "
-                f"{tuple(image.shape)} and dtype {image.dtype}"
-            )
-        return image.permute(1, 2, 0).cpu().numpy()
-    if hasattr(image, "convert"):  # Pillow images
-        image = image.convert("RGB")
-    array = np.asarray(image)
+    if isinstance(image, Tensor) and image.ndim == 3:
+        image = image.permute(1, 2, 0).cpu().numpy()
+    array = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
     if array.ndim == 2:
         array = np.repeat(array[..., None], 3, axis=2)
     if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
         raise DataError(
-            "an image must have shape (H, W, 3) (RGB) or (H, W) (grayscale) and dtype uint8, not shape "
-            f"{array.shape} and dtype {array.dtype}"
+            "an image must be an array (H, W, 3) or (H, W) or a tensor (3, H, W) of dtype uint8, not "
+            f"{array.shape} of dtype {array.dtype}"
         )
     return array
 
 
-def _transform_list(processor: Any) -> Iterable[Any]:
-    """Return the transforms of a list, or of SuperGradients' `{ComposeProcessing: {processings: [...]}}`."""
-    if isinstance(processor, Mapping) and list(processor) == ["ComposeProcessing"]:
-        processor = (processor["ComposeProcessing"] or {}).get("processings")
-    if isinstance(processor, str | Mapping) or not isinstance(processor, Iterable):
-        raise ConfigError(f"must be a list of transforms, not {processor!r}", "image_processor")
-    return processor
+def _build_transforms(transforms: Any, task: str) -> list[Any]:
+    """Build each entry that is a name, `{Name: {arguments}}` or a dict with a `type`, and keep the other entries.
 
-
-def _build_transforms(transforms: Iterable[Any], task: str) -> list[Any]:
-    """Build each entry that is a name, `{Name: {arguments}}` or a dict with a `type`, and keep the other entries."""
+    SuperGradients' `{ComposeProcessing: {processings: [...]}}` is a list, too, and its processing classes are replaced.
+    """
+    if isinstance(transforms, Mapping) and list(transforms) == ["ComposeProcessing"]:
+        transforms = transforms["ComposeProcessing"]["processings"]
+    if isinstance(transforms, str | Mapping) or not isinstance(transforms, Iterable):
+        raise ConfigError(f"must be a list of transforms, not {transforms!r}", "image_processor")
     built = []
     for entry in transforms:
-        if isinstance(entry, str):
-            entry = {"type": entry}
-        elif isinstance(entry, Mapping) and "type" not in entry and len(entry) == 1:
-            [(name, arguments)] = entry.items()
-            entry = {"type": name, **(arguments or {})}
-        if not isinstance(entry, Mapping):
+        cfg = {"type": entry} if isinstance(entry, str) else entry
+        if not isinstance(cfg, Mapping):
             built.append(entry)
-        elif entry.get("type") != "ImagePermute":  # images are always converted to (3, H, W)
-            built.append(TRANSFORMS.build(_rename(entry, task)))
+            continue
+        if "type" not in cfg and len(cfg) == 1:
+            [(name, arguments)] = cfg.items()
+            cfg = {"type": name, **(arguments or {})}
+        cfg = {**cfg, "type": _PROCESSINGS[task].get(cfg["type"], cfg["type"])}
+        if cfg["type"] == "ToTensor" and cfg.get("max_value") == 255:
+            del cfg["max_value"]
+        if cfg["type"] != "ImagePermute":  # images are always converted to (3, H, W)
+            built.append(TRANSFORMS.build(cfg))
     return built
-
-
-def _rename(entry: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """Return the configuration of the transform that replaces a SuperGradients processing class."""
-    kind = entry.get("type")
-    renamed = {**entry, "type": _PROCESSINGS[task].get(kind, kind) if isinstance(kind, str) else kind}
-    if renamed["type"] == "ToTensor" and renamed.get("max_value") == 255:
-        del renamed["max_value"]
-    return renamed
 
 
 def _prepare(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage:
@@ -257,12 +226,7 @@ def _inputs(prepared: PreparedImage) -> Tensor:
 
 @torch.no_grad()
 def _predictions(
-    network: nn.Module,
-    images: Iterable[RGB],
-    task: str,
-    processing: Processing,
-    batch_size: int,
-    fp16: bool,
+    network: nn.Module, images: Iterable[RGB], task: str, processing: Processing, batch_size: int, fp16: bool
 ) -> list[ImagePrediction]:
     """Return the prediction for each image.
 
@@ -318,8 +282,6 @@ def _names(class_names: Sequence[str] | None, count: int, binary: bool) -> tuple
     names = ("background", *class_names) if binary and len(class_names) == 1 else tuple(class_names)
     if len(names) < count:
         raise ConfigError(
-            f"the network has {count} class{'es' * (count != 1)}, but the number of class names is {len(names)}; call "
-            "set_dataset_processing_params(class_names=[...])",
-            "class_names",
+            f"the network has {count} classes, but there are {len(names)} class names", "class_names"
         )
     return names

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.errors import ConfigError
 from slipstream.extras import extra
-from slipstream.files import atomic_write
 from slipstream.visualization import overlay
 
 __all__ = [
@@ -72,20 +70,8 @@ class ImagePrediction(ABC):
         _picture(self.draw()).show()
 
     def save(self, output_path: str | Path) -> None:
-        """Save the visualization to a file. The file extension determines the format.
-
-        Raises:
-            ConfigError: if the file extension does not belong to a supported image format.
-        """
-        path = Path(output_path)
-        picture = _picture(self.draw())
-        formats = _formats()
-        if path.suffix.lower() not in formats:
-            raise ConfigError(
-                f"must end with an image file extension, such as .png, not {path.name!r}", "output_path"
-            )
-        with atomic_write(path) as temporary:
-            picture.save(temporary, format=formats[path.suffix.lower()])
+        """Save the visualization to a file. The file extension determines the format."""
+        _picture(self.draw()).save(output_path)
 
 
 @dataclass(frozen=True)
@@ -161,9 +147,3 @@ def _picture(pixels: RGB) -> Any:
         from PIL import Image
 
     return Image.fromarray(pixels)
-
-
-def _formats() -> dict[str, str]:
-    from PIL import Image
-
-    return {suffix: name for suffix, name in Image.registered_extensions().items() if name in Image.SAVE}

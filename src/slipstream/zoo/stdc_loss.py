@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
+from slipstream.typecheck import Probability, check
 from slipstream.zoo.losses import at_least_float32
 
 __all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
@@ -38,12 +39,8 @@ class OhemCELoss(nn.Module):
         self, threshold: float = 0.7, mining_percent: float = 1 / 16, ignore_index: int = 255
     ) -> None:
         super().__init__()
-        if not 0 < threshold <= 1:
-            raise ConfigError(
-                f"must be a probability greater than 0 and at most 1, not {threshold}", "threshold"
-            )
-        if not 0 <= mining_percent <= 1:
-            raise ConfigError(f"must be between 0 and 1, not {mining_percent}", "mining_percent")
+        check(threshold, Probability, "threshold")
+        check(mining_percent, Probability, "mining_percent")
         self.mining_percent = mining_percent
         self.ignore_index = ignore_index
         self.hard_loss = -math.log(threshold)
@@ -131,20 +128,6 @@ class STDCLoss(nn.Module):
             raise ConfigError(
                 f"must be at least 2, not {num_classes}; for a network with one output channel, use BCEDiceLoss",
                 "num_classes",
-            )
-        if len(weights) < 1 + num_detail_heads:
-            raise ConfigError(
-                f"must contain factors for the main output, any auxiliary outputs and the details, not {weights!r}",
-                "weights",
-            )
-        if len(detail_weights) != 2:
-            raise ConfigError(
-                f"must contain two factors, for cross-entropy and Dice, not {detail_weights!r}",
-                "detail_weights",
-            )
-        if not 1 <= detail_threshold <= 8:
-            raise ConfigError(
-                f"must be a number of neighbors from 1 to 8, not {detail_threshold}", "detail_threshold"
             )
         self.num_classes = num_classes
         self.num_detail_heads = num_detail_heads

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from slipstream.errors import (
-    CheckpointError,
-    ConfigError,
-    MissingPackageError,
-    UnknownNameError,
-    did_you_mean,
-)
+from slipstream.errors import CheckpointError, ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.model.weight_init import PretrainedWeights, load_pretrained
 from slipstream.registry import MODELS
@@ -26,14 +19,13 @@ __all__ = ["PREFIX", "TimmClassifier", "import_timm"]
 
 PREFIX = "timm:"
 """Prefix of the names of timm's networks in `models.get` and in `architecture`."""
-_SOURCE_OPTIONS = (
+_SOURCE_OPTIONS = {
     "checkpoint_path",
     "checkpoint_paths",
     "pretrained_cfg",
     "pretrained_cfg_overlay",
     "cache_dir",
-)
-"""Options that make timm load weights from other sources, without Slipstream's checks for untrusted files."""
+}
 
 
 @MODELS.register_module()
@@ -53,7 +45,6 @@ class TimmClassifier(Network, PretrainedWeights):
 
     Raises:
         ModelError: if `num_classes` is less than 1.
-        ConfigError: if an option sets the source of timm's weights.
         MissingPackageError: if timm cannot be imported.
         UnknownNameError: if timm has no network with this name.
     """
@@ -65,7 +56,11 @@ class TimmClassifier(Network, PretrainedWeights):
     ) -> None:
         super().__init__()
         check_num_classes(num_classes)
-        _check_options(options)
+        if source := sorted(options.keys() & _SOURCE_OPTIONS):
+            raise ConfigError(
+                "is not supported, because timm would load unchecked files; pass the file to models.get",
+                source[0],
+            )
         timm = import_timm()
         if not timm.is_model(name):
             hint = did_you_mean(name, timm.list_models())
@@ -134,31 +129,14 @@ class TimmClassifier(Network, PretrainedWeights):
         return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key in _SOURCE_OPTIONS:
-        if key in options:
-            raise ConfigError(
-                "is not supported for networks from timm, because timm would load files without checking them; pass a "
-                "file or URL to models.get as checkpoint_path, or set checkpoint_params.checkpoint_path in a recipe",
-                key,
-            )
-
-
 def import_timm() -> ModuleType:
     """Return the `timm` module.
 
     Raises:
-        MissingPackageError: if timm is not installed, or cannot be imported.
+        MissingPackageError: if timm is not installed.
     """
     with extra("timm"):
-        try:
-            import timm
-        except RuntimeError as error:  # raised by torchvision if it was built for another version of torch
-            reason = " ".join(str(error).split())
-            raise MissingPackageError(
-                f"timm cannot be imported: {reason}; install the version of torchvision that matches torch "
-                f"{torch.__version__}"
-            ) from error
+        import timm
     module: ModuleType = timm
     return module
 
