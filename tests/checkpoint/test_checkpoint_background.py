@@ -75,20 +75,6 @@ def test_changes_to_shards_after_the_call_are_not_saved(tmp_path, writer, held, 
         assert content["tied"].equal(content["weight"])
 
 
-def test_next_checkpoint_reuses_the_copies_after_the_previous_write(tmp_path, writer):
-    weight, other = torch.zeros(3), torch.zeros(2)
-    for number in range(3):
-        weight.fill_(number)
-        writer.write(
-            {"weight": weight, "other": other[number:]}, tmp_path / f"{number}.pth", pytest.fail, str
-        )
-    writer.wait()
-    for number in range(3):
-        content = load_checkpoint(tmp_path / f"{number}.pth")
-        assert content["weight"].tolist() == [number] * 3
-        assert len(content["other"]) == 2 - number
-
-
 def test_error_in_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
     (tmp_path / "taken.pth").mkdir()
     writer.write({"a": torch.ones(1)}, tmp_path / "taken.pth", pytest.fail, pytest.fail)
@@ -96,16 +82,3 @@ def test_error_in_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
         writer.write({"a": torch.ones(1)}, tmp_path / "next.pth", pytest.fail, pytest.fail)
     writer.wait()
     assert not (tmp_path / "next.pth").exists()
-
-
-def test_equally_named_keys_and_different_views_are_copied_separately(tmp_path, writer):
-    base = torch.complex(torch.ones(2), torch.ones(2))
-    content = {1: torch.zeros(2), "1": torch.ones(2), "z": base, "c": base.conj()}
-    for number in range(2):
-        writer.write(content, tmp_path / f"{number}.pth", pytest.fail, str)
-    writer.wait()
-    for number in range(2):
-        saved = load_checkpoint(tmp_path / f"{number}.pth")
-        assert saved[1].tolist() == [0, 0]
-        assert saved["1"].tolist() == [1, 1]
-        assert torch.equal(saved["c"], saved["z"].conj())

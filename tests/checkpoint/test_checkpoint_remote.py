@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -14,9 +13,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from slipstream.checkpoint import local_checkpoint, mark_last_checkpoint
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.recipes import compose
-from slipstream.registry import MODELS
-from slipstream.training.recipe import recipe_config
 from slipstream.zoo import models
 
 
@@ -147,53 +143,3 @@ def test_a_run_folder_provides_its_best_or_latest_checkpoint(weights, tmp_path):
     other = models.get("resnet18_cifar", 3)
     torch.save(other.state_dict(), folder / "ckpt_best.pth")
     same(models.get("resnet18_cifar", 3, checkpoint_path=str(folder)), other)
-
-
-def test_a_recipe_loads_weights_from_a_url(weights, memory):
-    pytest.importorskip("hydra")
-    network, data, checksum = weights
-    memory.pipe_file("/org/repo/w.pth", data)
-    overrides = [
-        "checkpoint_params.checkpoint_path=memory://org/repo/w.pth",
-        f"checkpoint_params.checkpoint_sha256={checksum}",
-        "arch_params.num_classes=3",
-    ]
-    config = recipe_config(compose("cifar10_resnet", overrides))["model"]
-    model = MODELS.build(config)
-    model.init_weights()
-    same(model.network, network)
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Register a mock file system for `hf://`. Return the local folder in which it looks for `ORG/REPO/FILE`."""
-
-    class Hub(fsspec.AbstractFileSystem):
-        protocol = "hf"
-        cachable = False
-
-        def _open(self, path, mode="rb", **options):
-            return (tmp_path / "hub" / self._strip_protocol(path)).open(mode)
-
-    registered = importlib.import_module("fsspec.registry")._registry
-    monkeypatch.setitem(registered, "hf", Hub)
-    return tmp_path / "hub"
-
-
-@pytest.mark.parametrize("path", ["org/repo/w.pth", "org/repo@v1.0/folder/w.pth", "datasets/org/repo/w.pth"])
-def test_hugging_face_paths_in_recipes_are_read_with_a_checksum_and_then_offline(weights, hub, path):
-    network, data, checksum = weights
-    (hub / path).parent.mkdir(parents=True)
-    (hub / path).write_bytes(data)
-    overrides = [
-        f"checkpoint_params.checkpoint_path=hf://{path}",
-        f"checkpoint_params.checkpoint_sha256={checksum}",
-        "architecture=resnet18_cifar",
-        "arch_params.num_classes=3",
-    ]
-    config = recipe_config(compose("cifar10_resnet", overrides))["model"]
-    for _ in range(2):
-        model = MODELS.build(config)
-        model.init_weights()
-        same(model.network, network)
-        (hub / path).unlink(missing_ok=True)  # a second download would fail

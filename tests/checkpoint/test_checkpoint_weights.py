@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.checkpoint import load_weights, loaded_names, revise
+from slipstream.checkpoint import load_weights, revise
 from slipstream.errors import CheckpointError
 
 
@@ -50,12 +50,6 @@ def test_non_strict_loading_skips_a_head_with_a_different_class_count():
     assert torch.equal(target["body"].weight, source["body"].weight)
 
 
-def test_non_strict_loading_fails_if_most_shapes_differ():
-    state = {key: torch.ones(7, 7) for key in model().state_dict()}
-    with pytest.raises(CheckpointError, match="belongs to a different model"):
-        load_weights(model(), state, strict=False)
-
-
 def test_non_strict_loading_fails_if_no_key_matches():
     state = {f"module.{key}": value for key, value in model().state_dict().items()}
     with pytest.raises(CheckpointError, match=r"none of this model's tensors.*module\.body.*revise_keys"):
@@ -87,47 +81,6 @@ def test_pre_hooks_rename_old_keys_before_the_strict_comparison():
         CheckpointError, match=r"old\.weight is \(3,\) in the checkpoint and \(2,\) in the model"
     ):
         load_weights(parts, {**state, "old.kernel": torch.ones(3)}, strict=True)
-
-
-class Counted(nn.Linear):
-    """A layer whose state_dict hook adds an entry that its load pre-hook removes."""
-
-    count = calls = 0
-
-    def __init__(self, outputs=2):
-        super().__init__(2, outputs)
-        self._register_state_dict_hook(self.save)
-        self.register_load_state_dict_pre_hook(self.load)
-
-    @staticmethod
-    def save(module, state, prefix, _):
-        state[f"{prefix}count"] = torch.tensor(module.count)
-
-    @staticmethod
-    def load(module, state, prefix, *_):
-        module.calls += 1
-        module.count = int(state.pop(f"{prefix}count"))
-
-
-def test_entry_that_a_pre_hook_removes_is_loaded_once():
-    source, target = nn.Sequential(Counted()), nn.Sequential(Counted())
-    source[0].count = 3
-    assert load_weights(target, source.state_dict(), strict=True) == []
-    assert (target[0].count, target[0].calls) == (3, 1)
-    assert torch.equal(target[0].weight, source[0].weight)
-    assert loaded_names(target, source.state_dict()) == source.state_dict().keys()
-
-
-def test_rejected_checkpoint_does_not_change_attributes_that_a_pre_hook_sets():
-    source, target = nn.Sequential(Counted(5)), nn.Sequential(Counted())
-    source[0].count = 3
-    with pytest.raises(CheckpointError, match=r"0\.weight is \(5, 2\) in the checkpoint"):
-        load_weights(target, source.state_dict(), strict=True)
-    assert target[0].count == 0
-    state = source.state_dict()
-    del state["0.weight"]
-    with pytest.raises(CheckpointError, match=r"0\.bias is \(5,\)"):
-        load_weights(target, state, strict=True)
 
 
 def test_non_strict_loading_skips_a_renamed_tensor_of_a_different_shape():

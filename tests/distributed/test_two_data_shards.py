@@ -9,7 +9,6 @@ from two_processes import run_in_two
 
 from slipstream.dataset import build_dataloader
 from slipstream.dist import init_dist
-from slipstream.errors import ModelError
 from slipstream.model import BaseModel
 from slipstream.runner import Runner
 
@@ -59,14 +58,6 @@ def own_step(folder):
     return [p.tolist() for p in made.model.parameters()]
 
 
-def own_step_inside_plain_ddp(folder):
-    try:
-        runner(folder, cfg=dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel"))).train()
-    except ModelError as error:
-        return str(error)
-    return "no error"
-
-
 def ready_loader(folder):
     init_dist("pytorch")
     shuffled = build_dataloader(
@@ -78,18 +69,13 @@ def ready_loader(folder):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([ready_loader, own_step, own_step_inside_plain_ddp], tmp_path_factory.mktemp("shards"))
+    return run_in_two([ready_loader, own_step], tmp_path_factory.mktemp("shards"))
 
 
 def test_ranks_have_equal_weights_with_an_overridden_train_step(answers):
     first, second = answers["own_step"]
     assert isinstance(first, list), first
     assert first == second
-
-
-def test_wrapper_without_gradient_sync_raises_an_error(answers):
-    for answer in answers["own_step_inside_plain_ddp"]:
-        assert "MMSeparateDistributedDataParallel" in answer
 
 
 def test_data_loader_object_is_sharded_over_the_ranks(answers):

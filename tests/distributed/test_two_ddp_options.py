@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import run_in_two
-from two_trainings import Labeled, LossOfEachStep, SteppedNet, train
+from two_trainings import LossOfEachStep, SteppedNet, train
 
 from slipstream.dist import get_rank, own_or_mean
 from slipstream.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
@@ -83,40 +83,6 @@ def counted(folder):
         runner = train(folder / name, 2, model(), prepare=counter, optim_wrapper=optim, cfg=cfg)
         answers[name] = counter.syncs, state(runner)
     return answers
-
-
-class Uneven(SteppedNet):
-    """A model that skips a layer in every second step."""
-
-    steps = 0
-
-    def forward(self, x, y, mode):
-        self.steps += 1
-        hidden = F.relu(self.norm(self.first(x)))
-        hidden = F.relu(self.middle(hidden)) if self.steps % 2 else hidden
-        return {"loss": F.cross_entropy(self.last(hidden), y)}
-
-
-def views(folder):
-    def weights(name, model=SteppedNet, accumulate=1, clip=None, **options):
-        optim = dict(ACCUMULATED, accumulative_counts=accumulate, clip_grad=clip)
-        cfg = dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel", **options))
-        return state(train(folder / name, 2, model(), optim_wrapper=optim, cfg=cfg))
-
-    pairs = []
-    for index, options in enumerate(
-        [
-            {},
-            dict(accumulate=3, clip=dict(max_norm=0.1)),
-            dict(static_graph=True),
-            dict(model=Uneven, find_unused_parameters=True),
-        ]
-    ):
-        pairs.append([weights(f"{index}{v}", gradient_as_bucket_view=v, **options) for v in (True, False)])
-    model = MMDistributedDataParallel(SteppedNet())
-    model(*Labeled()[:4], mode="loss")["loss"].backward()
-    buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-    return pairs, len(buckets)
 
 
 @contextlib.contextmanager
@@ -217,19 +183,9 @@ def powersgd_resumed(folder):
     return whole, again, anew, remembered
 
 
-class OwnWrapper(MMDistributedDataParallel):
-    """A user's subclass of MMDistributedDataParallel, specified as a class."""
-
-
-def own_wrapper(folder):
-    cfg = dict(model_wrapper_cfg=dict(type=OwnWrapper, comm_hook="bf16"))
-    model = train(folder, 2, cfg=cfg).model
-    return type(model).__name__, model.comm_hook.dtype, model.broadcast_buffers, model.gradient_as_bucket_view
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    functions = [counted, views, compressed, trained, powersgd_resumed, own_wrapper]
+    functions = [counted, compressed, trained, powersgd_resumed]
     return run_in_two(functions, tmp_path_factory.mktemp("options"))
 
 
@@ -256,34 +212,12 @@ def test_gradients_are_synced_in_every_step_without_accumulation(answers):
     assert [set(answer["each"][0].values()) for answer in both(answers, "counted")] == [{10}, {10}]
 
 
-def test_static_graph_syncs_in_the_first_backward(answers):
-    for answer in both(answers, "counted"):
-        # In the first window, torch also syncs the first backward pass. Other windows sync once.
-        assert set(answer["static"][0].values()) == {4}
-        assert_close(answer["static"][1], answer["plain"][1])
-
-
 @pytest.mark.parametrize(("name", "model"), [("plain", SteppedNet), ("parts", Parts)])
 def test_accumulation_in_two_processes_matches_one_process(answers, tmp_path, name, model):
     alone = state(train(tmp_path, 1, model(), optim_wrapper=ACCUMULATED))
     first, second = (answer[name][1] for answer in both(answers, "counted"))
     assert_close(first, second, 0)
     assert_close(first, alone)
-
-
-def test_accumulation_in_bfloat16_matches_one_process_within_its_precision(answers, tmp_path):
-    alone = state(train(tmp_path, 1, optim_wrapper=BF16))
-    first, second = (answer["amp"][1] for answer in both(answers, "counted"))
-    assert_close(first, second, 0)
-    assert_close(first, alone, 2e-3)
-
-
-def test_gradient_as_bucket_view_is_the_default_and_keeps_results_bitwise_equal(answers):
-    for pairs, buckets in both(answers, "views"):
-        assert buckets == 1
-        assert len(pairs) == 4
-        for with_views, without in pairs:
-            assert_close(with_views, without, 0)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -309,20 +243,6 @@ def test_powersgd_sends_factors_and_is_exact_for_gradients_of_its_rank(answers):
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 
 
-def test_powersgd_errors_of_each_rank_are_saved(answers):
-    first, second = both(answers, "compressed")
-    (saved, own), (nothing, other) = first["saved"], second["saved"]
-    assert nothing == []  # rank 0 writes the file
-    for errors, expected in zip(saved, (own, other), strict=True):
-        assert errors.keys() == expected.keys() == {"0.weight", "2.weight"}
-        assert all(torch.equal(errors[name], expected[name]) for name in errors)
-    assert not torch.equal(own["0.weight"], other["0.weight"])
-    for restored, from_mean, continued in (answer["resumed"] for answer in (first, second)):
-        for one, mean, two in zip(restored, from_mean, continued, strict=True):
-            assert torch.equal(one, two)
-            torch.testing.assert_close(mean, two, rtol=1e-4, atol=1e-6)
-
-
 def test_resumed_run_restores_the_powersgd_state(answers):
     for whole, again, anew, remembered in both(answers, "powersgd_resumed"):
         assert remembered[""]["step"] == 10
@@ -339,7 +259,3 @@ def test_training_converges_and_ranks_stay_equal_with_every_hook(answers):
     for name in ("bf16", "fp16"):
         assert sum(first[name][0]) == pytest.approx(sum(first["exact"][0]), rel=0.1)
         assert first[name][0] != first["exact"][0]
-
-
-def test_user_subclass_accepts_the_options_and_keeps_the_defaults(answers):
-    assert both(answers, "own_wrapper") == [("OwnWrapper", torch.bfloat16, False, True)] * 2

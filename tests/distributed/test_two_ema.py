@@ -3,34 +3,14 @@
 import pytest
 import torch
 from sharded_runs import FSDP, SGD, Net, Record, assert_same, full, make
-from torch import nn
 from two_processes import run_in_two
 
-from slipstream import accelerate
-from slipstream.dist import all_reduce_params, get_rank
-from slipstream.hooks import EMAHook, Hook
+from slipstream.hooks import EMAHook
 from slipstream.model import unwrap_model
 from slipstream.step.average import AveragePart
 
 SCHEDULED = dict(type="EMAHook", ema_type="ScheduledEMA", decay=0.8, beta=3.0)
 WINDOWS = dict(SGD, accumulative_counts=2)
-
-
-class OtherStep:
-    """A step that has no parts, so the hook updates the average."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, batch):
-        return self.step(batch)
-
-
-class UseOtherStep(Hook):
-    priority = "VERY_HIGH"
-
-    def before_train(self, runner):
-        runner.step = OtherStep(runner.step)
 
 
 def averaged(folder, parallel=None, world=2, hook=SCHEDULED, hooks=(), norm=False, **changes):
@@ -70,14 +50,6 @@ def swa(folder, world=2):
     return averaged(folder, FSDP if world > 1 else None, world, hook)
 
 
-def ddp_after_step(folder):
-    return averaged(folder, "ddp", hooks=[UseOtherStep()])
-
-
-def fsdp_after_step(folder):
-    return averaged(folder, FSDP, hooks=[UseOtherStep()])
-
-
 def resumed(folder):
     """Train, and train again from a checkpoint of the first run. BatchNorm statistics differ between ranks."""
     found = []
@@ -91,30 +63,9 @@ def resumed(folder):
     return found
 
 
-def own_loop(folder):
-    """Train with `accelerate`. Return BatchNorm statistics before and after averaging over the ranks as in the docs."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    speed = dict(ema=dict(type="constant", decay=0.5))
-    step = accelerate(model, optimizer, speed=speed, compute_loss=lambda model, x: model(x).square().mean())
-    for batch in torch.randn(5, 2, 8, 4)[:, get_rank()]:
-        step(batch)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    averaged = step.average.module[1].running_mean.clone()
-    step.average.sync_buffers()
-    all_reduce_params((buffer for buffer in model.buffers() if buffer.is_floating_point()), op="mean")
-    with step.averaged():
-        validation = model[1].running_mean.clone()
-    return {
-        "own": (before["1.running_mean"], model[1].running_mean.clone()),
-        "average": (averaged, validation),
-    }
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    functions = [ddp, fsdp, swa, ddp_after_step, fsdp_after_step, resumed, own_loop]
+    functions = [ddp, fsdp, swa, resumed]
     return run_in_two(functions, tmp_path_factory.mktemp("two"))
 
 
@@ -128,22 +79,6 @@ def test_average_of_two_processes_matches_one_process(answers, tmp_path, functio
             assert not torch.allclose(own[name], average[f"module.{name}"], atol=1e-5), (
                 f"the average of {name} equals the weight"
             )
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_average_in_the_step_matches_average_in_the_hook(answers, kind):
-    for plain, other in zip(answers[kind], answers[f"{kind}_after_step"], strict=True):
-        assert_same(other, plain)
-        assert (plain["in_step"], other["in_step"]) == (True, False)
-
-
-def test_own_loop_can_average_the_statistics_of_batch_norm_over_the_ranks(answers):
-    first, second = answers["own_loop"]
-    for kind in ("own", "average"):
-        (before, after), (other_before, other_after) = first[kind], second[kind]
-        assert not torch.allclose(before, other_before)
-        torch.testing.assert_close(after, (before + other_before) / 2)
-        assert torch.equal(after, other_after)
 
 
 def test_resumed_run_has_the_same_weights_and_average(answers):

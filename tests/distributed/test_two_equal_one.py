@@ -19,10 +19,9 @@ from torch.utils.data import Dataset
 from two_processes import run_in_two
 from two_trainings import LossOfEachStep, train
 
-from slipstream.dataset import DefaultSampler
 from slipstream.model import Classifier, Segmentor, SyncBatchNorm
 from slipstream.runner import Runner
-from slipstream.zoo import MultiHeadCrossEntropy, pp_lite_t_seg
+from slipstream.zoo import MultiHeadCrossEntropy
 from slipstream.zoo.resnet import BasicBlock, ResNet
 
 pytestmark = pytest.mark.slow
@@ -81,10 +80,6 @@ def segmentation():
     return Segmentor(SmallSegmentation(), MultiHeadCrossEntropy())
 
 
-def pp_liteseg():
-    return Segmentor(pp_lite_t_seg(CLASSES), MultiHeadCrossEntropy())
-
-
 SGD, MODERATE_SGD, SLOW_SGD = (dict(type="SGD", lr=lr, momentum=0.9) for lr in (0.02, 1e-3, 2e-5))
 ADAMW, SLOW_ADAMW = dict(type="AdamW", lr=1e-3), dict(type="AdamW", lr=1e-4, eps=1e-5)
 PIXELS, DOUBLE = dict(pixels=True), dict(dtype=torch.float64)
@@ -93,7 +88,6 @@ CASES = {
     "resnet, float32, SGD": (resnet, SLOW_SGD, {}, CLOSE),
     "segmentation, float32, SGD": (segmentation, SGD, PIXELS, CLOSE),
     "segmentation, float32, AdamW": (segmentation, SLOW_ADAMW, PIXELS, CLOSE),
-    "pp_liteseg, float64, SGD": (pp_liteseg, MODERATE_SGD, dict(PIXELS, **DOUBLE, size=64), EXACT),
     "segmentation, float64, AdamW": (segmentation, ADAMW, dict(PIXELS, **DOUBLE), EXACT),
 }
 
@@ -151,21 +145,9 @@ def metrics(folder):
     return [measure(folder, 2, pixels) for pixels in (False, True)]
 
 
-def unequal_ignored(folder):
-    """Train one epoch with different numbers of valid pixels on the ranks."""
-    data = Pictures(pixels=True, uneven=True, dtype=torch.float64)
-    torch.manual_seed(0)
-    model = segmentation().double()
-    losses = LossOfEachStep()
-    options = dict(optim_wrapper=dict(optimizer=SGD), custom_hooks=[losses], cfg=dict(sync_bn=True))
-    start = {k: v.clone() for k, v in model.state_dict().items()}
-    train(folder, 2, model, data, max_epochs=1, **options)
-    return losses.losses[0], start
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([trainings, metrics, unequal_ignored], tmp_path_factory.mktemp("equal"), timeout=120)
+    return run_in_two([trainings, metrics], tmp_path_factory.mktemp("equal"), timeout=120)
 
 
 def both(answers, name):
@@ -195,35 +177,3 @@ def test_metrics_of_an_uneven_dataset_match_one_process_exactly(answers, tmp_pat
     assert alone
     for answer in both(answers, "metrics"):
         assert answer[which] == alone
-
-
-def test_ranks_with_different_numbers_of_valid_pixels_have_equal_weight(answers):
-    """The loss is the mean of the ranks' means, so a pixel has more weight on a rank with fewer valid pixels."""
-    first, second = both(answers, "unequal_ignored")
-    assert first[0] == second[0]
-    torch.manual_seed(0)
-    model = segmentation().double()
-    model.load_state_dict(first[1])
-    data = Pictures(pixels=True, uneven=True, dtype=torch.float64)
-    order = first_batch()
-    batch = {key: torch.stack([data[i][key] for i in order]) for key in ("inputs", "targets")}
-    logits = model.train().network(batch["inputs"])
-    means = [
-        sum(
-            weight * F.cross_entropy(out[half], batch["targets"][half], ignore_index=255)
-            for weight, out in zip((1.0, 0.4), logits, strict=True)
-        ).item()
-        for half in (slice(0, None, 2), slice(1, None, 2))
-    ]
-    whole = sum(
-        weight * F.cross_entropy(out, batch["targets"], ignore_index=255).item()
-        for weight, out in zip((1.0, 0.4), logits, strict=True)
-    )
-    assert first[0] == pytest.approx(sum(means) / 2, rel=1e-10)
-    assert first[0] != pytest.approx(whole, rel=1e-4)
-
-
-def first_batch():
-    """Return the indices of the first step. Each of two ranks processes every second index."""
-    sampler = DefaultSampler(Pictures(), shuffle=True, seed=3)
-    return [int(index) for _, index in zip(range(8), sampler, strict=False)]

@@ -5,9 +5,6 @@ import torch
 from sharded_runs import ACCUMULATED, ADAMW, FSDP, SGD, Net, Record, assert_same, make, train
 from two_processes import run_in_two
 
-from slipstream.errors import ModelError, SlipstreamError
-from slipstream.optim import OptimWrapper
-
 pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
 
 AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
@@ -82,48 +79,9 @@ def shards(folder):
     return blocks, sizes, runner.model.forward_needs_all_ranks, own, model.stem.weight.full_tensor().detach()
 
 
-def launched_alone(folder):
-    return train(folder, FSDP, launcher="pytorch")
-
-
-def own_train_step(folder):
-    class Own(Net):
-        def train_step(self, data, optim_wrapper):
-            return super().train_step(data, optim_wrapper)
-
-    try:
-        make(folder, FSDP, world=2, model=Own()).train()
-    except ModelError as error:
-        return str(error)
-    return "no error"
-
-
-def optimizer_of_whole_weights(folder):
-    found = []
-    for way in (lambda optimizer: optimizer, OptimWrapper, lambda optimizer: dict(optimizer=optimizer)):
-        model = Net()
-        optim = way(torch.optim.SGD(model.parameters(), lr=0.1))
-        try:
-            make(folder, FSDP, world=2, model=model, optim=optim, param_scheduler=None).train()
-        except SlipstreamError as error:
-            found.append(str(error))
-    return found
-
-
-def invalid_options(folder):
-    found = []
-    for parallel in (dict(FSDP, wrap=["Blok"]), dict(FSDP, shard_size=3), dict(type="hsdp")):
-        try:
-            make(folder, parallel, world=2)
-        except SlipstreamError as error:
-            found.append(str(error))
-    return found
-
-
 FUNCTIONS = [
     sgd, adamw_with_average, accumulated, clipped_by_value, autocast, sync_bn, overflow, compiled,
-    lower_precision, shards, own_train_step, optimizer_of_whole_weights,
-    invalid_options,
+    lower_precision, shards,
 ]  # fmt: skip
 
 
@@ -179,36 +137,3 @@ def test_rank_0_broadcasts_its_weights(answers):
     assert not torch.equal(own, others)
     assert torch.equal(shared, own)
     assert torch.equal(shared_too, own)
-
-
-def test_one_process_uses_no_wrapper(tmp_path):
-    assert type(make(tmp_path, FSDP).model) is Net
-
-
-def test_launcher_with_one_process_shards_over_one_process(tmp_path):
-    answer = run_in_two([launched_alone], tmp_path, world=1)["launched_alone"][0]
-    assert_same(answer, sgd(tmp_path / "alone", world=1), rtol=1e-6, atol=1e-6, steps=20)
-    assert answer["kind"] == "MMFullyShardedDataParallel"
-
-
-def test_model_with_an_overridden_train_step_raises_an_error(answers):
-    for answer in answers["own_train_step"]:
-        assert "overrides train_step" in answer
-
-
-def test_optimizer_built_before_sharding_raises_an_error(answers):
-    for answer in answers["optimizer_of_whole_weights"]:
-        assert len(answer) == 3, answer
-        for message in answer:
-            assert message.startswith("optim_wrapper: the optimizer was created before the model was sharded")
-
-
-def test_errors_for_invalid_options_suggest_a_remedy(answers):
-    for found in answers["invalid_options"]:
-        assert len(found) == 3, found
-        assert "no module of class 'Blok'; did you mean 'Block'?" in found[0]
-        assert found[1].startswith(
-            "shard_size: must be at least 2 and divide the number of processes (2), but is 3"
-        )
-        assert "LOCAL_WORLD_SIZE" in found[2]
-        assert "shard_size" in found[2]

@@ -7,11 +7,7 @@ from torch import nn
 from two_processes import run_in_two
 
 from slipstream.dist import get_rank, get_world_size, init_dist
-from slipstream.model.wrappers import MMDistributedDataParallel
-from slipstream.optim import OptimWrapper, ZeroRedundancyOptimizer
-from slipstream.speed import SpeedPlan
 from slipstream.speed.accelerate import accelerate
-from slipstream.speed.steps import Training, build_step
 from slipstream.step.sync import GradientSync
 
 pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
@@ -82,23 +78,6 @@ def tiny_buckets(folder):
         GradientSync.__init__ = made
 
 
-def in_bfloat16(folder):
-    """Train as one graph and with DDP. Both all-reduce the gradients in bfloat16."""
-    found = []
-    for how in (EAGER, None):
-        model = dict(type="ddp", comm_hook="bf16")
-        found.append(train(how, parallel=model))
-    return found
-
-
-def ragged(folder):
-    """Train with different batch sizes on the ranks."""
-    data = [
-        (x[: 4 - (i + get_rank()) % 2], y[: 4 - (i + get_rank()) % 2]) for i, (x, y) in enumerate(batches())
-    ]
-    return [train(how, data) for how in (EAGER, None)]
-
-
 class FailsOnRank1:
     """A backend that fails on rank 1 after `count` graphs."""
 
@@ -117,12 +96,6 @@ def one_cannot_capture(folder):
     return train(dict(backend=FailsOnRank1(0)))
 
 
-def one_cannot_capture_later(folder):
-    """Train with a compilation failure on rank 1 when the batch size changes."""
-    data = [(x[:3], y[:3]) if i >= 10 else (x, y) for i, (x, y) in enumerate(batches())]
-    return [train(how, data) for how in (dict(backend=FailsOnRank1(1)), None)]
-
-
 def one_computes_wrongly(folder):
     """Train with a compiled step that drops a gradient on rank 1 within an accumulation window."""
 
@@ -139,34 +112,6 @@ def one_computes_wrongly(folder):
     return [train(how, accumulate=2) for how in (dict(backend=lost), None)]
 
 
-def zero(folder):
-    """Train with a partitioned optimizer state. In this case, the optimizer step runs after the graph."""
-    found = []
-    for how in (EAGER, None):
-        model = Net().double()
-        wrapped = MMDistributedDataParallel(model)
-        inner = dict(optimizer_type="SGD", lr=0.05, momentum=0.9)
-        optim = OptimWrapper(ZeroRedundancyOptimizer(model.parameters(), **inner))
-        training = Training(
-            wrapped, optim, lambda m, b: {"loss": F.cross_entropy(m(b[0]), b[1])}, lambda batch: batch
-        )
-        step = build_step(training, SpeedPlan.read(dict(compile=how)), pytest.fail)
-        losses = averaged([step(batch)["loss"] for batch in batches()])
-        found.append((losses, dict(model.state_dict()), None, (type(step).__name__, False, set())))
-    return found
-
-
-def refused(folder):
-    """Return the errors for wrappers that cannot be compiled into a single graph."""
-    said = []
-    for parallel in (dict(type="ddp", comm_hook="powersgd"), dict(type="ddp", find_unused_parameters=True)):
-        try:
-            train(dict(scope="step", backend="eager"), parallel=parallel)
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
-
-
 def start(folder):
     init_dist("pytorch", "gloo")
 
@@ -177,13 +122,8 @@ ALL = [
     plain,
     eager,
     tiny_buckets,
-    in_bfloat16,
-    ragged,
     one_cannot_capture,
-    one_cannot_capture_later,
     one_computes_wrongly,
-    zero,
-    refused,
 ]
 
 
@@ -219,36 +159,13 @@ def test_one_graph_matches_ddp_for_every_bucket_size(answers, name):
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["in_bfloat16", "ragged", "zero"])
-def test_one_graph_matches_ddp(answers, name):
-    for found, expected in both(answers, name):
-        assert found[3][:2] == ("GraphStep", False)
-        assert expected[3][0] == "EagerStep"
-        assert_same(found, expected)
-
-
 def test_both_ranks_train_eagerly_if_one_rank_cannot_capture(answers):
     for found, expected in zip(both(answers, "one_cannot_capture"), both(answers, "eager"), strict=True):
         assert found[3][:2] == ("GraphStep", True)
         assert_same(found, expected, rtol=0, atol=0)
 
 
-def test_rank_with_a_later_capture_failure_runs_uncompiled(answers):
-    for found, expected in both(answers, "one_cannot_capture_later"):
-        assert found[3][:2] == ("GraphStep", False)
-        assert_same(found, expected)
-
-
 def test_failed_verification_on_one_rank_disables_the_graph_on_both(answers):
     for found, expected in both(answers, "one_computes_wrongly"):
         assert found[3][:2] == ("GraphStep", True)
         assert_same(found, expected, rtol=0, atol=0)
-
-
-def test_stateful_hooks_and_find_unused_parameters_raise_an_error(answers):
-    for powersgd, unused in both(answers, "refused"):
-        assert (
-            "ConfigError: compile.scope: the step cannot be compiled as one graph: the communication hook"
-            in powersgd
-        )
-        assert "find_unused_parameters searches the autograd graph in each step" in unused

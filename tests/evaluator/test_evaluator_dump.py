@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
-from slipstream.errors import DataError
 from slipstream.evaluator import Accuracy, DumpResults, Evaluator
-from slipstream.evaluator import dump as dump_module
 
 
 def _dump(path, *batches, size=1000):
@@ -54,32 +51,3 @@ def test_lists_of_samples_arrays_and_plain_values_are_stored(tmp_path):
     loaded = _dump(tmp_path / "out.pth", [sample], torch.tensor([1, 2]))
     assert torch.equal(loaded[0].pop("boxes"), torch.ones(2, 4, dtype=torch.float64))
     assert loaded == [{"name": "a.png", "size": (4, 5), "score": 0.5, 3: [None, True]}, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ([{"box": object()}], r"sample\.box is not saved: object objects"),
-        ([np.array(["x"])], "ndarray"),
-    ],
-)
-def test_unsupported_objects_raise_an_error_with_their_path(tmp_path, batch, words):
-    with pytest.raises(DataError, match=words):
-        DumpResults(tmp_path / "out.pt").process(None, batch)
-
-
-def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "out.pt"
-    _dump(path, torch.tensor([1]))
-
-    def fail(results, file):
-        file.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(dump_module.torch, "save", fail)
-    metric = DumpResults(path)
-    metric.process(None, torch.tensor([2]))
-    with pytest.raises(OSError, match="disk full"):
-        metric.evaluate(1)
-    assert torch.load(path, weights_only=True) == [torch.tensor(1)]
-    assert [p.name for p in tmp_path.iterdir()] == ["out.pt"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.evaluator import Accuracy, BaseMetric, Evaluator, IoUMetric, TorchMetric
+from slipstream.evaluator import Accuracy, BaseMetric, Evaluator, TorchMetric
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -44,19 +44,6 @@ def test_values_of_several_metrics_are_merged():
     }
 
 
-def test_reset_discards_the_results_of_all_kinds_of_metrics():
-    metrics = [
-        {"type": "Accuracy"},
-        torchmetrics.classification.MulticlassAccuracy(4, average="micro"),
-        Seen(),
-    ]
-    evaluator = Evaluator(metrics)
-    evaluator.process((SCORES, (TARGETS + 1) % 4))  # all are wrong
-    evaluator.reset()
-    evaluator.process((SCORES, TARGETS))
-    assert evaluator.evaluate(8) == {"accuracy/top1": 75.0, "MulticlassAccuracy": 0.75, "calls": 1}
-
-
 @pytest.mark.parametrize(
     "metrics", [Accuracy(), {"type": "Accuracy"}, [{"type": "Accuracy"}], ({"type": Accuracy},)]
 )
@@ -68,14 +55,6 @@ def test_torchmetrics_objects_are_wrapped():
     metric = torchmetrics.classification.MulticlassAccuracy(4)
     collection = torchmetrics.MetricCollection([metric])
     assert [type(m) for m in Evaluator([metric, collection]).metrics] == [TorchMetric, TorchMetric]
-
-
-def test_metrics_receive_batch_and_predictions_unchanged():
-    evaluator = Evaluator(Seen())
-    predictions, batch = {"preds": 1}, {"inputs": 2}
-    evaluator.process(data_samples=predictions, data_batch=batch)
-    evaluator.evaluate(1)
-    assert evaluator.metrics[0].seen == [(batch, predictions)]
 
 
 def test_duplicate_metric_names_raise_an_error():
@@ -110,13 +89,6 @@ def test_offline_evaluation_passes_matching_chunks_of_data():
 def test_offline_evaluation_requires_equal_lengths():
     with pytest.raises(DataError, match="data_samples has length 3, but data has length 2"):
         Evaluator(Seen()).offline_evaluate([1, 2, 3], ["a", "b"])
-
-
-def test_samples_of_different_sizes_require_a_chunk_size_of_one():
-    samples = [(torch.zeros(n, n).long(), torch.zeros(n, n).long()) for n in (2, 3)]
-    assert Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples)["mIoU"] == 100.0
-    with pytest.raises(DataError, match="chunk size"):
-        Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples, chunk_size=2)
 
 
 def test_only_data_elements_are_passed_as_dicts():

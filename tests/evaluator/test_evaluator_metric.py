@@ -60,11 +60,6 @@ def test_evaluate_clears_the_results():
     assert metric.evaluate(1)["kept/sum"] == 5
 
 
-def test_prefix_replaces_the_default_prefix():
-    assert list(_evaluated(Keep(prefix="mine"))) == ["mine/sum", "mine/count"]
-    assert TutorialAccuracy().prefix is None
-
-
 def test_compute_metrics_receives_cpu_tensors_without_gradients():
     metric = Keep()
     value = torch.ones((), requires_grad=True) * 2
@@ -72,13 +67,6 @@ def test_compute_metrics_receives_cpu_tensors_without_gradients():
     metric.evaluate(1)
     assert metric.seen[0].device.type == "cpu"
     assert not metric.seen[0].requires_grad
-
-
-def test_named_tuples_keep_their_type_on_the_cpu():
-    metric = Keep()
-    metric.compute_metrics = lambda results: {"top": results[0].indices}
-    metric.process(None, [torch.tensor([1.0, 3.0]).max(dim=0)])
-    assert metric.evaluate(1) == {"kept/top": 1}
 
 
 def test_rank_0_raises_its_error_after_the_broadcast(monkeypatch):
@@ -112,8 +100,3 @@ def test_other_ranks_fail_with_the_error_of_rank_0(monkeypatch):
     _as_rank_1(monkeypatch, "ZeroDivisionError: division by zero")
     with pytest.raises(DistributedError, match=r"Keep\.compute_metrics failed on rank 0: ZeroDivisionError"):
         Keep().evaluate(1)
-
-
-def _evaluated(metric):
-    metric.process(None, [1])
-    return metric.evaluate(1)

@@ -59,12 +59,6 @@ def test_collection_keeps_the_names_of_its_metrics():
     assert set(metric.evaluate(4)) == {"acc", "each/0", "each/1", "each/2", "each/3"}
 
 
-def test_dict_values_are_flattened_under_the_name():
-    metric = TorchMetric(torchmetrics.MetricCollection({"acc": _accuracy()}), name="all")
-    metric.process(None, (SCORES, TARGETS))
-    assert metric.evaluate(4) == {"all/acc": 0.75}
-
-
 def test_metric_moves_to_the_device_of_the_first_batch():
     metric = TorchMetric(_accuracy(validate_args=False))
     moves = []
@@ -74,22 +68,3 @@ def test_metric_moves_to_the_device_of_the_first_batch():
     metric.process(None, tuple(batch))
     metric.process(None, tuple(batch))
     assert moves == ["meta"]
-
-
-def test_lists_of_dicts_are_passed_unchanged():
-    metric = TorchMetric(_accuracy())
-    got = []
-    metric.metric.update = lambda preds, targets: got.append((preds, targets))
-    boxes = [{"boxes": torch.zeros(1, 4)}]
-    metric.process(None, (boxes, boxes))
-    metric.process(None, [{"preds": boxes[0], "targets": boxes[0]}])
-    assert got == [(boxes, boxes), (boxes, boxes)]
-
-
-def test_inference_mode_batches_can_be_evaluated_in_normal_mode():
-    metric = TorchMetric(_accuracy())
-    for _ in range(2):
-        with torch.inference_mode():
-            metric.process(None, (SCORES.clone(), TARGETS.clone()))
-        metric.process(None, (SCORES, TARGETS))
-        assert metric.evaluate(8) == {"MulticlassAccuracy": 0.75}

@@ -144,33 +144,6 @@ def test_swap_exchanges_storages_and_a_second_swap_restores_them(update_buffers)
     assert (pointers(average.module), pointers(model)) == (mine, theirs)
 
 
-def test_average_of_a_compiled_model_runs_eagerly_without_gradients():
-    torch._dynamo.reset()
-    model = Plain()
-    calls = []
-
-    def backend(graph, inputs):
-        def run(*args):
-            calls.append(graph)
-            return graph.forward(*args)
-
-        return run
-
-    model.compile(backend=backend)
-    model(torch.ones(1, 3))
-    assert len(calls) == 1
-    average = ExponentialMovingAverage(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(9)
-    x = torch.ones(1, 3)
-    assert torch.equal(average(x), nn.functional.linear(x, average.module.layer.weight))
-    assert len(calls) == 1
-    assert average.module._compiled_call_impl is None
-    assert not any(p.requires_grad for p in average.parameters())
-    assert all(p.requires_grad for p in model.parameters())
-
-
 def test_state_dict_restores_average_and_step_count():
     model = network()
     average = MomentumAnnealingEMA(model, momentum=0.01, gamma=3)
@@ -187,34 +160,6 @@ def test_state_dict_restores_average_and_step_count():
     other.update_parameters(model)
     for ours, theirs in zip(average.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_exp_decay_uses_a_default_beta_of_15():
-    average = ScheduledEMA(network(), decay=0.9999)
-    average.total_steps = 1000
-    weights = [average.next_weight() for _ in range(1000)]
-    assert weights[0] == 1.0
-    decays = [0.9999 * (1 - np.exp(-15 * step / 1000)) for step in range(2, 1001)]
-    np.testing.assert_allclose(weights[1:], 1 - np.array(decays), rtol=1e-9)
-
-
-@pytest.mark.parametrize("interval", [1, 3])
-def test_next_weight_matches_update_parameters(interval):
-    model = network()
-    one, other = (MomentumAnnealingEMA(model, momentum=0.1, gamma=3, interval=interval) for _ in range(2))
-    rng = np.random.default_rng(0)
-    for _ in range(10):
-        walk(model, rng)
-        one.update_parameters(model)
-        averages, currents = other.pairs(model)
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, currents, other.next_weight())
-    assert one.steps == other.steps == 10
-    for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert all(a is b for a, b in zip(currents, model.parameters(), strict=True)), (
-        "pairs copied the model's tensors"
-    )
 
 
 class SpecialTensors(nn.Module):
@@ -246,17 +191,6 @@ def test_tied_weights_remain_tied_and_are_averaged_once():
     torch.testing.assert_close(model.last.weight.detach(), start + 1)
 
 
-def test_average_of_frozen_weights_is_exact():
-    model = SpecialTensors()
-    average = ExponentialMovingAverage(model, momentum=0.3)
-    for _ in range(20):
-        with torch.no_grad():
-            model.first.weight += 1
-        average.update_parameters(model)
-    assert torch.equal(average.module.last.bias, model.last.bias)
-    assert not torch.equal(average.module.first.weight, model.first.weight)
-
-
 def test_only_saved_finite_floating_point_buffers_are_averaged():
     model = SpecialTensors()
     average = ScheduledEMA(model, decay=0.5, decay_type="constant")
@@ -274,22 +208,6 @@ def test_only_saved_finite_floating_point_buffers_are_averaged():
     average.swap(model)
     assert model.mean.tolist() == [1.25] * 3
     assert model.grid.tolist() == [3.0, 4.0, 5.0]
-
-
-def test_average_of_channels_last_weights_keeps_the_memory_format():
-    torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-    average = ExponentialMovingAverage(model, momentum=0.25)
-    average.update_parameters(model)
-    start = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight += 1
-    average.update_parameters(model)
-    torch.testing.assert_close(average.module.weight, start + 0.25)
-    average.swap(model)
-    for module in (model, average.module):
-        assert module.weight.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(model.weight.detach(), start + 0.25)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -313,27 +231,6 @@ def test_swap_in_a_compiled_model_does_not_recompile(backend):
     average.swap(model)
     assert torch.equal(model(x), after)
     assert compiler.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (ExponentialMovingAverage, dict(momentum=0.0), "momentum"),
-        (ExponentialMovingAverage, dict(momentum=1.0), "momentum"),
-        (ExponentialMovingAverage, dict(interval=0), "interval"),
-        (MomentumAnnealingEMA, dict(gamma=0), "gamma"),
-        (ScheduledEMA, dict(decay=0.0), "decay"),
-        (ScheduledEMA, dict(decay=1.0), "decay"),
-        (ScheduledEMA, dict(decay=-0.1), "decay"),
-        (ScheduledEMA, dict(decay_type="treshold"), "decay_type: must be one of"),
-        (ScheduledEMA, dict(decay_type="constant", beta=15.0), r"beta: .*'exp'"),
-        (ScheduledEMA, dict(beta=0.0), "beta"),
-        (ScheduledEMA, dict(interval=0), "interval"),
-    ],
-)
-def test_out_of_range_values_raise_an_error(kind, options, message):
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        kind(network(), **options)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import LossError
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
 
@@ -77,32 +76,6 @@ def test_train_step_minimizes_the_total_of_an_overridden_parse_losses():
         logs = model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     torch.testing.assert_close(twice.net.weight - start, 2 * (once.net.weight - start))
     assert logs["twice"] == 2 * logs["loss"]
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ({"accuracy": torch.tensor(1.0)}, "'loss' in its name"),
-        ({"loss": torch.ones(3)}, r"'loss' has shape \(3,\)"),
-        ({"loss": 1.0}, "must be a scalar tensor"),
-        (torch.tensor(1.0), "must return a dict"),
-    ],
-)
-def test_error_for_invalid_losses_describes_the_returned_value(returned, message):
-    class Wrong(TupleModel):
-        def forward(self, x, labels, mode):
-            return returned
-
-    model = Wrong()
-    with pytest.raises(LossError, match=message):
-        model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
-
-
-def test_data_preprocessor_is_built_from_a_configuration():
-    model = BaseModel(dict(type="ImgDataPreprocessor", mean=[1.0], std=[2.0]))
-    out = model.data_preprocessor({"inputs": torch.full((1, 1, 2, 2), 5.0)})
-    assert out["inputs"].unique().tolist() == [2.0]
-    assert BaseModel(nn.Identity()).data_preprocessor.__class__ is nn.Identity
 
 
 def test_preprocessor_moves_nested_tensors_to_the_model_device():

@@ -95,17 +95,3 @@ def test_backward_keeps_only_low_precision_inputs(dtype, two_ranks):
         gradients.append(torch.autograd.grad(out.square().sum(), [low, *layer.parameters()]))
     assert alive == [[True], [False]]
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4), (6, 3, 4, 4)])
-def test_torch_sync_batchnorm_is_also_reverted(shape):
-    norm = nn.SyncBatchNorm(3, momentum=0.3)
-    norm.running_mean.fill_(0.5)
-    model = revert_sync_batchnorm(nn.Sequential(norm))
-    assert not isinstance(model[0], nn.SyncBatchNorm)
-    assert model[0].weight is norm.weight
-    x = torch.randn(shape)
-    expected = nn.functional.batch_norm(x, torch.full((3,), 0.5), torch.ones(3), training=True, momentum=0.3)
-    torch.testing.assert_close(model(x), expected)
-    axes = [0, *range(2, x.ndim)]
-    torch.testing.assert_close(model[0].running_mean, 0.7 * torch.full((3,), 0.5) + 0.3 * x.mean(axes))

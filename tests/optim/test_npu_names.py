@@ -88,13 +88,6 @@ def test_substitute_is_fused_if_the_device_supports_it(name, form):
     assert (p < 0).all()
 
 
-def test_substitute_is_not_fused_if_unsupported_or_disabled():
-    assert build("SGD", [torch.zeros(2, device="meta", requires_grad=True)]).defaults["fused"] is None
-    assert build("SGD", [parameter(torch.complex64)]).defaults["fused"] is None
-    assert build("SGD", foreach=True).defaults["foreach"] is True
-    assert build("SGD", fused=False).defaults["fused"] is False
-
-
 @pytest.mark.parametrize("name", LIBRARY)
 def test_pytorch_optimizer_is_used_for_the_other_names(name, capsys):
     library = pytest.importorskip("pytorch_optimizer")
@@ -107,12 +100,6 @@ def test_missing_library_error_names_the_extra_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*'slipstream\[optimizers\]'"):
         build(name)
-
-
-@pytest.mark.parametrize("name", SAME + OTHER)
-def test_strict_npu_raises_an_error_without_torch_npu(name):
-    with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*or remove strict_npu"):
-        build(name, strict_npu=True)
 
 
 # ---- formulas of the library's optimizers ------------------------------------------------------------------
@@ -165,46 +152,3 @@ def test_lamb_matches_the_paper(options):
         run("Lamb", start, grads, **options), lamb(start, grads, **options), strict=True
     ):
         torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-6)
-
-
-def adamp(start, grads, lr, betas, eps, weight_decay, delta=0.1, wd_ratio=0.1, nesterov=False):
-    params = [p.clone() for p in start]
-    m = [torch.zeros_like(p) for p in params]
-    v = [torch.zeros_like(p) for p in params]
-    projected = 0
-    for t, step in enumerate(grads, 1):
-        for i, g in enumerate(step):
-            p = params[i]
-            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
-            v[i] = betas[1] * v[i] + (1 - betas[1]) * g**2
-            mean = betas[0] * m[i] + (1 - betas[0]) * g if nesterov else m[i]
-            update = mean / ((v[i] / (1 - betas[1] ** t)).sqrt() + eps)
-            decay = weight_decay
-            for rows in (p.shape[0], 1) if p.ndim > 1 else ():
-                flat, flat_g, flat_u = p.reshape(rows, -1), g.reshape(rows, -1), update.reshape(rows, -1)
-                cosines = (flat * flat_g).sum(1).abs() / (flat.norm(dim=1) * flat_g.norm(dim=1))
-                if cosines.max() < delta / math.sqrt(flat.shape[1]):
-                    unit = flat / flat.norm(dim=1, keepdim=True)
-                    update = (flat_u - unit * (unit * flat_u).sum(1, keepdim=True)).reshape(p.shape)
-                    decay, projected = weight_decay * wd_ratio, projected + 1
-                    break
-            params[i] = p * (1 - lr * decay) - lr / (1 - betas[0] ** t) * update
-    return params, projected
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_adamp_matches_the_paper(nesterov):
-    pytest.importorskip("pytorch_optimizer")
-    generator = torch.Generator().manual_seed(5)
-    start = [
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (2, 3, 2), (5,))
-    ]
-    grads = gradients(8, [p.shape for p in start])
-    for step in grads[:4]:  # orthogonal to the initial weights, as in a scale-invariant layer
-        rows = start[0] / start[0].norm(dim=1, keepdim=True)
-        step[0] -= rows * (rows * step[0]).sum(1, keepdim=True)
-    options = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1, "nesterov": nesterov}
-    expected, projected = adamp(start, grads, **options)
-    assert 0 < projected < 16  # steps with and without projection occurred
-    for ours, theirs in zip(run("AdamP", start, grads, **options), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

@@ -1,6 +1,5 @@
 """Tests of the assignment of parameters to groups, and of error messages for invalid configurations."""
 
-import copy
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
-from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 LR, DECAY = 0.1, 0.01
 
@@ -132,21 +131,6 @@ def test_longest_custom_key_replaces_all_other_options():
     assert found == expect(model, changed, None)
 
 
-def test_parameters_with_the_same_options_share_a_group():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
-    optimizer = build(model, {"bias_decay_mult": 0.0, "custom_keys": {"7.": {"lr_mult": 0.5}}})
-    assert [len(group["params"]) for group in optimizer.param_groups] == [45, 45, 10]
-
-
-def test_tensor_learning_rates_are_multiplied_and_not_shared():
-    lr = torch.tensor(LR)
-    rules = {"custom_keys": {"head": {"lr_mult": 0.5}, "backbone": {"lr_mult": 0.5000001}}}
-    optimizer = build(Net(), rules, lr=lr)
-    rates = [group["lr"].item() for group in optimizer.param_groups]
-    assert rates == pytest.approx([0.1, 0.05000001, 0.05])
-    assert len({id(group["lr"]) for group in optimizer.param_groups}) == 3
-
-
 # ---- frozen and shared parameters ---------------------------------------------------------------
 
 
@@ -188,30 +172,6 @@ def test_shared_parameter_with_different_options_raises_an_error_unless_bypassed
 
 
 # ---- wrapped models, wrappers, constructors -----------------------------------------------------
-
-
-def test_data_parallel_wrappers_are_removed_from_names():
-    model = Net()
-    wrapped = nn.DataParallel(model)
-    optimizer = build(wrapped, {"custom_keys": {".scale": {"lr_mult": 0.5}}})
-    assert options_by_name(model, optimizer, "lr")["scale"] == pytest.approx((LR * 0.5,))
-
-
-def test_wrapper_is_optim_wrapper_by_default_and_receives_its_arguments(monkeypatch):
-    monkeypatch.setitem(OPTIM_WRAPPERS.module_dict, "OptimWrapper", Wrapper)
-    cfg = {"optimizer": {"type": "Adam", "lr": LR}, "clip_grad": {"max_norm": 1.0}}
-    before = copy.deepcopy(cfg)
-    wrapper = build_optim_wrapper(Net(), cfg)
-    assert isinstance(wrapper, Wrapper)
-    assert isinstance(wrapper.optimizer, torch.optim.Adam)
-    assert wrapper.clip_grad == {"max_norm": 1.0}
-    assert cfg == before
-
-
-def test_optim_wrapper_is_built():
-    wrapper = build_optim_wrapper(Net(), {**config(wrapper="OptimWrapper"), "accumulative_counts": 3})
-    assert type(wrapper).__name__ == "OptimWrapper"
-    assert wrapper.accumulative_counts == 3
 
 
 def test_optimizer_object_is_used_unchanged():

@@ -1,17 +1,13 @@
 """Tests of RMSpropTF and BertAdam (compared with float64 loops), optimizers from pytorch_optimizer, and Muon."""
 
 import copy
-import importlib.machinery
 import math
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import UnknownNameError
 from slipstream.optim import BertAdam, RMSpropTF, build_optim_wrapper
-from slipstream.registry import OPTIMIZERS
 
 SHAPES = [(4, 3), (5,), (2, 2, 2)]
 
@@ -105,19 +101,6 @@ def test_rmsprop_tf_matches_its_formula(options):
     assert_same(ours, rmsprop_tf(gradients(), **options), rtol=1e-4, atol=1e-5)
 
 
-def test_lr_in_momentum_has_an_effect_if_a_scheduler_changes_the_learning_rate():
-    moved = []
-    for lr_in_momentum in (True, False):
-        params = [nn.Parameter(p) for p in make_start()]
-        optimizer = RMSpropTF(params, momentum=0.9, lr_in_momentum=lr_in_momentum)
-        advance(optimizer, params, gradients(2))
-        optimizer.param_groups[0]["lr"] = 0.0
-        before = params[0].detach().clone()
-        advance(optimizer, params, gradients(1))
-        moved.append(not torch.equal(before, params[0]))
-    assert moved == [True, False]
-
-
 # ---- BertAdam ----------------------------------------------------------------------------------------
 
 AFTER_WARMUP = {
@@ -209,19 +192,6 @@ def test_parameters_with_gradients_are_updated_in_all_dtypes_and_groups(kind, op
     assert torch.equal(slow, torch.ones(2))
 
 
-def test_closure_runs_with_gradients_and_its_loss_is_returned():
-    p = nn.Parameter(torch.ones(2))
-    optimizer = RMSpropTF([p])
-
-    def closure():
-        loss = p.sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 2.0
-    assert (p < 1).all()
-
-
 # ---- names in configurations ----------------------------------------------------------------------
 
 
@@ -245,28 +215,3 @@ def test_library_optimizer_is_built_by_name_with_groups(name, module):
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not any(torch.equal(before[key], value) for key, value in model.state_dict().items())
-
-
-def test_torch_class_has_priority_over_the_library():
-    assert OPTIMIZERS.get("SGD") is torch.optim.SGD
-    assert OPTIMIZERS.get("Adafactor") is torch.optim.Adafactor
-    assert OPTIMIZERS.get("Muon") is torch.optim.Muon
-
-
-@pytest.fixture
-def without_the_library(monkeypatch):
-    def find_spec(name, *args):
-        return None if name == "pytorch_optimizer" else found(name, *args)
-
-    found = importlib.machinery.PathFinder.find_spec
-    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", find_spec)
-    for name in [name for name in sys.modules if name.split(".")[0] == "pytorch_optimizer"]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def test_missing_library_error_names_the_extra_to_install(without_the_library):
-    with pytest.raises(
-        UnknownNameError,
-        match=r"'Lion' is not a registered optimizer.*pip install 'slipstream\[optimizers\]'$",
-    ):
-        OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})

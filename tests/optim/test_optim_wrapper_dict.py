@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
 from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.step import EagerStep
 
 
 class Gan(nn.Module):
@@ -97,31 +96,3 @@ def test_state_dict_restores_each_wrapper_by_name():
         ConfigError, match=r"are \['critic', 'generator'\], but the state contains \['critic'\]"
     ):
         other.load_state_dict({"critic": {}})
-
-
-def test_calls_for_a_single_optimizer_raise_an_error():
-    gan = Gan()
-    optim = wrappers(gan)
-    loss = gan.critic(torch.ones(1, 3)).sum()
-    calls = [
-        lambda: optim.update_params(loss),
-        lambda: optim.backward(loss),
-        lambda: optim.step(),
-        lambda: optim.optim_context(gan),
-        lambda: EagerStep(lambda batch: {"loss": loss}, gan, optim)(None),
-    ]
-    for call in calls:
-        with pytest.raises(ModelError, match=r"\(generator, critic\); override train_step"):
-            call()
-
-
-def test_zero_grad_clears_the_gradients_of_all_optimizers():
-    gan = Gan()
-    gan.critic(gan.generator(torch.ones(1, 2))).sum().backward()
-    wrappers(gan).zero_grad()
-    assert all(p.grad is None for p in gan.parameters())
-
-
-def test_values_other_than_optim_wrappers_raise_an_error():
-    with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
-        OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))

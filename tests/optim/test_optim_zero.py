@@ -50,37 +50,6 @@ def test_states_of_zero_and_plain_optimizer_are_compatible(first, then):
     assert all(map(torch.equal, continued.parameters(), whole.parameters()))
 
 
-def test_named_parameters_and_closure_work_as_in_torch():
-    model, plain = network(), network()
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), "SGD", lr=0.1)
-    reference = torch.optim.SGD(plain.named_parameters(), lr=0.1)
-    for net, optim in ((model, optimizer), (plain, reference)):
-
-        def closure(net=net):
-            loss = net(torch.ones(2, 3)).square().mean()
-            loss.backward()
-            return loss
-
-        assert optim.step(closure) > 0
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    assert optimizer.state_dict() == reference.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(optimizer_type="AdmaW"), "'AdmaW' is not a registered optimizer; did you mean 'AdamW'?"),
-        (dict(optimizer_type="AdamW", momentums=1), "momentums"),
-        (dict(), "optimizer_type"),
-    ],
-)
-def test_invalid_inner_optimizer_or_option_raises_an_error(options, message):
-    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
-        build_optim_wrapper(
-            network(), dict(optimizer=dict(type="ZeroRedundancyOptimizer", lr=0.1, **options))
-        )
-
-
 def test_parameters_sharded_by_fsdp_raise_an_error():
     class Sharded(nn.Parameter):
         device_mesh = None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from scheduled import Wrapper, history, parameter, sgd, sgd_with_tensors
+from scheduled import history, parameter, sgd, sgd_with_tensors
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.optim import scheduler as schedules
@@ -20,7 +20,6 @@ from slipstream.optim.scheduler import (
     MultiStepLR,
     OneCycleLR,
     ReduceOnPlateauLR,
-    ReduceOnPlateauMomentum,
     StepLR,
     StepMomentum,
 )
@@ -65,15 +64,6 @@ def test_scheduler_is_active_only_between_begin_and_end():
     scheduler = ExponentialLR(optimizer, gamma=0.5, begin=2, end=5)
     values = [v[0] for v in history(optimizer, [scheduler], 8)]
     assert values == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025, 0.025, 0.025, 0.025])
-
-
-def test_schedulers_of_a_wrapper_share_the_values_of_its_optimizer():
-    optimizer = sgd_with_tensors()
-    chain = [LinearLR(Wrapper(optimizer), start_factor=0.5, end=3), StepLR(optimizer, 2, gamma=0.5)]
-    plain = sgd()
-    expected = [LinearLR(plain, start_factor=0.5, end=3), StepLR(plain, 2, gamma=0.5)]
-    for mine, yours in zip(history(optimizer, chain, 8), history(plain, expected, 8), strict=True):
-        assert mine == pytest.approx(yours, rel=1e-6)
 
 
 def test_every_group_option_can_be_scheduled():
@@ -160,28 +150,6 @@ def test_a_run_that_is_extended_continues_the_schedule_without_a_delay(make):
     assert list(values(extended, 7 - done)) == pytest.approx(whole[done:], rel=1e-12)
 
 
-def test_state_can_be_loaded_with_new_arguments():
-    optimizer = sgd()
-    scheduler = CosineAnnealingLR(optimizer, T_max=10)
-    history(optimizer, [scheduler], 5)
-    longer = CosineAnnealingLR(optimizer, T_max=20)
-    longer.load_state_dict(scheduler.state_dict())
-    assert longer.T_max == 20
-    assert longer.last_step == 5
-
-
-def test_plateau_state_contains_the_best_value_and_the_bad_epochs():
-    first, second = sgd(), sgd()
-    scheduler = ReduceOnPlateauLR(first, patience=1, factor=0.5, eps=0)
-    for loss in (1.0, 2.0):
-        scheduler.step({"loss": loss})
-    state = json.loads(json.dumps(scheduler.state_dict()))
-    resumed = ReduceOnPlateauLR(second, patience=1, factor=0.5, eps=0)
-    resumed.load_state_dict(state)
-    resumed.step({"loss": 3.0})
-    assert second.param_groups[0]["lr"] == pytest.approx(0.05)
-
-
 def test_state_of_a_different_scheduler_or_number_of_groups_raises_an_error():
     scheduler = ReduceOnPlateauLR(sgd())
     with pytest.raises(CheckpointError, match="best"):
@@ -189,17 +157,6 @@ def test_state_of_a_different_scheduler_or_number_of_groups_raises_an_error():
     one_group = torch.optim.SGD([parameter()], lr=0.1)
     with pytest.raises(CheckpointError, match="2 parameter groups, but the optimizer has 1"):
         StepLR(one_group, 2).load_state_dict(StepLR(sgd(), 2).state_dict())
-
-
-def test_last_step_requires_the_initial_values():
-    with pytest.raises(ConfigError, match="initial_lr"):
-        StepLR(sgd(), 2, last_step=3)
-    optimizer = sgd()
-    for group in optimizer.param_groups:
-        group["initial_lr"] = 1.0
-    scheduler = StepLR(optimizer, 2, gamma=0.5, last_step=3)
-    assert scheduler.last_step == 4
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
 # ---- tensors ------------------------------------------------------------------------------------
@@ -297,15 +254,6 @@ def test_momentum_of_adam_is_its_first_beta_and_schedulers_can_be_chained():
     assert chain[-1].get_last_value() == [optimizer.param_groups[0]["momentum"]]
 
 
-def test_momentum_of_adam_as_a_tensor_is_filled_in_place():
-    betas = (torch.tensor(0.8), torch.tensor(0.99))
-    optimizer = torch.optim.Adam([parameter()], lr=torch.tensor(0.1), betas=betas, capturable=True)
-    scheduler = ExponentialMomentum(optimizer, gamma=0.5)
-    scheduler.step()
-    assert optimizer.param_groups[0]["betas"][0] is betas[0]
-    assert betas[0].item() == pytest.approx(0.4)
-
-
 def test_momentum_continues_after_loading_a_state_without_the_scheduler():
     optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
     state = optimizer.state_dict()
@@ -313,19 +261,6 @@ def test_momentum_continues_after_loading_a_state_without_the_scheduler():
     optimizer.load_state_dict(state)
     scheduler.step()
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
-
-
-def test_plateau_reduces_momentum():
-    optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
-    scheduler = ReduceOnPlateauMomentum(optimizer, monitor="miou", rule="greater", factor=0.5, patience=0)
-    scheduler.step({"miou": 0.5})
-    scheduler.step({"miou": 0.4})
-    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
-
-
-def test_momentum_scheduler_of_an_optimizer_without_momentum_raises_an_error():
-    with pytest.raises(ConfigError, match="Adagrad has neither momentum nor betas"):
-        StepMomentum(torch.optim.Adagrad([parameter()]), 2)
 
 
 # ---- plateau ------------------------------------------------------------------------------------

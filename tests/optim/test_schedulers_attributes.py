@@ -1,7 +1,6 @@
 """Test that the attributes of a user-defined scheduler are saved and restored."""
 
 import abc
-import copy
 import math
 
 import pytest
@@ -56,39 +55,6 @@ def test_custom_scheduler_resumes_exactly_from_a_file(tmp_path):
         scheduler.step()
         resumed.step()
         assert scheduler.get_last_value() == resumed.get_last_value()
-
-
-def test_state_is_a_copy_and_can_be_loaded_again():
-    optimizer = sgd()
-    scheduler = Custom(optimizer)
-    for _ in range(3):
-        scheduler.step()
-    state, saved = scheduler.state_dict(), copy.deepcopy(optimizer.state_dict())
-    values = []
-    for _ in range(2):  # a rollback may load the same state again
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        scheduler.load_state_dict(state)
-        values.append([])
-        for _ in range(4):
-            scheduler.step()
-            values[-1].append(scheduler.get_last_value())
-    assert values[0] == values[1]
-
-
-def test_attributes_created_after_the_checkpoint_are_removed():
-    class Lazy(_ParamScheduler):
-        def _next(self, value, base):
-            if self.last_step == 2:
-                self.flag = 3
-            return value
-
-    scheduler = Lazy(sgd())
-    state = scheduler.state_dict()
-    for _ in range(3):
-        scheduler.step()
-    assert scheduler.state_dict()["attributes"] == {"flag": 3}
-    scheduler.load_state_dict(state)
-    assert not hasattr(scheduler, "flag")
 
 
 def test_unchanged_attributes_come_from_the_new_arguments():

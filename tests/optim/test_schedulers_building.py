@@ -71,11 +71,6 @@ def test_error_for_invalid_arguments_names_the_argument(name, arguments, message
         getattr(schedules, name)(sgd(), **arguments)
 
 
-def test_one_cycle_supports_only_the_learning_rate():
-    with pytest.raises(ConfigError, match="param_name: must be 'lr'"):
-        schedules.OneCycleParamScheduler(sgd(momentum=0.9), "momentum", 1.0, 5)
-
-
 def test_group_added_after_the_scheduler_raises_an_error():
     optimizer = sgd()
     scheduler = StepLR(optimizer, 2)
@@ -110,25 +105,6 @@ def test_convert_to_iter_based_scales_all_arguments_that_count_epochs():
     assert build("OneCycleLR", eta_max=1.0, total_steps=3).total_steps == 30
     assert build("LinearLR").total_iters == 29
     assert build("CosineAnnealingLR").T_max == 30
-
-
-@pytest.mark.parametrize(
-    ("cfg", "epoch_length", "message"),
-    [
-        ({"type": "StepLR", "step_size": 2}, None, "epoch_length: must be"),
-        ({"type": "StepLR", "step_size": 2}, 0, "epoch_length: must be"),
-        ({"type": "StepLR", "step_size": 2, "by_epoch": False}, 5, "by_epoch: must be"),
-        ({"type": "ReduceOnPlateauLR"}, 5, "remove it"),
-        ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
-    ],
-)
-def test_unsupported_use_of_convert_to_iter_based_raises_an_error(cfg, epoch_length, message):
-    with pytest.raises(ConfigError, match=message):
-        build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
-
-
-def test_slipstream_scheduler_has_priority_over_torch():
-    assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
 
 
 @pytest.mark.parametrize("options", [{}, {"end": None}], ids=str)
@@ -220,13 +196,6 @@ def test_schedulers_with_ambiguous_steps_require_by_epoch(make):
     assert by_epoch_of(make, by_epoch=True) is True
 
 
-def test_ambiguous_configurations_require_by_epoch():
-    with pytest.raises(
-        ConfigError, match="LambdaLR can step after each epoch or after each iteration; set by_epoch"
-    ):
-        build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs}, sgd())
-
-
 def test_scheduler_of_another_optimizer_raises_an_error():
     for make in (StepLR, torch_lr.StepLR):
         with pytest.raises(ConfigError, match="StepLR was created for a different optimizer"):
@@ -257,16 +226,6 @@ def test_custom_scheduler_with_get_value_is_applied():
     optimizer = sgd()
     values = [v[0] for v in history(optimizer, [HalvingLR(optimizer, total=2)], 5)]
     assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])
-
-
-def test_scheduler_that_does_not_define_next_raises_an_error():
-    with pytest.raises(NotImplementedError, match="_ParamScheduler must define _next"):
-        _ParamScheduler(sgd())
-
-
-def test_verbose_logs_each_value(capsys):
-    StepLR(sgd(), 2, verbose=True)
-    assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by_epoch", [True, False])

@@ -128,9 +128,10 @@ def load_sharded(
             _put(checkpoint, entry["path"], tensor)
         for name, parts in needed.items():
             shards = read_file(folder / _file_name(name))
-            for key, target, at, start in parts:
-                own, theirs = _overlap(at, target.shape, start, shards[key].shape)  # type: ignore[misc]
-                target[own].copy_(shards[key][theirs])
+            for key, target, position, start in parts:
+                slices = _overlap(position, target.shape, start, shards[key].shape)
+                assert slices is not None
+                target[slices[0]].copy_(shards[key][slices[1]])
         return dict(checkpoint)
 
 

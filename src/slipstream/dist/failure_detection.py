@@ -78,7 +78,8 @@ def start_failure_detection() -> None:
     if world_size == 1:
         return
     stop_failure_detection()
-    listener, address = None, [None, 0, b""]
+    listener: Listener | None = None
+    address: list[Any] = [[], 0, b""]
     if rank == 0:
         token = secrets.token_bytes(16)
         hosts = _hosts(world_size)

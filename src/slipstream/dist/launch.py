@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from slipstream.dist.failure_detection import start_failure_detection
 from slipstream.dist.info import is_distributed
@@ -75,9 +76,9 @@ def _open_store(placement: Placement, seconds: float) -> Any:
     """Return the store of rank 0 or of torchrun, after all processes have connected to it."""
     place = f"MASTER_ADDR={placement.master_addr}, MASTER_PORT={placement.master_port}"
     try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+        store = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
         # torchrun may keep one store across restarts, with the addresses of exited processes.
-        return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     except dist.DistError as error:
         raise DistributedError(
             f"the {placement.world_size} processes could not connect to rank 0 at {place} within {seconds:g} s "

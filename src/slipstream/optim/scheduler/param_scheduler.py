@@ -7,6 +7,7 @@ also accepts the arguments of `_ParamScheduler` (`begin`, `end`, `last_step`, `b
 from __future__ import annotations
 
 import math
+import types
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,11 @@ __all__ = [
 _Fraction = Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")]
 _Reduction = Annotated[float, Rule(lambda value: 0 < value < 1, "above 0 and below 1")]
 _Steps = Annotated[list[NonNegativeInt], Rule(lambda steps: len(steps) > 0, "with at least one step")]
+
+
+def _sequence(kind: Any, length: int) -> Any:
+    """Return the type of a sequence with `length` elements."""
+    return types.GenericAlias(tuple, (kind,) * length)
 
 
 def _require_end(end: int | None, alternatives: str = "") -> None:
@@ -250,8 +256,7 @@ class CosineRestartParamScheduler(_CosineParamScheduler):
         **kwargs: Any,
     ) -> None:
         check(periods, Annotated[list[PositiveInt], Rule(lambda steps: len(steps) > 0, "")], "periods")
-        weights = tuple[tuple([NonNegative] * len(periods))]  # type: ignore[misc]
-        check(restart_weights, weights, "restart_weights")
+        check(restart_weights, _sequence(NonNegative, len(periods)), "restart_weights")
         self.periods = list(periods)
         self.restart_weights = list(restart_weights)
         self.cumulative_periods = list(accumulate(periods))
@@ -336,7 +341,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     def _peak_of_each_group(optimizer: Any, eta_max: Any) -> list[float]:
         count = len(optimizer.param_groups)
         peaks = list(eta_max) if isinstance(eta_max, list | tuple) else [eta_max] * count
-        check(peaks, tuple[tuple([Positive] * count)], "eta_max")  # type: ignore[misc]
+        check(peaks, _sequence(Positive, count), "eta_max")
         return peaks
 
     def _get_value(self) -> list[float]:
@@ -423,7 +428,7 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         self.num_bad_epochs = self.cooldown_counter = 0
         count = len(optimizer.param_groups)
         lows: Any = min_value if isinstance(min_value, list | tuple) else [min_value] * count
-        check(lows, tuple[tuple([float] * count)], "min_value")  # type: ignore[misc]
+        check(lows, _sequence(float, count), "min_value")
         self.min_values: list[float] = list(lows)
         super().__init__(optimizer, param_name, **kwargs)
 
