@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from slipstream.model.sliding import SlidingWindow, slide
+from slipstream.model.tasks import SlidingWindow, slide
 
 
 def by_hand(network, images, crop, stride):

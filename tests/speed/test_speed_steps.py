@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
 from slipstream.model.wrappers import MMDistributedDataParallel
-from slipstream.model.wrappers.comm_hooks import HalfPrecision, PowerSGD
+from slipstream.model.wrappers.distributed import HalfPrecision, PowerSGD
 from slipstream.optim import OptimWrapper
 from slipstream.speed import SpeedPlan
 from slipstream.speed.graph_step import why_not_one_graph

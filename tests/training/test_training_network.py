@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.errors import DataError
 from slipstream.model import ExponentialMovingAverage
-from slipstream.model.sliding import SlidingWindow, slide
+from slipstream.model.tasks import SlidingWindow, slide
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS
 from slipstream.runner import Runner

@@ -9,7 +9,7 @@ from torch import nn
 
 from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.hooks import Hook
-from slipstream.model.sliding import SlidingWindow, slide
+from slipstream.model.tasks import SlidingWindow, slide
 from slipstream.runner import Runner
 from slipstream.training.callbacks import callback_hooks
 from slipstream.training.network import SupervisedModel

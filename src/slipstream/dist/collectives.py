@@ -209,23 +209,13 @@ def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | N
     """Raise a `DistributedError` on every rank if the ranks' calls differ in function, options, shapes or dtypes."""
     if flag_device(group).type != "cpu":
         return
-    call = (function, signature)
-    digest = hashlib.blake2b(repr(call).encode(), digest_size=7).digest()
+    digest = hashlib.blake2b(repr((function, signature)).encode(), digest_size=7).digest()
     value = int.from_bytes(digest, "little")
     bounds = torch.tensor([value, -value])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     largest, smallest = bounds.tolist()
-    if largest == -smallest:
-        return
-    calls: list[Any] = [None] * get_world_size(group)
-    dist.all_gather_object(calls, call, group)
-    other = next(rank for rank, rank_call in enumerate(calls) if rank_call != calls[0])
-    raise DistributedError(
-        f"{function}: every rank must call the same function with the same options, shapes and dtypes, but rank 0 "
-        f"called {_format(calls[0])}, and rank {other} called {_format(calls[other])}"
-    )
-
-
-def _format(call: tuple[str, Any]) -> str:
-    text = f"{call[0]}({call[1]})"
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    if largest != -smallest:
+        raise DistributedError(
+            f"{function}: every rank must call the same function with the same options, shapes and dtypes, but rank "
+            f"{get_rank(group)} called {function}({str(signature)[:300]}), and another rank did not"
+        )

@@ -78,7 +78,12 @@ def _open_store(placement: Placement, seconds: float) -> Any:
     try:
         store = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
         # torchrun may keep one store across restarts, with the addresses of exited processes.
-        return PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if store.add(f"rank {placement.rank}", 1) > 1:
+            raise DistributedError(
+                f"rank {placement.rank} connected twice to {place}; each rank must be unique"
+            )
+        return store
     except dist.DistError as error:
         raise DistributedError(
             f"the {placement.world_size} processes could not connect to rank 0 at {place} within {seconds:g} s "
@@ -110,7 +115,6 @@ def _device_index(placement: Placement, count: int, backend: str) -> int:
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
     gloo = ", or use backend='gloo'" if "nccl" in backend else ""  # gloo supports CUDA tensors
     raise DistributedError(
-        f"no device for LOCAL_RANK={placement.local_rank}: {backend} requires one device for each process on this "
-        f"machine, but only {count} {'is' if count == 1 else 'are'} visible{mask}; start {count} "
-        f"process{'es' * (count != 1)} per machine{gloo}"
+        f"no device for LOCAL_RANK={placement.local_rank}: {backend} requires one device for each process, but {count} "
+        f"are visible{mask}; start {count} processes per machine{gloo}"
     )

@@ -146,9 +146,8 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
     master = environ.get("MASTER_ADDR") or ("127.0.0.1" if local == world else None)
     if master is None:
         raise DistributedError(
-            f"launcher 'mpi' requires the environment variable MASTER_ADDR unless all {world} processes run on this "
-            f"machine ({local_size}={local}). Set MASTER_ADDR to the host of rank 0 with `mpirun -x MASTER_ADDR=host` "
-            "(Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
+            f"launcher 'mpi' requires MASTER_ADDR unless all {world} processes run on this host ({local_size}={local}); "
+            "use `mpirun -x MASTER_ADDR=host` (Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
         )
     # Two jobs on one machine need different ports. Open MPI sets a variable that identifies the job; Hydra does not.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")

@@ -2,9 +2,8 @@
 
 from slipstream.evaluator.classification import Accuracy
 from slipstream.evaluator.dump import DumpResults
-from slipstream.evaluator.evaluator import Evaluator
+from slipstream.evaluator.evaluator import Evaluator, TorchMetric
 from slipstream.evaluator.metric import BaseMetric, CountingMetric
 from slipstream.evaluator.segmentation import IoUMetric
-from slipstream.evaluator.torch_metric import TorchMetric
 
 __all__ = ["Accuracy", "BaseMetric", "CountingMetric", "DumpResults", "Evaluator", "IoUMetric", "TorchMetric"]

@@ -30,7 +30,7 @@ class Accuracy(CountingMetric):
         num_classes: the number of classes in the confusion matrix, which the run's report shows with a per-class
             table. The default is the length of the dataset's `classes`. With the default, no matrix is computed if
             there are more than 200 classes, or if the model has a different number of classes.
-        collect_device, prefix, collect_dir: see `BaseMetric`.
+        kwargs: see `BaseMetric`.
 
     Raises:
         ConfigError: if `topk` is empty or contains a value below 1, or `num_classes` is below 1.
@@ -41,15 +41,10 @@ class Accuracy(CountingMetric):
     default_prefix: str | None = "accuracy"
 
     def __init__(
-        self,
-        topk: int | tuple[int, ...] = (1,),
-        collect_device: str = "cpu",
-        prefix: str | None = None,
-        collect_dir: str | None = None,
-        num_classes: PositiveInt | None = None,
+        self, topk: int | tuple[int, ...] = (1,), num_classes: PositiveInt | None = None, **kwargs: Any
     ) -> None:
         check(num_classes, PositiveInt | None, "num_classes")
-        super().__init__(collect_device, prefix, collect_dir)
+        super().__init__(**kwargs)
         self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
         if not self.topk or min(self.topk) < 1:
             raise ConfigError(f"must contain one or more positive integers, got {topk!r}", "topk")

@@ -30,24 +30,18 @@ class DumpResults(BaseMetric):
 
     Args:
         out_file_path: output file with the suffix `.pt` or `.pth`. A temporary file is written first, then renamed.
-        collect_device, collect_dir: see `BaseMetric`.
+        kwargs: see `BaseMetric`.
 
     Raises:
         ConfigError: if `out_file_path` has a different suffix.
         DataError: if predictions contain objects other than tensors, arrays and built-in Python values.
     """
 
-    def __init__(
-        self, out_file_path: str | Path, collect_device: str = "cpu", collect_dir: str | None = None
-    ) -> None:
-        super().__init__(collect_device, collect_dir=collect_dir)
+    def __init__(self, out_file_path: str | Path, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.out_file_path = Path(out_file_path)
         if self.out_file_path.suffix not in (".pt", ".pth"):
-            raise ConfigError(
-                f"must end with .pt or .pth, because the file is written by torch.save; "
-                f"got {self.out_file_path.name!r}",
-                "out_file_path",
-            )
+            raise ConfigError(f"must end with .pt or .pth, not {self.out_file_path.name!r}", "out_file_path")
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Store the predictions of one batch on the CPU."""

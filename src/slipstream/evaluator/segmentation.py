@@ -46,7 +46,7 @@ class IoUMetric(CountingMetric):
             no pixels are ignored), or 255 if the metainfo does not contain this key.
         num_classes: number of classes. Default: the length of the dataset's `classes`.
         per_class: also report `IoU/<class name>` for every class.
-        collect_device, prefix, collect_dir: see `BaseMetric`.
+        kwargs: see `BaseMetric`.
 
     Raises:
         ConfigError: if `iou_metrics` contains an unknown name, or the number of classes is unknown.
@@ -59,11 +59,9 @@ class IoUMetric(CountingMetric):
         ignore_index: int | None = None,
         num_classes: int | None = None,
         per_class: bool = False,
-        collect_device: str = "cpu",
-        prefix: str | None = None,
-        collect_dir: str | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(collect_device, prefix, collect_dir)
+        super().__init__(**kwargs)
         for name in iou_metrics:
             if name not in _IOU_METRICS:
                 hint = did_you_mean(name, _IOU_METRICS)
@@ -165,9 +163,8 @@ class IoUMetric(CountingMetric):
         bad_targets, bad_preds = results[-2:]
         if bad_targets or bad_preds:
             raise DataError(
-                f"{type(self).__name__} found class ids outside 0..{classes - 1} (target pixels: {bad_targets}, "
-                f"predicted pixels: {bad_preds}); map the dataset's labels to that range or to the ignore_index "
-                f"({self.ignore_index}), and set num_classes to the model's number of classes"
+                f"{type(self).__name__} found class ids outside 0..{classes - 1} ({bad_targets} targets, {bad_preds} "
+                f"predictions); map the labels to that range or to the ignore_index ({self.ignore_index})"
             )
         matrix = np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
         self.confusion = matrix.astype(np.int64).tolist()

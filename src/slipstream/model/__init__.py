@@ -5,9 +5,8 @@ from slipstream.model.averaged_model import *  # noqa: F403
 from slipstream.model.base_model import BaseModel
 from slipstream.model.base_module import *  # noqa: F403
 from slipstream.model.data_preprocessor import *  # noqa: F403
-from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.sync_batchnorm import *  # noqa: F403
-from slipstream.model.tasks import Classifier, Segmentor
+from slipstream.model.tasks import Classifier, Segmentor, SlidingWindow, slide
 from slipstream.model.wrappers import (
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,

@@ -285,9 +285,8 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
-                f"the average of '{name}' would not change: updates with a coefficient of {weight:g} are rounded away "
-                f"in {param.dtype}; keep the weights in float32 (autocast still computes in lower precision), or use a "
-                "larger momentum (a smaller decay)",
+                f"the average of '{name}' would not change, because updates of {weight:g} are rounded away in "
+                f"{param.dtype}; keep the weights in float32 (and use autocast)",
                 key,
             )
 
@@ -424,13 +423,12 @@ class ScheduledEMA(BaseAveragedModel):
         decay: float = 0.9999,
         decay_type: str = "exp",
         beta: float | None = None,
-        interval: int = 1,
-        device: torch.device | str | None = None,
         update_buffers: bool = True,
         count: str = "updates",
         function: Callable[[float, int, int], float] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(model, interval, device, update_buffers)
+        super().__init__(model, update_buffers=update_buffers, **kwargs)
         self.function = function
         if count not in self.counts:
             raise ConfigError(f"must be one of {self.counts}, not {count!r}", "count")

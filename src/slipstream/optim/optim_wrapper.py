@@ -109,9 +109,7 @@ class OptimWrapper:
         closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"{type(optimizer).__name__}.step requires a closure, which is not supported; use a different "
-                "optimizer, or your own training loop",
-                "optimizer",
+                f"{type(optimizer).__name__}.step requires a closure, which is not supported", "optimizer"
             )
         self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import get_world_size
 from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
-from slipstream.model.wrappers.comm_hooks import HalfPrecision
+from slipstream.model.wrappers.distributed import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model

@@ -24,7 +24,7 @@ from slipstream.dataset.transforms.pipeline import check_transforms
 from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_mean
 from slipstream.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, Hook, SegVisualizationHook
 from slipstream.model import unwrap_model
-from slipstream.model.sliding import SlidingWindow
+from slipstream.model.tasks import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
 from slipstream.training.params import configuration, read_factory
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
 from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
-from slipstream.evaluator.torch_metric import is_torchmetrics, is_torchmetrics_class
+from slipstream.evaluator.evaluator import is_torchmetrics, is_torchmetrics_class
 from slipstream.registry import METRICS
 from slipstream.training.params import pop_fixed, read_factory
 

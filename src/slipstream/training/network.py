@@ -12,8 +12,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
 from slipstream.model import Segmentor, unwrap_model
-from slipstream.model.sliding import SlidingWindow, slide
-from slipstream.model.tasks import main_output
+from slipstream.model.tasks import SlidingWindow, main_output, slide
 from slipstream.model.weight_init import PretrainedWeights, load_pretrained
 from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS, METRICS, MODELS

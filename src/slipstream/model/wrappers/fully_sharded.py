@@ -194,9 +194,7 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     size = get_local_size() if shard_size == "machine" else int(shard_size or world)
     if size < min(2, world) or world % size:
         raise ConfigError(
-            f"must be at least 2 and divide the number of processes ({world}), but is {size}; with one process per "
-            "machine, use parallel='ddp' or 'fsdp2'",
-            "shard_size",
+            f"must be at least 2 and divide the number of processes ({world}), but is {size}", "shard_size"
         )
     device = next(module.parameters()).device.type
     if size == world:

@@ -166,8 +166,7 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
     if getattr(owner, "optimizer", owner) is not getattr(optimizer, "optimizer", optimizer):
         raise ConfigError(
             f"{type(scheduler).__name__} was created for a different optimizer, so it would not change the learning "
-            "rates of this run; create it for the optimizer in optim_wrapper, or pass a configuration (a dict with a "
-            "'type')"
+            "rates of this run; create it for the optimizer in optim_wrapper"
         )
 
 
