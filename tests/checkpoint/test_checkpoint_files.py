@@ -116,15 +116,6 @@ def test_latest_checkpoint_is_found_after_its_folder_was_moved(tmp_path):
         find_latest_checkpoint(moved)
 
 
-def test_latest_checkpoint_with_relative_path_is_found_from_another_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_checkpoint({}, "elsewhere/a.pth", refuse)
-    Path("run").mkdir()
-    mark_last_checkpoint("run", Path("elsewhere/a.pth"))
-    monkeypatch.chdir("/")
-    assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "elsewhere" / "a.pth"
-
-
 def test_remove_checkpoint_removes_files_and_sharded_folders(tmp_path):
     (tmp_path / "a.sharded").mkdir()
     for name in ("a.pth", "a.sharded/plain.pth"):

@@ -55,12 +55,3 @@ def test_master_only_runs_only_on_rank_0_and_keeps_the_function_name(monkeypatch
     assert answer.__name__ == "answer"
     monkeypatch.setattr("slipstream.dist.info.is_main_process", lambda: False)
     assert answer(1) is None
-
-
-def test_random_seeds_differ_and_do_not_use_the_global_generator():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    seeds = {dist.sync_random_seed() for _ in range(8)}
-    assert len(seeds) == 8
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    assert torch.equal(torch.get_rng_state(), before)

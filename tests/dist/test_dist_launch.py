@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.dist import info, launch
+from slipstream.dist import launch
 from slipstream.dist.launch import init_dist
 
 MPI = {
@@ -114,32 +114,3 @@ def test_local_rank_selects_among_the_visible_devices(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     init_dist("mpi", backend=backend)
     assert chosen == [index]
-
-
-@pytest.mark.parametrize(
-    ("string", "name", "device"),
-    [
-        ("gloo", "gloo", "cpu"),
-        ("nccl", "nccl", "cuda:1"),
-        ("cpu:gloo,cuda:nccl", "nccl", "cuda:1"),
-        ("cuda:nccl,cpu:gloo", "nccl", "cuda:1"),
-        ("cpu:gloo,cuda:gloo", "gloo", "cpu"),
-    ],
-)
-def test_group_with_two_backends_returns_the_accelerator_backend(devices, monkeypatch, string, name, device):
-    devices("cuda", 2)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    monkeypatch.setattr(info, "is_distributed", lambda: True)
-    monkeypatch.setattr(info.dist, "get_backend", lambda group: string)
-    assert info.get_backend() == name
-    assert info.get_comm_device() == torch.device(device)
-
-
-@pytest.mark.parametrize(
-    ("config", "device"),
-    [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu"), ("cuda:nccl", "cuda:1")],
-)
-def test_host_flags_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypatch, config, device):
-    monkeypatch.setattr(info.dist, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(info, "get_comm_device", lambda group: torch.device("cuda:1"))
-    assert info.flag_device() == torch.device(device)

@@ -1,4 +1,3 @@
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -34,22 +33,6 @@ def test_invalid_node_list_raises_an_error(text):
     with pytest.raises(DistributedError) as info:
         expand_nodelist(text)
     assert f"{text!r} is not a valid Slurm node list" in str(info.value)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError("scontrol"),
-        subprocess.CalledProcessError(1, "scontrol"),
-        subprocess.TimeoutExpired("", 1),
-    ],
-)
-def test_first_host_works_without_scontrol(monkeypatch, error):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(placement.subprocess, "run", fail)
-    assert first_host("n[03-04],a") == "n03"
 
 
 def test_first_host_uses_scontrol_if_it_works(monkeypatch):

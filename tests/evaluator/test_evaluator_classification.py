@@ -54,35 +54,6 @@ def test_invalid_targets_raise_an_error_with_their_count():
         metric.evaluate(3)
 
 
-@pytest.mark.parametrize(
-    ("preds", "targets", "topk"),
-    [
-        (torch.zeros(3, 4), torch.zeros(2).long(), 1),
-        (torch.zeros(3, 4), torch.zeros(3, 4).long(), 1),
-        (torch.zeros(3, 4, 2, 2), torch.zeros(3).long(), 1),
-        (torch.zeros(3), torch.zeros(3).long(), 1),
-        (torch.zeros(3).long(), torch.zeros(3).long(), (1, 5)),
-        (torch.zeros(3, 4), torch.zeros(3).long(), 5),
-        (torch.zeros(3, 4), torch.zeros(3), 1),
-        (torch.zeros(3, 4), torch.tensor(0), 1),
-    ],
-    ids=[
-        "different N",
-        "one-hot",
-        "maps",
-        "float ids",
-        "ids for top 5",
-        "k > classes",
-        "float targets",
-        "0-dim",
-    ],
-)
-def test_mismatched_tensors_raise_errors(preds, targets, topk):
-    metric = Accuracy(topk=topk)
-    with pytest.raises(DataError):
-        metric.process(None, (preds, targets))
-
-
 @pytest.mark.gpu
 def test_device_counts_match_cpu_without_synchronization():
     scores, targets = torch.randn(64, 10), torch.randint(0, 10, (64,))

@@ -89,27 +89,3 @@ def test_offline_evaluation_passes_matching_chunks_of_data():
 def test_offline_evaluation_requires_equal_lengths():
     with pytest.raises(DataError, match="data_samples has length 3, but data has length 2"):
         Evaluator(Seen()).offline_evaluate([1, 2, 3], ["a", "b"])
-
-
-def test_only_data_elements_are_passed_as_dicts():
-    class BaseDataElement:
-        def to_dict(self):
-            return {"score": 2}
-
-    class DetDataSample(BaseDataElement):
-        pass
-
-    class Sample(dict):
-        def to_dict(self):
-            return {"score": 100}
-
-    class Sum(BaseMetric):
-        def process(self, data_batch, data_samples):
-            self.results += [sample["score"] for sample in data_samples]
-
-        def compute_metrics(self, results):
-            return {"sum": sum(results)}
-
-    evaluator = Evaluator(Sum())
-    evaluator.process([DetDataSample(), Sample(score=3)])
-    assert evaluator.evaluate(2) == {"sum": 5}

@@ -212,63 +212,7 @@ def by_iter() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def segmentation() -> dict[str, Any]:
-    """Return a valid configuration that trains a segmentation model on images with transforms."""
-
-    def scenes(length: int, *transforms: dict[str, Any]) -> dict[str, Any]:
-        return dict(type="StreetScenes", size=[32, 32], length=length, seed=1, cache_in_memory=True,
-                    transforms=list(transforms))  # fmt: skip
-
-    crop = dict(type="SegCropImageAndMask", crop_size=[16, 16], mode="random")
-    train = scenes(
-        4,
-        dict(type="SegRandomFlip", prob=0.5),
-        dict(type="SegRandomRescale", scales=[0.5, 2.0]),
-        dict(
-            type="SegPadShortToCropSize",
-            crop_size=16,
-            fill_mask=255,
-            fill_image=[0, 0, 0],
-            padding_mode="center",
-        ),
-        crop,
-        dict(type="SegColorJitter", brightness=0.2, contrast=[0.5, 1.5], saturation=0.0),
-        dict(type="SegStandardize", max_value=255.0),
-        dict(type="SegNormalize", mean=[0.5, 0.5, 0.5], std=[0.2, 0.2, 0.2]),
-    )
-    return dict(
-        default_scope="slipstream",
-        model=dict(
-            type="Segmentor",
-            network=dict(type="Conv2d", in_channels=3, out_channels=19, kernel_size=1),
-            loss=dict(type="CrossEntropyLoss", ignore_index=255, label_smoothing=0.1),
-            data_preprocessor=dict(
-                type="ImgDataPreprocessor", pad_size_divisor=4, pad_value=0, bgr_to_rgb=False
-            ),
-        ),
-        work_dir="fuzzed",
-        train_dataloader=dict(
-            batch_size=2,
-            dataset=dict(type="RepeatDataset", dataset=train, times=2),
-            sampler=dict(type="DefaultSampler", shuffle=True, round_up=True),
-        ),
-        train_cfg=dict(type="EpochBasedTrainLoop", max_epochs=1),
-        optim_wrapper=dict(
-            constructor="DefaultOptimWrapperConstructor",
-            optimizer=dict(type="RMSprop", lr=0.01, alpha=0.9, centered=True),
-        ),
-        param_scheduler=dict(type="OneCycleLR", eta_max=0.1, total_steps=4, pct_start=0.5, by_epoch=False),
-        val_dataloader=dict(batch_size=1, dataset=dict(type="ConcatDataset", datasets=[scenes(1, crop)])),
-        val_cfg=dict(),
-        val_evaluator=dict(type="IoUMetric", iou_metrics=["mIoU"], ignore_index=255, per_class=True),
-        default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="auto", save_optimizer=False)),
-        custom_hooks=[dict(type="SegVisualizationHook", num_samples=1, interval=1)],
-        log_level="ERROR",
-        visualizer=dict(vis_backends=dict(type="LocalVisBackend", img_save_dir="images")),
-    )
-
-
-BASES: tuple[Callable[[], dict[str, Any]], ...] = (by_epoch, by_iter, segmentation)
+BASES: tuple[Callable[[], dict[str, Any]], ...] = (by_epoch, by_iter)
 
 
 @dataclass

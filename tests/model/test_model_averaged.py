@@ -6,7 +6,6 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
-from accelerators import DEVICE
 from slipstream.errors import ConfigError
 from slipstream.model import (
     ExponentialMovingAverage,
@@ -242,45 +241,3 @@ def test_weights_with_insufficient_precision_raise_an_error(kind, options, dtype
         kind(network().to(dtype), **options)
     kind(network().to(dtype), **dict.fromkeys(options, 0.5))
     kind(network(), **options)
-
-
-@pytest.mark.gpu
-def test_average_on_the_cpu_for_a_model_on_the_device_updates_and_swaps():
-    model = network().to(DEVICE)
-    average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
-    start = model[0].weight.detach().cpu().clone()
-    pointers = [t.data_ptr() for t in (*model.parameters(), *average.parameters())]
-    average.update_parameters(model)
-    model[0].weight.data.add_(1)
-    average.update_parameters(model)
-    torch.testing.assert_close(average.module[0].weight, start + 0.5)
-    average.swap(model)
-    torch.testing.assert_close(model[0].weight.detach().cpu(), start + 0.5)
-    assert model[0].weight.device.type == DEVICE.type
-    torch.testing.assert_close(average.module[0].weight, start + 1)
-    assert [t.data_ptr() for t in (*model.parameters(), *average.parameters())] == pointers
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_average_of_a_model_with_pruned_and_normalized_layers():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    nn.utils.prune.random_unstructured(model[0], "weight", amount=0.5)
-    nn.utils.weight_norm(model[1])
-    average = ExponentialMovingAverage(model, 0.25)
-    model(torch.randn(2, 3)).sum().backward()
-    states = []
-    for step in range(3):
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(step)
-        states.append({name: value.clone() for name, value in model.state_dict().items()})
-        average.update_parameters(model)
-    for name, value in average.module.state_dict().items():
-        expected = states[0][name].lerp(states[1][name], 0.25).lerp(states[2][name], 0.25)
-        torch.testing.assert_close(value, expected)
-    fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    nn.utils.prune.custom_from_mask(fresh[0], "weight", states[0]["0.weight_mask"])
-    nn.utils.weight_norm(fresh[1])
-    fresh.load_state_dict(average.module.state_dict())
-    inputs = torch.randn(2, 3)
-    torch.testing.assert_close(average(inputs), fresh(inputs))

@@ -53,27 +53,6 @@ def test_slide_matches_a_plain_loop_over_windows(size, crop, step, count, batch_
     torch.testing.assert_close(found, by_hand(network, images, crop, stride), rtol=1e-12, atol=1e-12)
 
 
-def test_windows_are_batched_up_to_batch_size():
-    seen = []
-
-    def network(windows):
-        seen.append(tuple(windows.shape))
-        return windows
-
-    images = torch.rand(2, 3, 20, 30)
-    torch.testing.assert_close(slide(network, images, SlidingWindow((16, 8), (8, 8), 5)), images)
-    assert sum(shape[0] for shape in seen) == 2 * 3 * 3
-    assert max(shape[0] for shape in seen) == 5
-    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop_size was not interpreted as (width, height)"
-
-
-def test_half_precision_logits_are_summed_in_float32():
-    window = SlidingWindow((8, 8), (1, 8))
-    logits = slide(lambda x: x.bfloat16(), torch.full((1, 1, 8, 300), 1.0), window)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, torch.ones(1, 1, 8, 300))
-
-
 def test_smaller_logits_are_resized_and_auxiliary_logits_are_ignored():
     images = torch.rand(1, 3, 8, 16)
     logits = slide(lambda x: (F.avg_pool2d(x, 4), None), images, SlidingWindow((16, 8), (16, 8)))

@@ -59,25 +59,6 @@ def test_segmentor_without_targets_predicts_but_raises_an_error_for_the_loss():
         model.loss_step({"inputs": data["inputs"]})
 
 
-def test_coarse_logits_are_resized_to_the_targets():
-    data, model = batch(8, 8), Segmentor(Grid(stride=2)).eval()
-    wanted = F.interpolate(model.network(data["inputs"]), (8, 8), mode="bilinear").argmax(1)
-    assert torch.equal(model.val_step(data)["preds"], wanted)
-
-
-@pytest.mark.parametrize("stride", [1, 2])
-def test_predictions_exclude_the_padding_of_the_preprocessor(stride):
-    data = batch(6, 5)
-    model = Segmentor(Grid(stride), data_preprocessor=ImgDataPreprocessor(pad_size_divisor=4)).eval()
-    padded = F.pad(data["inputs"], (0, 3, 0, 2))
-    logits = (
-        F.interpolate(model.network(padded), (8, 8), mode="bilinear") if stride > 1 else model.network(padded)
-    )
-    preds = model.val_step(data)["preds"]
-    assert preds.shape == (2, 6, 5)
-    assert torch.equal(preds, logits.argmax(1)[:, :6, :5])
-
-
 def test_loss_excludes_the_padding_of_the_preprocessor():
     data = batch(6, 5)
     model = Segmentor(Grid(), Summed(), ImgDataPreprocessor(pad_size_divisor=4))

@@ -82,12 +82,6 @@ def test_layer_matches_class_and_base_class_names():
     assert (found["feat"], found["reg"], found["norm"], found["fc"]) == (1, 1, 2, None)
 
 
-def test_initializer_without_layer_applies_to_every_layer_with_weights():
-    net = Net(dict(type="Constant", val=1))
-    net.init_weights()
-    assert set(values(net).values()) == {1}
-
-
 def test_override_applies_other_values_to_a_child():
     special = dict(type="Constant", name="reg", val=3, bias=4)
     net = Net(dict(type="Constant", val=1, bias=2, layer="Conv2d", override=special))
@@ -96,14 +90,6 @@ def test_override_applies_other_values_to_a_child():
     assert values(net)["reg"] == 3
     assert net.reg.bias.tolist() == [4, 4]
     assert net.feat.bias.tolist() == [2] * 4
-
-
-def test_override_without_layer_initializes_only_that_child():
-    net = Net(dict(type="Constant", val=5, override=dict(name="reg")))
-    net.init_weights()
-    assert values(net)["reg"] == 5
-    assert values(net)["feat"] is None
-    assert values(net)["norm"] == 1, "the BatchNorm weight was initialized by init_cfg"
 
 
 def test_children_are_initialized_after_their_parent_and_only_once():

@@ -65,14 +65,6 @@ def expect(model, changed, default):
     return {name: pytest.approx(changed.get(name, default)) for name, _ in model.named_parameters()}
 
 
-def test_all_parameters_share_one_group_without_paramwise_options():
-    model = Net()
-    optimizer = build(model)
-    (group,) = optimizer.param_groups
-    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
-    assert (group["lr"], group["weight_decay"]) == (LR, DECAY)
-
-
 def test_multipliers_match_mmengine():
     model = Net()
     rules = {
@@ -174,16 +166,6 @@ def test_shared_parameter_with_different_options_raises_an_error_unless_bypassed
 # ---- wrapped models, wrappers, constructors -----------------------------------------------------
 
 
-def test_optimizer_object_is_used_unchanged():
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    assert build_optim_wrapper(model, {"type": Wrapper, "optimizer": optimizer}).optimizer is optimizer
-    with pytest.raises(ConfigError, match="paramwise_cfg: requires an optimizer that is specified as a dict"):
-        build_optim_wrapper(
-            model, {"type": Wrapper, "optimizer": optimizer, "paramwise_cfg": {"bias_lr_mult": 2}}
-        )
-
-
 class LayerDecay(DefaultOptimWrapperConstructor):
     """A constructor that adds complete groups with additional keys, like OpenMMLab's layer-decay constructors."""
 
@@ -237,19 +219,3 @@ def test_custom_constructor_sets_options(monkeypatch):
 def test_invalid_paramwise_cfg_raises_an_error(rules, message):
     with pytest.raises(ConfigError, match=message):
         build(Net(), rules)
-
-
-@pytest.mark.parametrize(
-    ("rules", "missing"),
-    [
-        ({"norm_decay_mult": 0}, "weight_decay"),
-        ({"custom_keys": {"head": {"decay_mult": 0}}}, "weight_decay"),
-        ({"bias_lr_mult": 2}, "lr"),
-        ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr"),
-    ],
-)
-def test_multiplier_without_a_base_value_raises_an_error(rules, missing):
-    cfg = config(rules)
-    del cfg["optimizer"][missing]
-    with pytest.raises(ConfigError, match=f"a multiplier of '{missing}' requires '{missing}'"):
-        build_optim_wrapper(Net(), cfg)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scheduled import Wrapper, history, parameter, sgd
+from scheduled import Wrapper, history, sgd
 
 from slipstream.errors import ConfigError
 from slipstream.optim import scheduler as schedules
@@ -20,48 +20,23 @@ from slipstream.optim.scheduler import (
 BAD = [
     ("StepLR", {"step_size": 2, "begin": 5, "end": 5}, "end: must be"),
     ("StepLR", {"step_size": 2, "begin": -1}, "begin: must be"),
-    ("StepLR", {"step_size": 2, "begin": 0.5}, "begin: must be"),
-    ("StepLR", {"step_size": 0}, "step_size: must be"),
-    ("StepLR", {"step_size": True}, "step_size: must be"),
-    ("StepLR", {"step_size": 2, "gamma": 0}, "gamma: must be"),
-    ("StepLR", {"step_size": 2, "gamma": "1e-1"}, "gamma: must be"),
-    ("StepLR", {"step_size": 2, "last_step": -2}, "last_step: must be"),
     ("ExponentialLR", {"gamma": -1.0}, "gamma: must be"),
     ("MultiStepLR", {"milestones": []}, "milestones: must be"),
     ("MultiStepLR", {"milestones": 8}, "milestones: must be"),
-    ("MultiStepLR", {"milestones": [8, -1]}, r"milestones: must be"),
     ("ConstantLR", {"factor": 0}, "factor: must be"),
     ("ConstantLR", {"factor": 2.0}, "factor: must be"),
     ("LinearLR", {"start_factor": 0, "end": 5}, "start_factor: must be"),
     ("LinearLR", {"end_factor": 1.5, "end": 5}, "end_factor: must be"),
-    ("LinearLR", {}, "end must be specified"),
     ("PolyLR", {}, "end must be specified"),
     ("PolyLR", {"power": 0, "end": 5}, "power: must be"),
-    ("PolyLR", {"eta_min": float("nan"), "end": 5}, "eta_min: must be"),
     ("CosineAnnealingLR", {"T_max": 0}, "T_max: must be"),
     ("CosineAnnealingLR", {"T_max": 2.5}, "T_max: must be"),
-    ("CosineAnnealingLR", {}, "T_max or end must be specified"),
-    ("CosineAnnealingLR", {"begin": 9, "end": 3}, "end: must be"),
-    ("CosineAnnealingLR", {"T_max": 3, "eta_min": 0.1, "eta_min_ratio": 0.1}, "eta_min or eta_min_ratio"),
     ("CosineRestartLR", {"periods": []}, "periods: must be"),
     ("CosineRestartLR", {"periods": [3, 0]}, r"periods: must be"),
-    ("CosineRestartLR", {"periods": [3, 3]}, "restart_weights: must be"),
     ("OneCycleLR", {"eta_max": 0, "total_steps": 5}, "eta_max: must be"),
     ("OneCycleLR", {"eta_max": [1.0], "total_steps": 5}, "eta_max: must be"),
-    ("OneCycleLR", {"eta_max": 1.0}, "total_steps or end"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 0}, "total_steps: must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 1.1}, "pct_start: must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 0.6, "three_phase": True}, "pct_start"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "anneal_strategy": "exp"}, "anneal_strategy: must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "div_factor": 0}, "div_factor: must be"),
     ("ReduceOnPlateauLR", {"factor": 1.0}, "factor: must be"),
     ("ReduceOnPlateauLR", {"rule": "min"}, "rule: must be"),
-    ("ReduceOnPlateauLR", {"threshold_rule": "x"}, "threshold_rule: must be"),
-    ("ReduceOnPlateauLR", {"threshold": -1}, "threshold: must be"),
-    ("ReduceOnPlateauLR", {"patience": -1}, "patience: must be"),
-    ("ReduceOnPlateauLR", {"cooldown": 1.5}, "cooldown: must be"),
-    ("ReduceOnPlateauLR", {"min_value": [0.1]}, "min_value: must be"),
-    ("ReduceOnPlateauLR", {"by_epoch": False}, "by_epoch: must be"),
 ]
 
 
@@ -69,14 +44,6 @@ BAD = [
 def test_error_for_invalid_arguments_names_the_argument(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         getattr(schedules, name)(sgd(), **arguments)
-
-
-def test_group_added_after_the_scheduler_raises_an_error():
-    optimizer = sgd()
-    scheduler = StepLR(optimizer, 2)
-    optimizer.add_param_group({"params": [parameter()]})
-    with pytest.raises(ConfigError, match="3 parameter groups, but had 2"):
-        scheduler.step()
 
 
 # ---- construction -------------------------------------------------------------------------------
@@ -172,28 +139,6 @@ def by_epoch_of(make, **options):
 def test_torch_schedulers_step_as_torch_documents(make, by_epoch):
     assert by_epoch_of(make) is by_epoch
     assert by_epoch_of(make, by_epoch=not by_epoch) is not by_epoch
-
-
-class Halving(torch_lr.LRScheduler):
-    def get_lr(self):
-        return [group["lr"] / 2 for group in self.optimizer.param_groups]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch_lr.LambdaLR(o, lambda step: 0.5**step),
-        lambda o: torch_lr.MultiplicativeLR(o, lambda step: 0.5),
-        lambda o: torch_lr.CosineAnnealingWarmRestarts(o, 3),
-        lambda o: torch_lr.ChainedScheduler([torch_lr.StepLR(o, 2), torch_lr.CyclicLR(o, 0.1, 0.2)]),
-        Halving,
-    ],
-)
-def test_schedulers_with_ambiguous_steps_require_by_epoch(make):
-    with pytest.raises(ConfigError, match="set by_epoch"):
-        by_epoch_of(make)
-    assert by_epoch_of(make, by_epoch=False) is False
-    assert by_epoch_of(make, by_epoch=True) is True
 
 
 def test_scheduler_of_another_optimizer_raises_an_error():

@@ -146,7 +146,7 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
     master = environ.get("MASTER_ADDR") or ("127.0.0.1" if local == world else None)
     if master is None:
         raise DistributedError(
-            f"launcher 'mpi' requires MASTER_ADDR unless all {world} processes run on this host ({local_size}={local}); "
+            f"launcher 'mpi' requires MASTER_ADDR unless all {world} processes run here ({local_size}={local}); "
             "use `mpirun -x MASTER_ADDR=host` (Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
         )
     # Two jobs on one machine need different ports. Open MPI sets a variable that identifies the job; Hydra does not.
