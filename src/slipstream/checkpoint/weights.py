@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,39 +69,33 @@ def load_weights(
             matches.
     """
     lines, shapes = compare_weights(model, state, strict, source)
-    with _without(model, shapes):
-        model.load_state_dict(state, strict=False)
+    kept = {name: value for name, value in state.items() if name not in shapes}
+    missing, unexpected = model.load_state_dict(kept, strict=False)
+    if _renames(model):
+        lines = [*_differences([name for name in missing if name not in shapes], unexpected), *lines]
+        if strict and lines:
+            raise _mismatch(source, lines)
     return lines
 
 
-@contextmanager
-def _without(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In the context, make `model.load_state_dict` ignore the tensors in `names`, even if a pre-hook renamed them."""
+def _mismatch(source: str, lines: list[str]) -> MismatchError:
+    return MismatchError(
+        f"{source} belongs to a different model: {'; '.join(lines)}",
+        ". Use a checkpoint from this model, or rename the keys with revise_keys",
+    )
 
-    def drop(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name in names:
-            state.pop(name, None)
 
-    owners = {name.rpartition(".")[0] for name in names}
-    modules = [module for path, module in model.named_modules(remove_duplicate=False) if path in owners]
-    handles = [module.register_load_state_dict_pre_hook(drop) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _renames(model: nn.Module) -> bool:
+    """Return whether a pre-hook may rename entries, in which case only torch can compare the names."""
+    return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
 def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names of the tensors in the unwrapped model that `load_weights` loads from `state`."""
-    own, renamed = _after_pre_hooks(model, state)
-    consumed = state.keys() - renamed.keys()
-    return {
-        key
-        for key, value in own.items()
-        if isinstance(value, torch.Tensor)
-        and (key in consumed or (key in renamed and _shape(renamed[key]) == _shape(value)))
-    }
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if _renames(model):
+        return set(own)
+    return {name for name, value in own.items() if name in state and _shape(state[name]) == _shape(value)}
 
 
 def compare_weights(
@@ -113,16 +106,9 @@ def compare_weights(
     Raises:
         CheckpointError: see `load_weights`.
     """
-    original = state
-    own, state = _after_pre_hooks(model, original)
-    # A pre-hook can remove an entry that a state_dict hook added. The model's own tensors are always required.
-    tensors = {
-        name
-        for entries in (model.named_parameters, model.named_buffers)
-        for name, _ in entries(remove_duplicate=False)
-    }
-    missing = [key for key in own if key not in state and (key in tensors or key not in original)]
-    unexpected = [key for key in state if key not in own]
+    own, renames = model.state_dict(), _renames(model)
+    missing = [] if renames else [key for key in own if key not in state]
+    unexpected = [] if renames else [key for key in state if key not in own]
     shapes = {
         key: f"{key} is {_shape(state[key])} in the checkpoint and {_shape(value)} in the model"
         for key, value in own.items()
@@ -137,10 +123,7 @@ def compare_weights(
     if own and not state:
         raise CheckpointError(f"{source}: 'state_dict' is empty; use another checkpoint")
     if strict and (missing or unexpected):
-        raise MismatchError(
-            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}",
-            ". Use a checkpoint from this model, or rename the keys with revise_keys",
-        )
+        raise _mismatch(source, _differences(missing, unexpected))
     if own and len(missing) == len(own):
         raise CheckpointError(
             f"{source} contains none of this model's tensors. It contains {_abbreviate(unexpected)}; the model "
@@ -148,29 +131,6 @@ def compare_weights(
         )
     skipped = [f"skipped because of different shapes: {_abbreviate([*shapes.values()])}"] if shapes else []
     return [*_differences(missing, unexpected), *skipped], list(shapes)
-
-
-def _after_pre_hooks(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Call the load_state_dict pre-hooks, which rename and remove entries, on a copy of `state`.
-
-    torch calls these hooks again in `load_state_dict`. Therefore, the module attributes that they change are restored.
-
-    Returns:
-        The model's state dict after the hooks, which may change the shapes of the model's tensors, and the copy.
-    """
-    state = dict(state)
-    modules = [(name, module) for name, module in model.named_modules() if module._load_state_dict_pre_hooks]
-    attributes = [dict(vars(module)) for _, module in modules]
-    try:
-        for name, module in modules:
-            for hook in module._load_state_dict_pre_hooks.values():
-                hook(state, f"{name}." if name else "", {}, False, [], [], [])
-        return model.state_dict(), state
-    finally:
-        for (_, module), before in zip(modules, attributes, strict=True):
-            for name in vars(module).keys() - before.keys():
-                del vars(module)[name]
-            vars(module).update(before)
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:

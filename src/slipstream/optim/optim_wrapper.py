@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
-from slipstream.errors import ConfigError, LossError, ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.logging import PhaseTimes
 from slipstream.optim.kernels import FusedLayouts, lay_out_states, replace_kernel_options
 from slipstream.registry import OPTIM_WRAPPERS
@@ -165,10 +165,7 @@ class OptimWrapper:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
         window = self.window
-        if window == 1:
-            return loss
-        check_loss(loss)
-        return loss / window
+        return loss if window == 1 else loss / window
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass and count the batch."""
@@ -181,7 +178,6 @@ class OptimWrapper:
         Raises:
             ModelError: at the end of the first accumulation window, none of the optimizer's parameters has a gradient.
         """
-        check_loss(loss)
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
@@ -392,25 +388,6 @@ class OptimWrapper:
             state_dict = {**state_dict, "state": state}
         self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
-
-
-def check_loss(loss: Any) -> None:
-    """Check that `loss` supports backward.
-
-    Raises:
-        LossError: `loss` is not a scalar tensor.
-        ModelError: `loss` does not depend on a trainable parameter.
-    """
-    if not isinstance(loss, Tensor):
-        raise LossError(f"the loss must be a tensor, not {type(loss).__name__}")
-    if loss.ndim and loss.numel() != 1:
-        shape = tuple(loss.shape)
-        raise LossError(f"the loss must be a scalar, but has shape {shape}; use mean() or sum()")
-    if not loss.requires_grad:
-        raise ModelError(
-            "no trainable parameter contributes to the loss; check that a parameter has requires_grad=True, and that "
-            "the loss is not detached or computed under torch.no_grad()"
-        )
 
 
 class OptimWrapperDict(OptimWrapper):
