@@ -77,9 +77,7 @@ def test_pre_hooks_rename_old_keys_before_the_strict_comparison():
     assert load_weights(parts, state, strict=True) == []
     assert [parts[name].weight.tolist() for name in ("old", "new")] == [[1.0, 1.0], [3.0, 3.0]]
     assert sorted(state) == ["new.weight", "old.kernel"]
-    with pytest.raises(
-        CheckpointError, match=r"old\.weight is \(3,\) in the checkpoint and \(2,\) in the model"
-    ):
+    with pytest.raises(CheckpointError, match=r"size mismatch for old\.weight"):
         load_weights(parts, {**state, "old.kernel": torch.ones(3)}, strict=True)
 
 

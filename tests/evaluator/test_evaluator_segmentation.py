@@ -111,7 +111,7 @@ def test_classes_and_ignore_index_come_from_the_dataset():
 def test_labels_out_of_range_raise_an_error():
     metric = IoUMetric(num_classes=3)
     metric.process(None, (torch.tensor([[[0, 4, -1, 0]]]), torch.tensor([[[3, 0, 0, -7]]])))
-    with pytest.raises(DataError, match=r"outside 0\.\.2 \(target pixels: 2, predicted pixels: 2\); map"):
+    with pytest.raises(DataError, match=r"outside 0\.\.2 \(2 targets, 2 predictions\); map"):
         metric.evaluate(1)
 
 

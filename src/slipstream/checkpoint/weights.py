@@ -70,7 +70,10 @@ def load_weights(
     """
     lines, shapes = compare_weights(model, state, strict, source)
     kept = {name: value for name, value in state.items() if name not in shapes}
-    missing, unexpected = model.load_state_dict(kept, strict=False)
+    try:
+        missing, unexpected = model.load_state_dict(kept, strict=False)
+    except RuntimeError as error:  # a pre-hook renamed a tensor of another shape
+        raise CheckpointError(f"{source} belongs to a different model: {error}") from error
     if _renames(model):
         lines = [*_differences([name for name in missing if name not in shapes], unexpected), *lines]
         if strict and lines:
