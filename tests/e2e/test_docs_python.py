@@ -68,7 +68,7 @@ validated, tested = history[-1]["IoU"], trainer.test(test_loader=data)["IoU"]
 assert validated > 0.8, "the IoU is too close to 0.33, the IoU of random predictions"
 assert abs(tested - validated) < 1e-6
 files = {path.name for path in Path("checkpoints/my_experiment").iterdir()}
-assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png"} <= files
+assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth"} <= files
 """,
     "docs/from_mmengine.md": """
 assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sources), runner.speed.sources

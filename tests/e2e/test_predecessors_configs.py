@@ -73,8 +73,6 @@ def test_mixed_precision_example_runs_unchanged(tmp_path, train_dataloader_cfg):
     assert (tmp_path / "epoch_3.pth").is_file()
 
 
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_options", [True, dict(backend="inductor", mode="default")])
 def test_compilation_example_trains_and_validates(tmp_path, train_dataloader_cfg, compile_options):

@@ -87,15 +87,6 @@ def test_recipes_have_the_published_hyperparameters(name):
     assert recipe["multi_gpu"] == "DDP"
 
 
-@pytest.mark.parametrize("word", ["training_params.torch_compile", "training_hyperparams.torch_compile"])
-def test_training_params_synonyms_accept_new_keys_without_plus(word):
-    params = compose("cityscapes_pplite_seg75", [f"{word}=True", f"{word}_options.mode=default"])[
-        "training_hyperparams"
-    ]
-    assert params["torch_compile"] is True
-    assert params["torch_compile_options"] == {"mode": "default"}
-
-
 def test_shortcuts_work_in_recipes_that_do_not_include_them(tmp_path):
     overrides = [
         "lr=0.5",
@@ -174,20 +165,6 @@ def test_supergradients_resolvers_are_registered(tmp_path):
         "architecture": "x", "many": 0, "sum": 6, "chosen": "yes_", "first": 4, "last": 6, "item": 5,
         "folder": "out/run", "default": "work_dirs/run", "name": "torch.optim.Adam",
     }  # fmt: skip
-
-
-def test_compose_restores_hydra_state():
-    OmegaConf.register_new_resolver("add", lambda *_: "the user's own", replace=True)
-    try:
-        first = compose("cityscapes_ddrnet", ["lr=0.1"])
-        assert not hydra.GlobalHydra.instance().is_initialized()
-        assert compose("cityscapes_ddrnet", ["lr=0.1"]) == first
-        assert OmegaConf.to_container(OmegaConf.create({"x": "${add:1,2}"}), resolve=True) == {
-            "x": "the user's own"
-        }
-        assert not OmegaConf.has_resolver("hydra_output_dir")
-    finally:
-        OmegaConf.clear_resolver("add")
 
 
 def test_compose_works_inside_a_hydra_job(tmp_path):

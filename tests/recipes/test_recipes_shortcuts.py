@@ -13,7 +13,6 @@ from slipstream.speed import SpeedPlan
 pytest.importorskip("hydra")
 
 SMALL = [name for name in recipes() if name.startswith(("camvid_", "street_scenes_"))]
-ALL = list(recipes())
 WORDS = ["lr=0.05", "batch_size=3", "val_batch_size=2", "epochs=7", "num_workers=0", "data_root_dir=/mine"]
 
 
@@ -52,21 +51,3 @@ def test_a_run_with_all_shortcuts_can_be_planned(name, capsys):
     assert "ema" in options
     assert main(["explain", name, *WORDS, "ema=False", "--json"]) == 0
     assert "ema" in json.loads(capsys.readouterr().out)["off"]
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name not in SMALL])
-def test_supergradients_recipes_accept_the_same_shortcuts(name):
-    cfg = load_config(name, [*WORDS, "ema=True", "num_gpus=1"]).cfg
-    assert cfg.optim_wrapper.optimizer.lr == 0.05
-    assert (cfg.train_dataloader.batch_size, cfg.val_dataloader.batch_size) == (3, 2)
-    assert (cfg.train_dataloader.num_workers, cfg.val_dataloader.num_workers) == (0, 0)
-    assert cfg.train_cfg.max_epochs == 7
-    dataset = cfg.train_dataloader.dataset
-    assert str(dataset.get("root_dir") or dataset.root).startswith("/mine")
-    assert plan(cfg).ema is not None
-
-
-def test_ema_true_adds_the_average_to_a_recipe_without_one(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text("model = dict()\noptim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n")
-    assert load_config(str(file), ["ema=True"]).cfg.speed.ema is True

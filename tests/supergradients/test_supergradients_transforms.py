@@ -68,9 +68,3 @@ def test_transforms_called_in_sequence_return_the_same_tensors_as_in_a_dataset()
     assert torch.equal(found["mask"], composed["targets"])
     scale, shift = composed["device_params"].view(2, 3, 1, 1)
     torch.testing.assert_close(found["image"], composed["inputs"] * scale + shift, atol=0.02, rtol=0)
-
-
-def test_padding_has_class_0_by_default():
-    found = transforms.SegPadShortToCropSize(crop_size=40)(sample())
-    assert found["mask"].shape == (40, 40)
-    assert not found["mask"][:10].any()

@@ -189,9 +189,7 @@ class CountsSteps(Callback):
 @pytest.mark.parametrize("event", ["on_train_batch_backward_end", "on_train_batch_gradient_step_start"])
 def test_callback_events_inside_the_step_are_rejected(event):
     late = type("Late", (Callback,), {event: lambda self, context: None})
-    with pytest.raises(
-        ConfigError, match=rf"phase_callbacks\[0\]: {event} cannot be called.*clip_grad_norm"
-    ):
+    with pytest.raises(ConfigError, match=rf"phase_callbacks\[0\]: {event} cannot be called.*clip_grad_norm"):
         callback_hooks([late()])
 
 

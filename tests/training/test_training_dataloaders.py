@@ -9,7 +9,6 @@ from slipstream.zoo.street_scenes.folder import write_street_folder
 
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
-SMALL = {"size": [32, 64], "length": 5, "cache_in_memory": False}
 CROP = [
     {"SegRandomFlip": {"prob": 0.5}},
     {"SegPadShortToCropSize": {"crop_size": [32, 32], "fill_mask": 19}},
@@ -69,21 +68,6 @@ def test_runner_builds_the_configuration(street):
     (batch,) = loader
     assert batch["inputs"].shape == (2, 3, 32, 64)
     assert batch["device_params"].shape[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("sampler", "shuffle", "expected"),
-    [
-        ("SequentialSampler", True, {"type": "SequentialSampler"}),
-        ({"DistributedSampler": {}}, True, {"type": "DefaultSampler", "shuffle": True}),
-        ({"DistributedSampler": {"shuffle": False}}, True, {"type": "DefaultSampler", "shuffle": False}),
-        ({"InfiniteSampler": {}}, False, {"type": "InfiniteSampler", "shuffle": False}),
-        ({"RandomSampler": {"replacement": True}}, True, {"type": "RandomSampler", "replacement": True}),
-    ],
-)
-def test_samplers_are_read_in_supergradients_syntax(sampler, shuffle, expected):
-    params = {"sampler": sampler, "shuffle": shuffle}
-    assert dataloaders.config("street_scenes_val", SMALL, params)["sampler"] == expected
 
 
 def test_old_transform_names_map_to_current_ones():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.evaluator import Evaluator
-from slipstream.training.metrics import Dice, IoU, PixelAccuracy, Top1, Top5, metric_config
+from slipstream.training.metrics import Dice, IoU, PixelAccuracy, Top1, Top5
 
 IGNORE = 19
 
@@ -83,34 +83,3 @@ def test_accuracy_and_top5_are_fractions_of_the_samples():
 
 
 # ---- metrics by name -----------------------------------------------------------------------------------
-
-
-def test_each_form_of_an_entry_is_read():
-    made = IoU(5)
-    entries = [
-        {"PixelAccuracy": {"ignore_label": 19}},
-        {
-            "IoU": {
-                "num_classes": 35,
-                "ignore_index": 19,
-                "dist_sync_on_step": True,
-                "reduction": "elementwise_mean",
-            }
-        },
-        {"_target_": "super_gradients.training.metrics.Accuracy"},
-        "Top5",
-        {"Dice": {"num_classes": 3}},
-        made,
-    ]
-    configs = metric_config(entries)
-    assert configs == [
-        {"type": "PixelAccuracy", "ignore_label": 19},
-        {"type": "IoU", "num_classes": 35, "ignore_index": 19},
-        {"type": "Top1"},
-        {"type": "Top5"},
-        {"type": "Dice", "num_classes": 3},
-        made,
-    ]
-    kinds = [type(metric) for metric in Evaluator(configs).metrics]
-    assert kinds == [PixelAccuracy, IoU, Top1, Top5, Dice, IoU]
-    assert metric_config(None) == []

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper, build_optim_wrapper
@@ -95,18 +94,6 @@ def test_parameters_have_the_rate_of_their_longest_prefix_and_the_decay_of_their
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
-
-
-def test_optimizer_object_is_used_unchanged_and_rejects_other_keys() -> None:
-    optimizer = torch.optim.SGD(Network().parameters(), lr=0.3)
-    assert optim_wrapper(TrainingParams.read({"optimizer": optimizer})) == {"optimizer": optimizer}
-    for keys in (
-        {"initial_lr": 0.1},
-        {"optimizer_params": {"lr": 1}},
-        {"zero_weight_decay_on_bias_and_bn": True},
-    ):
-        with pytest.raises(ConfigError, match=f"{next(iter(keys))}: does not apply to an optimizer object"):
-            optim_wrapper(TrainingParams.read({"optimizer": optimizer, **keys}))
 
 
 # ---- training ----------------------------------------------------------------------------------------------

@@ -34,14 +34,6 @@ def test_each_supergradients_key_exists():
     assert {*PARAMS_OPTIONS, *UNSUPPORTED} <= fields
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_each_key_accepts_its_default_and_none(key):
-    default = getattr(TrainingParams(), key)
-    assert TrainingParams.read({key: default}) == TrainingParams()
-    read = TrainingParams.read({key: None})
-    assert getattr(read, key) in (default, None)
-
-
 @pytest.mark.parametrize("key", UNSUPPORTED)
 def test_unsupported_key_raises_an_error_with_the_reason(key):
     default = getattr(TrainingParams(), key)

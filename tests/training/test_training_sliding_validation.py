@@ -118,20 +118,4 @@ def test_validation_outside_training_uses_sliding_windows(tmp_path):
     assert torch.equal(torch.cat(preds), by_hand(runner.model.network, torch.cat(images)))
 
 
-def test_compiled_model_runs_eagerly_with_sliding_windows(tmp_path):
-    torch._dynamo.reset()
-    shapes = []
-
-    def backend(graph, inputs):
-        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 4])
-        return graph
-
-    cfg = dict(compile=dict(backend=backend, scope="model"))
-    runner, passes = trained(tmp_path, ENTRY, cfg=cfg)
-    assert shapes
-    assert not any((3, 3, 12, 24) in found for found in shapes)
-    assert torch.equal(passes[-1][1], by_hand(runner.model.network, passes[-1][0]))
-    assert runner.model._compiled_call_impl is not None
-
-
 # ---- invalid input ------------------------------------------------------------------------------------
