@@ -1,7 +1,7 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers); make exhaustive: run these tests with more parameter values, such as
-# each pair of options separately, which takes longer than make test and make matrix together and is not part of
-# .ci/run; make npu: test on a simulated accelerator; make gpu: test and measure on the accelerator of this machine;
+# option with every other option, real launchers); make exhaustive: run these tests with more parameter values, which
+# takes longer than make test and make matrix together and is not part of .ci/run; make npu: test on a simulated
+# accelerator; make gpu: test and measure on the accelerator of this machine;
 # make openmmlab: install OpenMMLab's libraries in .venv-openmmlab, which compiles mmcv and takes up to an hour, and
 # train with them; make versions: run the short tests with several versions of Python and torch, which takes hours; make
 # docs: build the site in site/. No target requires root.
