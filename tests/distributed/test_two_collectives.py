@@ -94,25 +94,9 @@ def gather(folder):
     return dist.all_gather_object({"rank": dist.get_rank()})
 
 
-def collect(folder):
-    rank = dist.get_rank()
-    even = dist.collect_results([[0, 2, 4], [1, 3, 0]][rank], 5)  # sample 0 is repeated as padding
-    uneven = dist.collect_results([["a", "c", "e"], ["b", "d"]][rank], 5)
-    return even, uneven, dist.collect_results([], 0)
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    functions = [
-        info,
-        all_reduce,
-        dtypes,
-        broadcast,
-        gather,
-        gathered,
-        unequal,
-        collect,
-    ]
+    functions = [info, all_reduce, dtypes, broadcast, gather, gathered, unequal]
     return run_in_two(functions, tmp_path_factory.mktemp("collectives"))
 
 
@@ -141,12 +125,7 @@ def test_every_dtype_is_reduced_and_skipped_elements_are_unchanged(answers):
 
 def test_tensors_are_gathered_in_rank_order_with_their_dtype_and_shape(answers):
     base = [[0, 3], [1, 4], [2, 5]]
-    parts = [
-        [0, 1],
-        [[True], [False]],
-        [base, [[x + 1 for x in row] for row in base]],
-        [[[1.5]], [[2.5]]],
-    ]
+    parts = [[0, 1], [[True], [False]], [base, [[x + 1 for x in row] for row in base]], [[[1.5]], [[2.5]]]]
     empty = [(0, 2), (0, 2)]
     assert answers["gathered"][0] == ([(part, []) for part in parts] + [empty], None)
     assert answers["gathered"][1] == ([(part, part) for part in parts] + [empty], [0, 1])
@@ -171,7 +150,3 @@ def test_broadcast_overwrites_in_place_with_the_value_of_src(answers):
 
 def test_gathered_objects_are_in_rank_order_on_every_rank(answers):
     assert answers["gather"] == [[{"rank": 0}, {"rank": 1}]] * 2
-
-
-def test_collected_results_are_interleaved_and_truncated_on_rank_0(answers):
-    assert answers["collect"] == [([0, 1, 2, 3, 4], ["a", "b", "c", "d", "e"], []), (None, None, None)]

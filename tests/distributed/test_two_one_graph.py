@@ -8,7 +8,6 @@ from two_processes import run_in_two
 
 from slipstream.dist import get_rank, get_world_size, init_dist
 from slipstream.speed.accelerate import accelerate
-from slipstream.step.sync import GradientSync
 
 pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
 
@@ -69,15 +68,6 @@ def eager(folder):
     return train(None)
 
 
-def tiny_buckets(folder):
-    made = GradientSync.__init__
-    try:
-        GradientSync.__init__ = lambda self, world_size, dtype=None: made(self, world_size, dtype, 8)
-        return train()
-    finally:
-        GradientSync.__init__ = made
-
-
 class FailsOnRank1:
     """A backend that fails on rank 1 after `count` graphs."""
 
@@ -116,15 +106,7 @@ def start(folder):
     init_dist("pytorch", "gloo")
 
 
-ALL = [
-    start,
-    whole,
-    plain,
-    eager,
-    tiny_buckets,
-    one_cannot_capture,
-    one_computes_wrongly,
-]
+ALL = [start, whole, plain, eager, one_cannot_capture, one_computes_wrongly]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +134,7 @@ def test_one_graph_matches_one_process_with_every_option(answers):
         assert_same(answer, alone)
 
 
-@pytest.mark.parametrize("name", ["plain", "tiny_buckets"])
+@pytest.mark.parametrize("name", ["plain"])
 def test_one_graph_matches_ddp_for_every_bucket_size(answers, name):
     for found, expected in zip(both(answers, name), both(answers, "eager"), strict=True):
         assert found[3][:2] == ("GraphStep", False)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from faults import fuzz_config, fuzz_files
-from faults.fuzz_config import inputs, prepare, run, tried
+from faults import fuzz_files
+from faults.fuzz_config import inputs, prepare, tried
 from slipstream.cli.configure import load_config
 
 
@@ -40,28 +40,3 @@ def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
 def test_overrides_found_by_the_fuzzer_raise_errors_that_name_them(recipe, given):
     names = [recipe, given[0].partition("=")[0] or given[0]]
     assert fuzz_files._tried(lambda: load_config(recipe, given), "", names) is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("in_channels", True), ("out_channels", 0), ("kernel_size", False), ("kernel_size", 0)]
-)
-def test_layer_values_found_by_the_fuzzer_raise_errors_that_name_the_key(key, value):
-    cfg = fuzz_config.segmentation()
-    cfg["model"]["network"][key] = value
-    assert tried(cfg, [], "segmentation") is None
-
-
-def test_foreign_errors_and_errors_without_a_key_are_found(monkeypatch):
-    def fail(error):
-        def run(cfg):
-            raise error
-
-        return run
-
-    monkeypatch.setattr(fuzz_config, "run", fail(KeyError("x")))
-    assert tried({"lr": 1}, [], "base").kind == "foreign"
-    monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("something is wrong")))
-    assert tried({"lr": 1}, [], "base").kind == "no key"
-    monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("lr: must be positive")))
-    assert tried({"lr": 1}, [], "base") is None
-    monkeypatch.setattr(fuzz_config, "run", run)

@@ -22,17 +22,6 @@ def network():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-class Plain(nn.Module):
-    """A module that Dynamo compiles. Dynamo does not compile the forward methods of torch's own classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2, bias=False)
-
-    def forward(self, x):
-        return self.layer(x)
-
-
 def walk(model, rng):
     """Change every parameter and buffer, as a training step does."""
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -207,29 +196,6 @@ def test_only_saved_finite_floating_point_buffers_are_averaged():
     average.swap(model)
     assert model.mean.tolist() == [1.25] * 3
     assert model.grid.tolist() == [3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_swap_in_a_compiled_model_does_not_recompile(backend):
-    torch._dynamo.reset()
-    compiler = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    torch.manual_seed(0)
-    model = Plain()
-    average = ExponentialMovingAverage(model, momentum=0.5)
-    model.compile(backend=compiler)
-    x = torch.randn(4, 3)
-    average.update_parameters(model)
-    before = model(x).detach()
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 1
-    average.update_parameters(model)
-    after = model(x).detach()
-    average.swap(model)
-    torch.testing.assert_close(model(x).detach(), (before + after) / 2)
-    average.swap(model)
-    assert torch.equal(model(x), after)
-    assert compiler.frame_count == 1
 
 
 @pytest.mark.parametrize(

@@ -205,15 +205,9 @@ def test_custom_constructor_sets_options(monkeypatch):
             {"custom_keys": {"backbone.conv": {"lr_mult": "2"}}},
             r"custom_keys\['backbone.conv'\].lr_mult: .* not '2'",
         ),
-        (
-            {"custom_keys": {"backbon.": {"lr_mult": 0.1}}},
-            "no parameter name contains 'backbon.'",
-        ),
+        ({"custom_keys": {"backbon.": {"lr_mult": 0.1}}}, "no parameter name contains 'backbon.'"),
         ({"custom_keys": {"head": {"lr_mul": 0.1}}}, "SGD has no option 'lr_mul'; did you mean 'lr_mult'"),
-        (
-            {"custom_keys": {"head": {"betas": (0, 0)}}},
-            r"custom_keys\.head: SGD has no option",
-        ),
+        ({"custom_keys": {"head": {"betas": (0, 0)}}}, r"custom_keys\.head: SGD has no option"),
     ],
 )
 def test_invalid_paramwise_cfg_raises_an_error(rules, message):

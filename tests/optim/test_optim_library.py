@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.optim import BertAdam, RMSpropTF, build_optim_wrapper
+from slipstream.optim import BertAdam, RMSpropTF
 
 SHAPES = [(4, 3), (5,), (2, 2, 2)]
 
@@ -193,25 +193,3 @@ def test_parameters_with_gradients_are_updated_in_all_dtypes_and_groups(kind, op
 
 
 # ---- names in configurations ----------------------------------------------------------------------
-
-
-def net():
-    return nn.Sequential(nn.Linear(3, 4), nn.Conv2d(1, 1, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("Lion", "pytorch_optimizer"), ("Lamb", "pytorch_optimizer"), ("AdamP", "pytorch_optimizer")],
-)
-def test_library_optimizer_is_built_by_name_with_groups(name, module):
-    library = pytest.importorskip(module)
-    cfg = {"optimizer": {"type": name, "lr": 0.1}, "paramwise_cfg": {"custom_keys": {"1": {"lr_mult": 0.5}}}}
-    model = net()
-    optimizer = build_optim_wrapper(model, cfg).optimizer
-    assert type(optimizer) is getattr(library, name)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-    before = copy.deepcopy(model.state_dict())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert not any(torch.equal(before[key], value) for key, value in model.state_dict().items())

@@ -40,10 +40,7 @@ def loss_of(net, x):
 
 
 def groups(net, lr):
-    return [
-        {"params": list(net[0].parameters())},
-        {"params": list(net[2].parameters()), "lr": lr * 3},
-    ]
+    return [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters()), "lr": lr * 3}]
 
 
 def train_by_hand(net, cls, options, batches, window=1, clip=None, several=False):
@@ -82,12 +79,7 @@ def assert_same(one, two, tolerance=1e-12):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-CLIPS = [
-    None,
-    {"max_norm": 0.1},
-    {"max_norm": 1000.0},
-    {"type": "value", "clip_value": 0.01},
-]
+CLIPS = [None, {"max_norm": 0.1}, {"max_norm": 1000.0}, {"type": "value", "clip_value": 0.01}]
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -62,17 +62,6 @@ def test_each_network_of_a_gan_is_updated_by_its_optimizer():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_wrapper_dict_behaves_like_an_ordered_dict():
-    optim = wrappers(Gan())
-    assert list(optim) == list(optim.keys()) == ["generator", "critic"]
-    assert len(optim) == 2
-    assert "critic" in optim
-    assert "loss" not in optim
-    assert optim["critic"] is list(optim.values())[1] is dict(optim.items())["critic"]
-    with pytest.raises(KeyError):
-        optim["loss"]
-
-
 def test_learning_rates_and_momenta_have_the_names_of_the_optimizers():
     optim = wrappers(Gan())
     assert optim.get_lr() == {"generator.lr": [0.1], "critic.lr": [0.2]}

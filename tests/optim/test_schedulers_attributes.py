@@ -6,12 +6,9 @@ import math
 import pytest
 import torch
 
-from slipstream.hooks import Hook
 from slipstream.optim.scheduler import StepLR
 from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.plain_values import plain
-from slipstream.registry import PARAM_SCHEDULERS
-from tiny_runs import Net, assert_same, run, weights
 
 
 def sgd(lr=0.1):
@@ -69,25 +66,3 @@ def test_unchanged_attributes_come_from_the_new_arguments():
     other = Gamma(sgd(), 2, offset=5.0)
     other.load_state_dict(scheduler.state_dict())
     assert other.offset == 5.0
-
-
-def test_run_with_a_custom_scheduler_resumes_bitwise_identically(tmp_path):
-    PARAM_SCHEDULERS.register_module(name="CustomForTest", module=Custom, force=True)
-
-    class Stop(Hook):
-        priority = "LOWEST"
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            if runner.iter + 1 == 6:
-                raise KeyboardInterrupt
-
-    def train(folder, **changes):
-        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False))
-        schedule = dict(type="CustomForTest", by_epoch=False)
-        return run(folder, model=dict(type=Net), param_scheduler=schedule, default_hooks=hooks, **changes)
-
-    whole = train(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "part", custom_hooks=[Stop()])
-    resumed = train(tmp_path / "part", resume=True)
-    assert_same(weights(whole), weights(resumed))

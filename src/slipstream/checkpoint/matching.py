@@ -90,22 +90,11 @@ def _describe(value: Any) -> str:
 
 
 _Tensors = dict[str, Any]
-META = Schema(
-    optional={
-        "epoch": NonNegativeInt,
-        "iter": NonNegativeInt,
-        "inner_samples": NonNegativeInt,
-        "samples_per_step": PositiveInt,
-        "epoch_length": PositiveInt | None,
-        "num_workers": NonNegativeInt,
-        "validated": bool,
-        "seed": int | None,
-        "run_id": str,
-        "random_state": list[dict[str, Any]] | None,
-        "sampler_generators": list[dict[str, Any]],
-        "cfg": str | None,
-    }
-)
+_COUNTS = dict.fromkeys(("epoch", "iter", "inner_samples", "num_workers"), NonNegativeInt)
+_STATES = {"random_state": list[dict[str, Any]] | None, "sampler_generators": list[dict[str, Any]]}
+_TEXTS = {"run_id": str, "cfg": str | None, "seed": int | None, "validated": bool}
+_SIZES = {"samples_per_step": PositiveInt, "epoch_length": PositiveInt | None}
+META = Schema(optional={**_COUNTS, **_STATES, **_TEXTS, **_SIZES})
 """The `meta` entry of a checkpoint that a run resumes from."""
 DESCRIPTION = Schema(optional={"cfg": str | None, "dataset_meta": dict[str, Any] | None})
 """The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""

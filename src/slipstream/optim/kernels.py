@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -141,9 +140,7 @@ class FusedLayouts:
     """Convert gradients and states to the strides of their parameters before each step with fused kernels.
 
     Autograd creates gradients with these strides, and the optimizer creates its states with the same strides. The
-    strides may differ if other code sets `p.grad`, loads or replaces states, or changes the model's memory format
-    between steps. The check for replaced states covers only parameters with four or more dimensions, because memory
-    formats apply only to these.
+    strides may differ if other code sets `p.grad`, loads a state, or changes the model's memory format between steps.
 
     Args:
         optimizer: the optimizer.
@@ -153,9 +150,6 @@ class FusedLayouts:
         self._optimizer = optimizer
         self._strides: list[tuple[int, ...]] = []
         self._state: Any = None
-        self._dicts: list[Any] = []
-        self._watched: list[dict[str, Any]] = []
-        self._values: list[Any] = []
 
     def __call__(self) -> None:
         """Convert gradients and states whose strides differ."""
@@ -163,34 +157,13 @@ class FusedLayouts:
         if not params:
             return
         strides = list(map(Tensor.stride, params))
-        if strides != self._strides or self._states_replaced():
+        # `Optimizer.load_state_dict` replaces the dict of states.
+        if strides != self._strides or self._optimizer.state is not self._state:
             lay_out_states(self._optimizer)
-            self._strides = strides
-            self._record_states()
+            self._strides, self._state = strides, self._optimizer.state
         for param, stride in zip(params, strides, strict=True):
             grad = param.grad
             if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
                 continue
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
-
-    def _states_replaced(self) -> bool:
-        """Return whether states were added or replaced. The loops run in C, because this method runs in every step."""
-        state = self._optimizer.state
-        if state is not self._state:  # `Optimizer.load_state_dict` replaces the dict
-            return True
-        values = chain.from_iterable(map(dict.values, self._watched))
-        return not (
-            all(map(is_, chain(state.values(), _SENTINEL), self._dicts))
-            and all(map(is_, chain(values, _SENTINEL), self._values))
-        )
-
-    def _record_states(self) -> None:
-        state = self._optimizer.state
-        self._state, self._dicts = state, [*state.values(), *_SENTINEL]
-        self._watched = [states for param, states in state.items() if param.dim() >= 4]
-        self._values = [*chain.from_iterable(map(dict.values, self._watched)), *_SENTINEL]
-
-
-_SENTINEL = (object(),)
-"""Appended to both sequences in a comparison, so that sequences of different lengths compare unequal."""
