@@ -317,8 +317,15 @@ def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.
 class ExponentialMovingAverage(BaseAveragedModel):
     """An EMA with a small constant momentum: average = (1 - momentum) * average + momentum * weights."""
 
-    def __init__(self, model: nn.Module, momentum: float = 0.0002, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__(model, interval, device, update_buffers)
         if not 0 < momentum < 1:
             raise ConfigError(
                 f"must be between 0 and 1, not {momentum}; it is the coefficient of the new weights, 1 - decay",
@@ -423,12 +430,13 @@ class ScheduledEMA(BaseAveragedModel):
         decay: float = 0.9999,
         decay_type: str = "exp",
         beta: float | None = None,
+        interval: int = 1,
+        device: torch.device | str | None = None,
         update_buffers: bool = True,
         count: str = "updates",
         function: Callable[[float, int, int], float] | None = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(model, update_buffers=update_buffers, **kwargs)
+        super().__init__(model, interval, device, update_buffers)
         self.function = function
         if count not in self.counts:
             raise ConfigError(f"must be one of {self.counts}, not {count!r}", "count")
