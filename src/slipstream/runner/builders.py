@@ -327,8 +327,7 @@ def make_step(
     model: Any,
     optim: OptimWrapper,
     plan: SpeedPlan,
-    warn: Callable[[str], None],
-    log: Callable[[str], None],
+    logger: MMLogger,
 ) -> Step:
     """Return the training step: the model's `train_step` if the model overrides it, otherwise the plan's step."""
     core: Any = unwrap_model(model)
@@ -336,7 +335,7 @@ def make_step(
     if owner is None:
         prepare = partial(_prepare, interface, optim.phases)
         training = Training(model, optim, interface.losses, prepare, interface.reduce)
-        return build_step(training, plan, warn, log)
+        return build_step(training, plan, logger.warning, logger.info)
     if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
             f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize the "
@@ -350,7 +349,7 @@ def make_step(
                 "modules that train_step calls",
                 "compile.scope",
             )
-        compile_model(core, plan.compile, warn)
+        compile_model(core, plan.compile, logger.warning)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
         logs: dict[str, Tensor] = owner.train_step(batch, optim)

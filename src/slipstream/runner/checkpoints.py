@@ -141,7 +141,8 @@ class Checkpoints:
             fixed_rates = not any(hook.sets_learning_rate for hook in runner.hooks)
             resume.check_matches(checkpoint, source, runner.model, optim, schedulers, warn, fixed_rates)
             resume.check_stream(checkpoint["meta"], runner.train_loop, source)
-            resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"], source)
+            with restoring("meta.sampler_generators", source):
+                resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"])
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
                     "The checkpoint contains averaged weights, but the Runner has no EMAHook, so training continues "

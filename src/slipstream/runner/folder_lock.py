@@ -72,16 +72,20 @@ class FolderLock:
         """Lock `folder` and return None, or return the reason why this run must not use the folder."""
         if os.name != "posix":
             return None
+        import fcntl
+
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="surrogateescape")
         deadline = time.monotonic() + _TIMEOUT
-        while (failure := _try_lock(file)) is not None:
-            if failure.errno not in (errno.EAGAIN, errno.EACCES):
-                file.close()
-                self._warn(
-                    f"{folder} cannot be locked ({failure}), so a second run in this folder will not be detected"
-                )
-                return None
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    file.close()
+                    self._warn(f"{folder} cannot be locked ({error}), so a second run will not be detected")
+                    return None
             if time.monotonic() > deadline:
                 file.seek(0)
                 holder = file.readline().strip() or "another process"
@@ -111,13 +115,3 @@ def _owner(folder: Path) -> Path | None:
     """Return the work_dir of the run that writes to `folder`, which is resolved, or None if it is unknown."""
     owner = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="surrogateescape").partition("\n")[2]
     return Path(os.path.normpath(folder / owner)) if owner else None
-
-
-def _try_lock(file: IO[str]) -> OSError | None:
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error
-    return None

@@ -148,9 +148,8 @@ class LogProcessor:
         return tag
 
     def _with_hierarchy(self, tag: Tag, mode: str) -> Tag:
-        return (
-            {f"{mode}/{name}": value for name, value in tag.items()} if self.log_with_hierarchy else dict(tag)
-        )
+        prefix = f"{mode}/" if self.log_with_hierarchy else ""
+        return {f"{prefix}{name}": value for name, value in tag.items()}
 
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
         """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete."""

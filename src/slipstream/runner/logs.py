@@ -100,14 +100,10 @@ def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], b
     return Logs(stamp, experiment, log_dir, logger, hub, Meter(hub), processor, visualizer)
 
 
-def log_start(logger: MMLogger, seed: int, replaced_seed: int | None, work_dir: str) -> None:
-    """Log a run's environment, seed and folder, and warn if the run does not use the configured seed."""
+def log_start(logger: MMLogger, seed: int, work_dir: str) -> None:
+    """Log a run's environment, seed and folder."""
     logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
     logger.info(f"Seed: {seed}; work_dir: {work_dir}")
-    if replaced_seed is not None:
-        logger.warning(
-            f"Using seed {seed} from the resumed run instead of the configured seed {replaced_seed}"
-        )
 
 
 def _repeatable(cfg: Config, seed: int) -> Config:

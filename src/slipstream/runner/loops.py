@@ -246,16 +246,14 @@ class _TrainLoop(BaseLoop):
         self._used_samples, repeated = divmod(used_samples, get_world_size())
         if used_samples and not can_start_inside_batch(self.dataloader):
             self._used_samples, repeated = 0, used_samples
-        if used_samples:
+        if repeated:
             warn(
-                f"This run resumes in the middle of a batch: the next step uses {samples - used_samples + repeated} of "
-                f"{samples} samples, and {repeated} of them have already been used"
+                f"This run resumes in the middle of a batch, and the next step uses {repeated} samples again"
             )
         finished = epoch + (
             start == self.epoch_length
-        )  # the checkpoint was written before the epoch was counted
-        epochs = f"epoch {finished}, " if self.counts_epochs and finished else ""
-        self._runner.logger.info(f"Resumed after {epochs}iteration {iteration}")
+        )  # a checkpoint may be written before the epoch is counted
+        self._runner.logger.info(f"Resumed after epoch {finished}, iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
@@ -283,10 +281,8 @@ class _TrainLoop(BaseLoop):
         """Run a missed validation, and warn if there is nothing to train."""
         if self._progress >= self._goal:
             unit, key = ("epochs", "max_epochs") if self.counts_epochs else ("iterations", "max_iters")
-            self._runner.logger.warning(
-                f"Nothing to train: the run is already complete ({self._progress} of {self._goal} {unit}); "
-                f"to continue training, increase train_cfg.{key}"
-            )
+            done = f"the run is already complete ({self._progress} of {self._goal} {unit})"
+            self._runner.logger.warning(f"Nothing to train: {done}; increase train_cfg.{key} to continue")
         self._run_missed_validation()
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
@@ -680,11 +676,9 @@ def _loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | N
     if len(missing) == 3:
         return None
     if missing:
-        hints = {cfg_name: f"{cfg_name}=dict() for the defaults", third: f"{third}='loss' for the mean loss"}
-        shown = [hints[name] for name in missing if name in hints and mode != "train"]
+        hint = "" if mode == "train" else f"; {cfg_name}=dict() and {third}='loss' are the shortest values"
         raise ConfigError(
-            f"{', '.join(_ARGUMENTS[mode])} must be set together, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing{'; set ' if shown else ''}{' and '.join(shown)}"
+            f"{', '.join(_ARGUMENTS[mode])} must be set together, but {' and '.join(missing)} is missing{hint}"
         )
     if not isinstance(arguments[cfg_name], Mapping):
         raise ConfigError(f"must be a dict, not {short_repr(arguments[cfg_name])}", cfg_name)

@@ -91,9 +91,8 @@ def find_resume(
         elif not use_latest or "iter" in position:
             lines += map(str, problems)
             if lines:
-                lines.append(
-                    f"Resuming from {path}; all steps after iteration {position['iter']} will be repeated"
-                )
+                step = position["iter"]
+                lines.append(f"Resuming from {path}; all steps after iteration {step} will be repeated")
             return path, position.get("seed"), lines
     if problems:
         raise problems[0]
@@ -263,25 +262,16 @@ def sampler_states(loader: Any) -> dict[str, Any]:
     return batches.state_dict() if isinstance(batches, EpochBatchSampler) else {}
 
 
-def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any], source: Any) -> None:
+def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any]) -> None:
     """Restore the state of the loader's sampler.
 
     The checkpoint contains the states that `sampler_states` returned on each rank. If the number of processes has
     changed, all processes use the states of rank 0.
-
-    Raises:
-        CheckpointError: the state does not match the sampler.
     """
     states, batches = meta.get("sampler_generators"), loader.batch_sampler
     if not states or not isinstance(batches, EpochBatchSampler):
         return
-    try:
-        batches.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{source}: 'meta.sampler_generators': {error}. If the sampler has changed, use load_from to start a new "
-            "run from the weights"
-        ) from error
+    batches.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
@@ -422,12 +412,6 @@ def _warn_about_missing(checkpoint: Mapping[str, Any], source: Any, warn: Warn) 
         warn(
             f"{source} has no {', '.join(missing)}, so the resumed run will differ from an uninterrupted run"
         )
-    states = meta.get("random_state")
-    if states is not None and len(states) != get_world_size():
-        warn(
-            f"{source} was written by {len(states)} processes, but this run has {get_world_size()}, so random numbers "
-            "will differ from those of an uninterrupted run"
-        )
 
 
 def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
@@ -541,13 +525,12 @@ def warn_of_length(checkpoint: Mapping[str, Any], schedulers: Schedulers, loop: 
     name, unit = ("max_epochs", "epochs") if loop.counts_epochs else ("max_iters", "iterations")
     saved, now = (checkpoint.get("message_hub") or {}).get("runtime_info", {}).get(name), getattr(loop, name)
     changed = [
-        type(getattr(s, "scheduler", s)).__name__
-        for s in all_schedulers(schedulers)
-        if isinstance(s, TorchSchedulerAdapter) or (getattr(s, "ends_with_run", False) and s.last_step > 0)
+        s for s in all_schedulers(schedulers) if getattr(s, "ends_with_run", False) and s.last_step > 0
     ]
+    changed += [s.scheduler for s in all_schedulers(schedulers) if isinstance(s, TorchSchedulerAdapter)]
     if saved not in (None, now) and changed:
         warn(
             f"The checkpoint was written by a run of {saved} {unit}, but this run has {now}. The saved schedules "
-            f"({', '.join(changed)}) continue and do not start again; for a complete schedule, start a new run from "
-            "these weights with load_from"
+            f"({', '.join(type(s).__name__ for s in changed)}) continue and do not start again; for a complete "
+            "schedule, start a new run from these weights with load_from"
         )

@@ -36,13 +36,9 @@ class RunContext:
         self._runner, self._user_cfg = runner, user_cfg
         self.scope = scope
         self._random_state: dict[str, Any] | None = None
-        self._active = False
-        self._stop_reason = ""
-
-    @property
-    def active(self) -> bool:
+        self.active = False
         """Whether a run is in progress."""
-        return self._active
+        self._stop_reason = ""
 
     @contextmanager
     def constructing(self) -> Iterator[None]:
@@ -69,7 +65,7 @@ class RunContext:
         Raises:
             ConfigError: this Runner is already running, or an earlier training run ended in the middle of an epoch.
         """
-        if self._active:
+        if self.active:
             raise ConfigError(
                 "train() cannot be called while this Runner is running, for example from a hook", "Runner"
             )
@@ -104,7 +100,7 @@ class RunContext:
             False during another run, otherwise True; see `running`.
         """
         runner = self._runner
-        saved_state = get_random_state() if self._active else self._random_state
+        saved_state = get_random_state() if self.active else self._random_state
         modes = [(module, module.training) for module in runner.model.modules()]
         with self.running() as outermost:
             try:
@@ -127,15 +123,15 @@ class RunContext:
         Yields:
             False during another run of this Runner, in which case this context manager has no effect; otherwise True.
         """
-        if self._active:
+        if self.active:
             yield False
             return
-        self._active = True
+        self.active = True
         try:
             with self._run_outermost():
                 yield True
         finally:
-            self._active = False
+            self.active = False
 
     @contextmanager
     def _run_outermost(self) -> Iterator[None]:

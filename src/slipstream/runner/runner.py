@@ -12,8 +12,9 @@ from torch import nn
 
 from slipstream.config import Config, options
 from slipstream.devices import default_device
-from slipstream.dist import get_rank, get_world_size, is_distributed
-from slipstream.hooks import Hook, HookList
+from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_notebook
 from slipstream.hooks.ema import training_weights
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
@@ -34,8 +35,6 @@ from slipstream.runner.user_config import (
     AutoScaleLr,
     add_config_path,
     check_arguments,
-    constructor_arguments,
-    display_hooks,
     read_limits,
     unknown_key_warnings,
     with_defaults,
@@ -171,8 +170,10 @@ class Runner:
         for name, default in defaults.items():
             with add_config_path(self._user_cfg, f"default_hooks.{name}"):
                 self._hooks.register(default)
-        for hook in [*builders.plan_hooks(self.speed), *display_hooks(self.logger)]:
+        for hook in builders.plan_hooks(self.speed):
             self._hooks.register(hook)
+        if is_main_process() and (in_notebook() or self.logger.console.is_terminal):
+            self._hooks.register(NotebookHook() if in_notebook() else ProgressBarHook())
         self.register_custom_hooks(arguments["custom_hooks"] or ())
         show_config(self.cfg, self.seed, self.visualizer, self.logger)
         for line in unknown_key_warnings(self.cfg, [*arguments, *CFG_OPTIONS, *self.speed.sources]):
@@ -188,8 +189,12 @@ class Runner:
             ConfigError: the configuration has no `model` or `work_dir`, or a value is invalid.
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
+        for required in ("model", "work_dir"):
+            if required not in cfg:
+                hint = did_you_mean(required, cfg)
+                raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
-        return cls(**constructor_arguments(cfg, names), cfg=cfg)
+        return cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
 
     # ---- loops, progress and configuration -----------------------------------------------------------
 
@@ -316,12 +321,7 @@ class Runner:
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
             self.step = builders.make_step(
-                self.interface,
-                self.model,
-                self.optim_wrapper,
-                self.speed,
-                self.logger.warning,
-                self.logger.info,
+                self.interface, self.model, self.optim_wrapper, self.speed, self.logger
             )
             # A run that cannot start does not replace the configuration of an earlier run.
             write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
@@ -481,7 +481,6 @@ class Runner:
         configured = self._randomness.seed
         seed = configured if resumed is None else resumed
         self.seed = set_random_seed(seed, self._randomness.deterministic, self._randomness.diff_rank_seed)
-        self._replaced_seed = configured if configured is not None and configured != self.seed else None
 
     # ---- hooks ---------------------------------------------------------------------------------------
 
@@ -536,4 +535,4 @@ class Runner:
         self.log_dir, self.json_log = str(logs.log_dir), f"{logs.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer
-        log_start(self.logger, self.seed, self._replaced_seed, self.work_dir)
+        log_start(self.logger, self.seed, self.work_dir)

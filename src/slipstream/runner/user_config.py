@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader
 
 from slipstream.config import options
 from slipstream.dataset.loading.loader import limit_batches
-from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.hooks import Hook, MonitorCheckHook, NotebookHook, ProgressBarHook, in_notebook
-from slipstream.logging import MMLogger
+from slipstream.hooks import MonitorCheckHook
 from slipstream.registry.registry import locate
 from slipstream.speed import SpeedPlan
 from slipstream.typecheck import NonNegativeInt, PositiveInt, check, is_number
@@ -88,19 +86,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
     return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
 
 
-def constructor_arguments(cfg: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the Runner's arguments from a configuration; `names` lists all argument names.
-
-    Raises:
-        ConfigError: the configuration has no `model` or `work_dir`.
-    """
-    for required in ("model", "work_dir"):
-        if required not in cfg:
-            hint = did_you_mean(required, cfg)
-            raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
-    return {name: cfg[name] for name in names if name in cfg}
-
-
 def with_defaults(
     hooks: Mapping[str, Any] | None, by_epoch: bool, custom_hooks: Sequence[Any] | None = None
 ) -> dict[str, Any]:
@@ -117,8 +102,7 @@ def with_defaults(
     for name, hook in (hooks or {}).items():
         changes_default = isinstance(hook, Mapping) and "type" not in hook
         if changes_default and name not in defaults:
-            hint = did_you_mean(name, defaults)
-            raise ConfigError(f"a hook needs a 'type'{hint}", f"default_hooks.{name}")
+            raise ConfigError(f"a hook needs a 'type'{did_you_mean(name, defaults)}", f"default_hooks.{name}")
         defaults[name] = {**defaults[name], **hook} if changes_default else hook
     return {name: hook for name, hook in defaults.items() if hook is not None}
 
@@ -128,18 +112,6 @@ def _hook_name(hook: Any) -> str:
     kind = hook.get("type") if isinstance(hook, Mapping) else type(hook)
     name = kind.__name__ if isinstance(kind, type) else str(kind)
     return name.rpartition(".")[2]
-
-
-def display_hooks(logger: MMLogger) -> list[Hook]:
-    """Return a list with the hook that displays a run in a notebook or terminal.
-
-    The list is empty if there is neither, and on all ranks except rank 0.
-    """
-    if not is_main_process():
-        return []
-    if in_notebook():
-        return [NotebookHook()]
-    return [ProgressBarHook()] if logger.console.is_terminal else []
 
 
 def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
