@@ -99,13 +99,6 @@ def test_ctrl_c_raises_a_keyboard_interrupt_after_saving(tmp_path):
     assert (tmp_path / "preempted.pth").is_file()
 
 
-def test_hook_can_be_removed(tmp_path):
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        run(tmp_path, custom_hooks=[Signal(3, signal.SIGINT)], default_hooks=dict(preemption=None))
-    assert stopped.type is KeyboardInterrupt
-    assert not (tmp_path / "preempted.pth").exists()
-
-
 def test_user_handlers_and_ignored_signals_are_not_changed():
     received = []
     previous = (
@@ -124,35 +117,6 @@ def test_user_handlers_and_ignored_signals_are_not_changed():
         signal.signal(signal.SIGUSR1, previous[0])
         signal.signal(signal.SIGHUP, previous[1])
     assert received == [1]
-
-
-def test_forked_process_ends_if_another_handler_calls_the_previous_one():
-    with Preemption():
-        previous = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda *arguments: previous(*arguments))
-        try:
-            pid = os.fork()
-            if pid == 0:
-                time.sleep(60)
-                os._exit(0)
-            time.sleep(0.2)
-            os.kill(pid, signal.SIGTERM)
-            assert _wait(pid, 20) == signal.SIGTERM
-        finally:
-            signal.signal(signal.SIGTERM, previous)
-
-
-def _wait(pid, seconds):
-    """Return the wait status of a child. If it does not end in time, kill it and return None."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
-        time.sleep(0.001)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
 
 
 LOOP = """

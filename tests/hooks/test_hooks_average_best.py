@@ -124,13 +124,6 @@ def test_ema_weights_are_averaged_with_an_ema_hook(tmp_path, hook):
     assert not torch.equal(history.validated[3]["first.weight"], history.steps[-1]["first.weight"])
 
 
-def test_iteration_based_training_averages_the_best_validations(tmp_path):
-    cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
-    _, history = averaged(tmp_path, [0.1, 0.5, 0.4, 0.0], count=2, train_cfg=cfg)
-    assert written(tmp_path)["meta"]["averaged"] == ["iter_4.pth", "iter_6.pth"]
-    assert_same(written(tmp_path)["state_dict"], mean(history.validated[1:3]))
-
-
 @pytest.mark.parametrize("epoch", [2, 4])
 def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     values = [0.1, 0.7, 0.5, 0.9, 0.2]
@@ -145,14 +138,6 @@ def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     )
     assert_same(one["state_dict"], other["state_dict"])
     assert len(snapshots(tmp_path / "b")) == 3
-
-
-def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
-    averaged(tmp_path, [0.8, 0.7, 0.0], log_level="WARNING")
-    (tmp_path / "average_best" / "epoch_1.pth").unlink()
-    averaged(tmp_path, [0.7, 0.1, 0.0], epochs=3, resume=True, log_level="WARNING")
-    assert "epoch_1.pth does not exist" in "".join(capsys.readouterr())
-    assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_3.pth"]
 
 
 def test_average_file_works_with_load_from(tmp_path):

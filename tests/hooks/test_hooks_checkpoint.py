@@ -89,15 +89,6 @@ def test_out_dir_of_another_run_is_refused(tmp_path):
     assert_same(weights(resumed), weights(trained(tmp_path / "whole", epochs=3)))
 
 
-def test_filename_tmpl_without_number_overwrites_one_file(tmp_path):
-    runner = trained(tmp_path, interval=2, filename_tmpl="ckpt_latest.pth")
-    assert files(tmp_path) == {"ckpt_latest.pth"}
-    assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == 5
-    assert runner.message_hub.get_info("kept_ckpts/ckpt_latest.pth") == ["ckpt_latest.pth"]
-    again = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=5))
-    assert_same(weights(runner), weights(again))
-
-
 def test_save_epochs_keeps_additional_checkpoints(tmp_path):
     names = dict(filename_tmpl="ckpt_latest.pth", max_keep_ckpts=1)
     trained(tmp_path, interval=1, save_epochs=[1, 4], **names)
@@ -105,13 +96,6 @@ def test_save_epochs_keeps_additional_checkpoints(tmp_path):
     meta = torch.load(tmp_path / "ckpt_epoch_4.pth", weights_only=True)["meta"]
     assert (meta["epoch"], meta["iter"]) == (4, 8)
     assert (tmp_path / "last_checkpoint").read_text().endswith("ckpt_latest.pth")
-
-
-def test_optimizer_and_scheduler_state_can_be_excluded(tmp_path):
-    trained(tmp_path, interval=5, save_optimizer=False, save_param_scheduler=False)
-    assert {"optimizer", "param_schedulers"}.isdisjoint(
-        torch.load(tmp_path / "epoch_5.pth", weights_only=True)
-    )
 
 
 @pytest.mark.parametrize(
@@ -154,15 +138,6 @@ def test_nan_is_never_the_best_value_even_if_first_or_after_a_resume(tmp_path, r
     runner = train([nan, better[3], nan], 5, resume=True)
     assert {file for file in files(tmp_path) if "best" in file} == {"best_x_epoch_4.pth"}
     assert runner.message_hub.get_info("best_score/x") == better[3]
-
-
-def test_best_checkpoint_of_an_iteration_based_run_is_named_by_iteration(tmp_path):
-    hook = dict(type="CheckpointHook", by_epoch=False, interval=100, save_best="acc")
-    cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
-    metric = Scripted([0.1, 0.5, 0.4])
-    run(tmp_path, train_cfg=cfg, default_hooks=dict(checkpoint=hook), **validation(metric))
-    assert files(tmp_path) == {"iter_6.pth", "best_acc_iter_4.pth"}
-    assert torch.load(tmp_path / "best_acc_iter_4.pth", weights_only=True)["meta"]["iter"] == 4
 
 
 NAMES = dict(interval=1, filename_tmpl="ckpt_latest.pth", save_best="acc", best_filename="ckpt_best.pth")
@@ -231,13 +206,6 @@ def test_after_new_best_is_called_after_the_checkpoint_is_written(tmp_path):
     assert calls == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
 
 
-def test_validation_outside_training_saves_no_checkpoint(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
-    runner = Runner(**training(tmp_path, default_hooks=hooks, **validation(Scripted([0.9]))))
-    runner.val()
-    assert files(tmp_path) == set()
-
-
 def test_metric_with_ambiguous_name_requires_a_rule(tmp_path):
     with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
         trained(tmp_path, [0.1], "score", save_best="score")
@@ -260,14 +228,6 @@ def test_auto_uses_the_first_metric_that_is_a_number(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="auto"))
     run(tmp_path, default_hooks=hooks, **validation(Named([0.2, 0.1])))
     assert files(tmp_path) == {"best_acc_epoch_1.pth", "epoch_2.pth"}
-
-
-def test_default_hook_leaves_the_best_checkpoint_to_a_custom_hook(tmp_path):
-    own = dict(
-        type="CheckpointHook", filename_tmpl="own_{}.pth", save_best="acc", best_filename="own_best.pth"
-    )
-    run(tmp_path, custom_hooks=[own], **validation(Scripted([0.1, 0.2])))
-    assert {name for name in files(tmp_path) if "best" in name} == {"own_best.pth"}
 
 
 def test_runner_keeps_the_last_two_checkpoints_and_the_best_by_default(tmp_path):

@@ -109,31 +109,6 @@ def test_compiled_and_eager_models_have_the_same_average(tmp_path):
         assert not torch.allclose(own_average[name], own[name], atol=1e-4)
 
 
-class Places(Hook):
-    """A hook that records the addresses of the weights in training and in validation."""
-
-    def __init__(self):
-        self.training, self.validation = [], []
-
-    def _before_iter(self, runner, batch_idx, data_batch=None, mode="train"):
-        mine = {name: param.data_ptr() for name, param in runner.model.named_parameters()}
-        (self.training if mode == "train" else self.validation).append(mine)
-
-
-def test_validation_does_not_move_the_weights_in_memory(tmp_path):
-    places = Places()
-    hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
-    runner, _ = ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, places])
-    assert len(places.training) == 10
-    assert all(now == places.training[0] for now in places.training)
-    assert all(now == places.validation[0] for now in places.validation)
-    assert set(places.training[0].values()).isdisjoint(places.validation[0].values()), (
-        "validation copied values instead of exchanging storages"
-    )
-    kept = {name: param.data_ptr() for name, param in average_of(runner).module.named_parameters()}
-    assert kept == places.validation[0]
-
-
 class WithStatistics(Net):
     """A model with buffers of several dtypes that change with each batch."""
 

@@ -11,7 +11,6 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from slipstream.errors import DataError
 from slipstream.hooks import Hook, Priority, get_priority
 from slipstream.model import Segmentor
 from slipstream.visualization import contact_sheet
@@ -175,33 +174,6 @@ def test_predictions_are_drawn_next_to_the_ground_truth(tmp_path, count):
         160 if count == 3 else 0
     )  # the second of three samples is red, and 16 x 32 is enlarged to 160 x 320
     assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # one image per validation
-
-
-def test_ignored_pixels_have_their_own_color_and_legend_entry(tmp_path):
-    class Ignoring(Scenes):
-        metainfo: ClassVar = dict(classes=("a", "b"), palette=[[0, 0, 0], [255, 0, 0]], ignore_index=1)
-
-    pictured(tmp_path, Ignoring(), num_samples=3)
-    sheet = Image.open(tmp_path / "predictions.png").convert("RGB")
-    blank = np.zeros((16, 32, 3), np.uint8)
-    legend = [("a", [0, 0, 0]), ("b", [255, 0, 0]), ("(ignored)", [228, 230, 234])]
-    expected = np.asarray(contact_sheet([[blank] * 3] * 3, legend=legend))
-    assert np.array_equal(np.asarray(sheet)[-50:], expected[-50:])  # the legend
-    truths = np.asarray(sheet)[:, sheet.width // 2]
-    assert (truths == [228, 230, 234]).all(1).sum() == 160  # the second sample has only ignored pixels
-
-
-def test_pictures_require_segmentation_outputs(tmp_path):
-    with pytest.raises(DataError, match="'inputs'"):
-        run(tmp_path, custom_hooks=[dict(type="SegVisualizationHook")], **validation())
-
-
-def test_pictures_require_a_palette(tmp_path):
-    class Colorless(Scenes):
-        metainfo: ClassVar = dict(classes=("a", "b"))
-
-    with pytest.raises(DataError, match="palette"):
-        pictured(tmp_path, Colorless())
 
 
 def test_profiler_writes_a_trace(tmp_path):

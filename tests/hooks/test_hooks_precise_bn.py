@@ -107,26 +107,6 @@ def test_statistics_belong_to_the_validated_average(tmp_path, hook):
     assert average_of(runner).steps == 10
 
 
-@pytest.mark.parametrize("scope", ["step", "model"])
-def test_hook_does_not_recompile_the_model(tmp_path, scope):
-    torch._dynamo.reset()
-    compiled = []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph
-
-    counts = {}
-    for name, hook in (("a", []), ("b", [dict(type="PreciseBNHook", num_samples=40)])):
-        torch._dynamo.reset()
-        compiled.clear()
-        cfg = dict(compile=dict(backend=backend, scope=scope))
-        run(tmp_path / name, cfg=cfg, model=dict(type=Net, norm=True), custom_hooks=hook)
-        counts[name] = len(compiled)
-    assert counts["a"] == counts["b"] > 0
-    assert_statistics(saved(tmp_path / "b"), [samples()[0]])
-
-
 def test_statistics_are_recomputed_at_interval_and_last_epoch(tmp_path):
     seen = Seen()
     plain = run(

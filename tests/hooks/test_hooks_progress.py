@@ -62,17 +62,6 @@ def test_bar_shows_loss_rate_metric_speed_and_waiting(tmp_path, monkeypatch, clo
     assert re.search(r"acc 0\.\d+ ", last)
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_no_value_is_cut_off(tmp_path, monkeypatch, width):
-    console = Console(force_terminal=True, file=io.StringIO(), width=width, color_system=None)
-    _, text = bar(tmp_path, monkeypatch, console)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", text)]
-    last = " ".join(lines).split("training")[-1].split()
-    for word in ("10/10", "loss", "lr", "acc", "images/s", "waiting", "data"):
-        assert word in last
-    assert max(map(len, lines)) <= width
-
-
 def test_without_a_terminal_there_is_no_bar(tmp_path, monkeypatch):
     runner, text = bar(tmp_path, monkeypatch, Console(file=io.StringIO(), width=120))
     assert "images/s" not in text

@@ -6,21 +6,8 @@ from torch.utils.data import TensorDataset
 
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
-from slipstream.hooks.schedule import infer_rule
 from slipstream.runner import Runner
 from tiny_runs import Net, run, samples
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("loss", "less"), ("val/loss_ce", "less"), ("WER", "less"), ("error_rate", "less"), ("rmse", "less"),
-        ("accuracy/top1", "greater"), ("mIoU", "greater"), ("IoU/terrain", "greater"), ("flowers_acc", "greater"),
-        ("coco/bbox_mAP", "greater"), ("answer_f1", "greater"), ("auc", "greater"), ("PSNR", "greater"),
-    ],
-)  # fmt: skip
-def test_rule_is_inferred_from_the_metric_name(name, rule):
-    assert infer_rule(name, None) == rule
 
 
 def make(tmp_path, **options):

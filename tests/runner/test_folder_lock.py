@@ -43,15 +43,6 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path, holder):
     run(tmp_path)
 
 
-def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
-    warnings = []
-    monkeypatch.setattr(
-        "fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented"))
-    )
-    FolderLock(tmp_path, warnings.append).lock(tmp_path, "work_dir")
-    assert "cannot be locked" in warnings[0]
-
-
 def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     left = [
         tmp_path / name
@@ -68,22 +59,6 @@ def test_run_removes_temporary_files_of_killed_runs(tmp_path):
     lock.release()
     assert not any(path.exists() for path in left)
     assert only_copy.exists()
-
-
-def test_lock_can_be_released_while_a_forked_child_is_alive(tmp_path):
-    lock = FolderLock(tmp_path, pytest.fail)
-    lock.lock(tmp_path, "work_dir")
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-        os._exit(0)
-    try:
-        lock.release()
-        lock.lock(tmp_path, "work_dir")
-        lock.release()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 class FailingRelease(ProgressBarHook):

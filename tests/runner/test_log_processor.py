@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.logging import HistoryBuffer, MessageHub
+from slipstream.logging import MessageHub
 from slipstream.runner.log_processor import LogProcessor
 
 
@@ -94,15 +94,6 @@ def test_line_after_test_contains_non_scalars(runner):
     assert set(tag) == {"acc", "confusion"}
 
 
-def test_log_with_hierarchy_adds_the_mode_only_to_the_tag(runner):
-    fill(runner.message_hub)
-    tag, line = LogProcessor(log_with_hierarchy=True).get_log_after_iter(runner, 99, "train")
-    assert {"train/loss", "train/lr", "train/time", "epoch", "iter"} <= set(tag)
-    assert "train/" not in line
-    runner.message_hub.update_scalar("val/acc", 0.5)
-    assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
-
-
 def test_validation_loss_is_not_averaged_with_earlier_validations(runner):
     for loss in (0.9, 0.5, 0.1):
         runner.message_hub.update_metric("val/loss", loss)
@@ -134,12 +125,6 @@ def test_custom_statistics_accept_every_kind_of_window_size(runner):
     assert "absent" not in tag
 
 
-def test_stream_without_length_is_shown_with_a_question_mark(runner):
-    runner.train_dataloader = iter(())
-    fill(runner.message_hub)
-    assert LogProcessor().get_log_after_iter(runner, 9, "train")[1].startswith("Epoch(train)  [1][10/?]  ")
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -156,15 +141,3 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
 def test_invalid_custom_entry_error_names_its_path(entry, message):
     with pytest.raises(ConfigError, match=message):
         LogProcessor(custom_cfg=[{"data_src": "loss", "method_name": "mean"}, entry])
-
-
-def test_registered_statistic_accepts_its_own_arguments(runner, monkeypatch):
-    monkeypatch.setattr(HistoryBuffer, "_statistics", dict(HistoryBuffer._statistics))
-
-    @HistoryBuffer.register_statistics
-    def scaled(history, factor, window_size=None):
-        return history.mean(window_size) * factor
-
-    fill(runner.message_hub)
-    entry = {"data_src": "loss", "method_name": "scaled", "factor": 2, "window_size": 2, "log_name": "twice"}
-    assert LogProcessor(custom_cfg=[entry]).get_log_after_iter(runner, 0, "train")[0]["twice"] == 37

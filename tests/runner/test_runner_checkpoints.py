@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import slipstream
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
@@ -14,7 +13,6 @@ from tiny_runs import (
     assert_same,
     loader,
     run,
-    samples,
     training,
     validation,
     weights,
@@ -74,16 +72,6 @@ def test_load_checkpoint_before_training_equals_load_from(tmp_path, checkpoint, 
     called = evaluated(tmp_path / "called")
     called[0].load_checkpoint(checkpoint)
     assert_equal_training(expected, called)
-
-
-def test_weights_changed_after_load_checkpoint_are_kept(tmp_path, checkpoint):
-    runner, _ = evaluated(tmp_path, optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)))
-    runner.load_checkpoint(checkpoint)
-    with torch.no_grad():
-        runner.model.last.weight.fill_(0.25)
-    expected = weights(runner)
-    runner.train()
-    assert_same(weights(runner), expected)
 
 
 def complete(work_dir, **changes):
@@ -155,25 +143,3 @@ def test_state_that_hooks_of_the_model_save_and_load_is_restored(tmp_path, hooks
     resumed = run(tmp_path / "run", **options, resume=True)
     assert resumed.model.steps == 10
     assert_same(weights(whole), weights(resumed))
-
-
-@pytest.mark.parametrize(
-    ("name", "revise_keys"),
-    [("module", {}), ("backbone", dict(revise_keys=[(r"^backbone\.", "")]))],
-    ids=["module", "backbone"],
-)
-def test_average_in_a_file_of_a_step_is_loaded_under_other_names(tmp_path, name, revise_keys):
-    net = Net()
-    wrapper = nn.ModuleDict({name: net})
-    wrapper.forward = lambda inputs, targets: net(inputs, targets, "loss")["loss"]
-    ema = dict(type="constant", decay=0.9)
-    step = slipstream.accelerate(wrapper, torch.optim.SGD(net.parameters(), lr=0.5), speed=dict(ema=ema))
-    for start in (0, 8):
-        step([part[start : start + 8] for part in samples()])
-    step.save(tmp_path / "step.pth")
-    with step.averaged():
-        average = {key: value.clone() for key, value in net.state_dict().items()}
-    runner = Runner(**training(tmp_path))
-    runner.load_checkpoint(str(tmp_path / "step.pth"), **revise_keys)
-    assert_same(weights(runner), average)
-    assert not torch.equal(average["first.weight"], net.first.weight)

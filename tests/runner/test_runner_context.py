@@ -101,12 +101,6 @@ def test_evaluation_in_a_hook_does_not_change_training(tmp_path, mode, stage):
     assert (runner.is_training, runner.folder_lock._files) == (False, {})
 
 
-def test_train_in_a_hook_raises_an_error(tmp_path):
-    runner, _ = evaluated(tmp_path, AtStage("before_train_epoch", lambda runner: runner.train()))
-    with pytest.raises(ConfigError, match=r"train\(\) cannot be called while this Runner is running"):
-        runner.train()
-
-
 def fail(error):
     def call(runner):
         raise error

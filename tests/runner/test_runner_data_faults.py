@@ -102,21 +102,6 @@ def test_epoch_with_fewer_batches_than_the_loaders_length_raises_an_error(data, 
         run(tmp_path, train_dataloader=data, train_cfg=cfg)
 
 
-@pytest.mark.parametrize("mode", ["val", "test"])
-def test_short_evaluation_raises_an_error(mode, tmp_path):
-    data = dict(dataset=Noisy(), batch_sampler=Claims(3, 5))
-    cfg = {f"{mode}{name.removeprefix('val')}": value for name, value in validation().items()}
-    runner = Runner(**training(tmp_path, **{**cfg, f"{mode}_dataloader": data}))
-    with pytest.raises(DataError, match=f"{mode}_dataloader ended after 3 of 5 batches"):
-        getattr(runner, mode)()
-    for error in (StopIteration, RuntimeError):
-        data = loader(Faulty([13], error), shuffle=False)
-        runner = Runner(**training(tmp_path, **{**cfg, f"{mode}_dataloader": data}))
-        with pytest.raises(DataError if error is StopIteration else error) as caught:
-            getattr(runner, mode)()
-        assert "sample 13 of Faulty" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
-
-
 # ---- failing samples -------------------------------------------------------------------------------------------------
 
 

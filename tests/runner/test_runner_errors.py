@@ -10,7 +10,6 @@ from torch import nn
 from slipstream.config import Config
 from slipstream.errors import (
     CheckpointError,
-    ConfigError,
     LossError,
     ModelError,
     NonFiniteLossError,
@@ -83,23 +82,6 @@ def test_loop_arguments_must_be_set_together(tmp_path, name, third):
         given = {key: value for key, value in whole.items() if key != missing}
         with pytest.raises(ValueError, match=f"must be set together, but {missing} is missing"):
             Runner(Net(), tmp_path, **given)
-
-
-@pytest.mark.parametrize("mode", ["train", "val", "test"])
-def test_loop_that_is_not_configured_cannot_run(tmp_path, mode):
-    runner = Runner(Net(), tmp_path, log_level="ERROR")
-    with pytest.raises(ConfigError, match=f"{mode}_dataloader"):
-        getattr(runner, mode)()
-
-
-@pytest.mark.parametrize("required", ["model", "work_dir"])
-def test_missing_required_key_raises_an_error(tmp_path, required):
-    cfg = training(tmp_path)
-    cfg[required + "s"] = cfg.pop(required)
-    with pytest.raises(
-        ConfigError, match=f"has no '{required}', which is required; did you mean '{required}s'"
-    ):
-        Runner.from_cfg(cfg)
 
 
 class Returning(Net):

@@ -8,9 +8,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from slipstream.dataset import SegmentationDataset, apply_device_transforms, default_palette
-from slipstream.errors import ConfigError
 from slipstream.model import Segmentor
-from slipstream.step.graph import GraphStep
 from tiny_runs import Scripted, run, weights
 
 TRANSFORMS = [
@@ -80,21 +78,3 @@ def test_device_transforms_match_host_transforms(tmp_path, finished):
     torch.testing.assert_close(weights(runner), finished)
     with Image.open(tmp_path / "predictions.png") as picture:
         assert np.asarray(picture).std() > 0
-
-
-@pytest.mark.parametrize("compile", [dict(scope="step", backend="aot_eager"), dict(backend="eager")])
-def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
-    torch._dynamo.reset()
-    runner = train(tmp_path, Squares(TRANSFORMS), speed=dict(compile=compile))
-    if compile.get("scope") == "step":
-        assert type(runner.step) is GraphStep
-        assert runner.step._fallback is None
-    torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
-
-
-def test_normalizing_twice_is_rejected(tmp_path):
-    twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
-    with pytest.raises(
-        ConfigError, match=r"data_preprocessor: the dataset's transforms already normalize the images"
-    ):
-        train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))

@@ -257,13 +257,6 @@ def test_run_writes_the_documented_files(tmp_path):
     assert_same(checkpoint["state_dict"], weights(runner))
 
 
-def test_from_cfg_keeps_keys_that_are_not_runner_arguments(tmp_path):
-    cfg = dict(training(tmp_path), my_variable=3, compile=False)
-    runner = Runner.from_cfg(cfg)
-    assert runner.cfg.my_variable == 3
-    assert runner.work_dir == str(tmp_path)
-
-
 def test_validation_and_testing_use_the_loaded_weights(tmp_path):
     trained = run(tmp_path / "a", train_cfg=dict(by_epoch=True, max_epochs=8))
     inputs, targets = (t for t in trained.train_dataloader.dataset.tensors)
@@ -283,20 +276,6 @@ def test_validation_and_testing_use_the_loaded_weights(tmp_path):
     assert runner.test() == {"acc": pytest.approx(expected), "second/acc": pytest.approx(expected)}
     with pytest.raises(ConfigError, match="requires train_dataloader, train_cfg and optim_wrapper"):
         runner.train()
-
-
-def test_torchmetrics_objects_and_names_are_accepted_as_metrics(tmp_path):
-    pytest.importorskip("torchmetrics")
-    from torchmetrics.classification import MulticlassAccuracy
-
-    metrics = [
-        MulticlassAccuracy(num_classes=3, average="micro"),
-        dict(type=Accuracy, prefix="own"),
-    ]
-    runner = Runner(**training(tmp_path, **validation(metrics)))
-    values = runner.val()
-    (name,) = set(values) - {"own/acc"}
-    assert values[name] == pytest.approx(values["own/acc"])
 
 
 def test_init_weights_runs_once_and_not_after_loading(tmp_path):

@@ -100,23 +100,6 @@ def test_training_uses_a_list_of_batches_in_order(tmp_path, speed):
     assert runner.val()["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
 
 
-class Stop(Hook):
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter + 1 == 5:
-            raise KeyboardInterrupt
-
-
-def test_run_with_a_list_can_be_resumed_inside_an_epoch(tmp_path):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=5))
-    changes = dict(train_dataloader=slices(3), default_hooks=hooks)
-    stopped = Runner(**arguments(tmp_path, **changes, custom_hooks=[dict(type=Stop, priority="LOWEST")]))
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    resumed = Runner(**arguments(tmp_path, **changes, resume=True))
-    resumed.train()
-    assert_close(resumed.model, by_hand(slices(3) * 2))
-
-
 # ---- short runs ---------------------------------------------------------------------------------------
 
 

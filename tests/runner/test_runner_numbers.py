@@ -126,28 +126,6 @@ def test_schedulers_end_at_the_end_of_training_by_default(tmp_path):
     assert lrs(runner) == pytest.approx(expected)
 
 
-def test_paramwise_options_are_passed_to_the_optimizer(tmp_path):
-    runner = run(
-        tmp_path,
-        model=fresh(norm=True),
-        optim_wrapper=dict(
-            optimizer=dict(type="AdamW", lr=0.1, weight_decay=0.5),
-            paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys={"last": dict(lr_mult=0.5)}),
-        ),
-    )
-    options = {
-        name: (group["lr"], group["weight_decay"])
-        for group in runner.optim_wrapper.param_groups
-        for name, parameter in runner.model.named_parameters()
-        if any(parameter is p for p in group["params"])
-    }
-    assert options == {
-        **dict.fromkeys(["first.weight", "first.bias"], (0.1, 0.5)),
-        **dict.fromkeys(["norm.weight", "norm.bias"], (0.1, 0.0)),
-        **dict.fromkeys(["last.weight", "last.bias"], (0.05, 0.5)),
-    }
-
-
 class Gan(BaseModel):
     """Two networks trained alternately, as in MMEngine's GAN tutorial."""
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from slipstream.errors import ConfigError
-from slipstream.hooks import EMAHook, Hook, NanGuardHook
-from slipstream.model import BaseModel
+from slipstream.hooks import EMAHook, Hook
 from slipstream.optim import OptimWrapper
 from slipstream.runner import Runner
 from slipstream.speed.accelerate import accelerate
@@ -21,7 +19,6 @@ from tiny_runs import (
     assert_same,
     loader,
     run,
-    samples,
     scalars,
     training,
     validation,
@@ -196,87 +193,7 @@ def test_parameter_group_added_during_training_is_trained(tmp_path):
 # ---- non-finite values --------------------------------------------------------------------------
 
 
-class Square(nn.Module):
-    def forward(self, x):
-        return x * x
-
-
-class Squares(Net):
-    """A model that squares its inputs before BatchNorm, so that large inputs overflow inside the graph."""
-
-    def __init__(self):
-        super().__init__(norm=True)
-        self.square = Square()
-
-    def forward(self, inputs, targets, mode):
-        return super().forward(self.square(inputs), targets, mode)
-
-
-def spoiled(*bad):
-    """Return data whose rows `bad` overflow when squared. Row r belongs to batch r // 8."""
-    x, y = samples()
-    x[list(bad)] = 1e30
-    return TensorDataset(x, y)
-
-
-def test_bad_batches_are_skipped_counted_and_located(tmp_path):
-    """Rows 9 and 33 make the second and the last of the five batches non-finite."""
-
-    def skipping(name, data, how):
-        options = dict(
-            train_dataloader=loader(data, shuffle=False),
-            train_cfg=dict(by_epoch=True, max_epochs=1),
-            model=dict(type=Squares),
-            optim_wrapper=dict(optimizer=SGD),
-        )
-        guard = dict(nan_guard=dict(action="skip", locate=True))
-        return run(tmp_path / name, speed=dict(compile=how, **guard), log_level="WARNING", **options)
-
-    good = [row for row in range(40) if row // 8 not in (1, 4)]
-    x, y = samples()
-    graph = skipping("graph", spoiled(9, 33), GRAPH)
-    clean = skipping("clean", TensorDataset(x[good], y[good]), GRAPH)
-    assert graph.step._fallback is None
-    assert (graph.iter, clean.iter) == (5, 3)
-    assert_same(weights(graph), weights(clean))
-    state, expected = (r.optim_wrapper.state_dict()["state"] for r in (graph, clean))
-    torch.testing.assert_close(state, expected, rtol=0, atol=0)
-    guard = next(h for h in graph.hooks if isinstance(h, NanGuardHook))
-    assert guard.skipped == 2
-    said = (next((tmp_path / "graph").glob("*/*.log"))).read_text()
-    assert "Skipped 2 steps" in said
-    assert "came from module 'square' (Square); the module's inputs were finite" in said
-
-
 # ---- models ------------------------------------------------------------------------------------------------
-
-
-class Tied(BaseModel):
-    """A model with tied weights, a layer used twice, an unused layer, and a list of losses."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.two.weight = self.one.weight
-        self.head, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x, y, mode):
-        x = self.two(self.one(self.one(x).tanh()).tanh())
-        scores = self.head(x)
-        losses = [F.cross_entropy(scores, y), scores.square().mean()]
-        return {"loss_main": losses, "loss_aux": losses[1] * 0.1, "spread": scores.std()}
-
-
-def test_tied_shared_and_unused_layers_match_eager_mode(tmp_path):
-    options = dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
-    graph, eager = both(tmp_path, model=dict(type=Tied), optim_wrapper=dict(optimizer=SGD), **options)
-    close(graph, eager)
-    assert graph.model.one.weight is graph.model.two.weight
-    for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):
-        for name in ("loss", "loss_main", "loss_aux", "spread"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
-    assert graph.model.unused.weight not in graph.optim_wrapper.optimizer.state
 
 
 class Own(Net):

@@ -1,7 +1,5 @@
 """Test that a Runner trains a plain `nn.Module` with `loss_fn` like a hand-written float64 loop."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,23 +143,6 @@ def test_model_that_returns_its_loss_trains_on_dict_batches(tmp_path):
     by_hand(expected, cross_entropy)
     assert_close(runner.model.net.state_dict(), expected.state_dict())
     assert scalars(runner)[-1]["aux_loss"] == pytest.approx(2 * scalars(runner)[-1]["loss"])
-
-
-def test_loss_and_preprocessor_can_be_configurations(tmp_path):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 4 * 4, 2))
-    pixels = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8)
-    changes = dict(
-        loss_fn=dict(type="CrossEntropyLoss", label_smoothing=0.1),
-        data_preprocessor=dict(type="ImgDataPreprocessor", mean=[127.5], std=[50.0]),
-        train_dataloader=dict(batch_size=8, dataset=TensorDataset(pixels, torch.arange(8) % 2)),
-        train_cfg=dict(by_epoch=True, max_epochs=1),
-        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
-    )
-    expected = copy.deepcopy(model)
-    Runner(**arguments(tmp_path, model, **changes)).train()
-    F.cross_entropy(expected((pixels - 127.5) / 50), torch.arange(8) % 2, label_smoothing=0.1).backward()
-    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs - 0.1 * theirs.grad)
 
 
 def test_metrics_receive_outputs_and_targets(tmp_path):

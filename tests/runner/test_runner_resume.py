@@ -1,10 +1,8 @@
 """Test that a resumed run ends with the same weights as an uninterrupted run."""
 
-import random
-
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.errors import CheckpointError
 from slipstream.hooks import EMAHook, Hook
@@ -19,7 +17,6 @@ from tiny_runs import (
     assert_same,
     loader,
     run,
-    samples,
     scalars,
     training,
     validation,
@@ -49,23 +46,6 @@ LOOPS = {
     ),
     "endless": dict(sampler="InfiniteSampler", train_cfg=dict(by_epoch=False, max_iters=15, val_interval=5)),
 }
-
-
-@pytest.mark.parametrize("stop", [3, 7], ids=["first epoch", "second epoch"])
-def test_resume_restores_the_order_of_an_unseeded_sampler(tmp_path, stop):
-    def trained(folder, sampler, iterations, **changes):
-        data = dict(batch_size=8, dataset=TensorDataset(*samples()), sampler=sampler)
-        torch.manual_seed(0)
-        cfg = dict(by_epoch=False, max_iters=iterations)
-        hooks = dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False))
-        return run(folder, train_dataloader=data, train_cfg=cfg, default_hooks=hooks, **changes)
-
-    first, same, other = OwnGenerator(), OwnGenerator(), OwnGenerator()
-    same.rng.setstate(first.rng.getstate())
-    whole = trained(tmp_path / "whole", same, 10)
-    trained(tmp_path / "parts", first, stop)
-    parts = trained(tmp_path / "parts", other, 10, resume=True)
-    assert_same(weights(whole), weights(parts))
 
 
 def logs(work_dir):
@@ -263,15 +243,6 @@ def test_resume_with_a_different_batch_size_keeps_the_number_of_samples(tmp_path
     assert resumed.iter == steps == resumed.max_iters
 
 
-def test_resuming_a_finished_run_trains_nothing_and_warns(tmp_path):
-    one = run(tmp_path)
-    losses = Losses()
-    again = run(tmp_path, resume=True, custom_hooks=[losses])
-    assert logs(tmp_path).count("Nothing to train: the run is already complete (2 of 2 epochs)") == 1
-    assert (again.epoch, again.iter, losses.by_iter) == (2, 10, {})
-    assert_same(weights(one), weights(again))
-
-
 def test_resumed_run_keeps_the_seed(tmp_path):
     changes = dict(randomness=dict(seed=17), default_hooks=dict(checkpoint=dict(type="CheckpointHook")))
     run(tmp_path, **changes)
@@ -332,26 +303,6 @@ def test_error_for_a_checkpoint_without_training_state_names_the_key(tmp_path, k
     run(tmp_path, **schedule, default_hooks=hooks)
     with pytest.raises(CheckpointError, match=key):
         run(tmp_path, **schedule, resume=True)
-
-
-class OwnGenerator(Sampler):
-    """A sampler with a generator that is not seeded, whose state checkpoints contain."""
-
-    def __init__(self):
-        self.rng = random.Random()
-
-    def __iter__(self):
-        return iter(self.rng.sample(range(40), 40))
-
-    def __len__(self):
-        return 40
-
-    def state_dict(self):
-        return {"rng": self.rng.getstate()}
-
-    def load_state_dict(self, state):
-        version, numbers, gauss = state["rng"]
-        self.rng.setstate((version, tuple(numbers), gauss))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,12 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
 
 from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, GcHook, Hook, NanGuardHook
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.runner import Runner
-from slipstream.speed import SpeedPlan
-from slipstream.speed.apply import prepare_model
 from tiny_runs import Net, assert_same, run, training, weights
 
 
@@ -78,37 +75,7 @@ def test_precision_creates_a_mixed_precision_wrapper(tmp_path, wrapper):
     assert not torch.equal(plain.model.first.weight, runner.model.first.weight)
 
 
-def test_plan_sets_accumulation_and_clipping_of_the_wrapper(tmp_path):
-    speed = dict(accumulate=2, clip_grad=dict(max_norm=0.01))
-    runner = run(tmp_path / "a", speed=speed)
-    written = run(
-        tmp_path / "b",
-        optim_wrapper=dict(
-            optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2, clip_grad=dict(max_norm=0.01)
-        ),
-    )
-    assert_same(weights(runner), weights(written))
-    assert runner.optim_wrapper.accumulative_counts == 2
-    assert not torch.equal(run(tmp_path / "c").model.first.weight, runner.model.first.weight)
-
-
-def test_plain_optimizer_is_wrapped_according_to_the_plan(tmp_path):
-    model = Net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    runner = run(tmp_path, model=model, optim_wrapper=optimizer, speed=dict(accumulate=5, precision="bf16"))
-    assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
-    assert runner.optim_wrapper.optimizer is optimizer
-    assert runner.optim_wrapper.accumulative_counts == 5
-
-
 # ---- the model ------------------------------------------------------------------------------------------------
-
-
-def test_channels_last_converts_the_model(tmp_path):
-    model = nn.Sequential(nn.Conv2d(4, 5, 3))
-    prepared = prepare_model(model, SpeedPlan.read(dict(channels_last=True)), torch.device("cpu"))
-    assert prepared is model
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_activation_checkpointing_recomputes_the_named_modules(tmp_path):

@@ -92,17 +92,6 @@ def test_epoch_ends_with_the_stream(tmp_path, speed):
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == [5, 9, 12]
 
 
-def halving(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-
-
-def test_scheduler_steps_after_each_batch_of_a_stream(tmp_path):
-    schedule = dict(type=torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.5, by_epoch=False)
-    runner = Runner(**arguments(tmp_path, param_scheduler=schedule))
-    runner.train()
-    assert_close(runner.model.state_dict(), by_hand(schedule=halving)[0])
-
-
 class Stop(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 == 7:

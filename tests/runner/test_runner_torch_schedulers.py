@@ -116,13 +116,6 @@ def test_torch_epoch_schedulers_are_rejected_in_iteration_based_training(tmp_pat
     assert runner.optim_wrapper.get_lr()["lr"] == pytest.approx([0.025])  # step 4 of a cosine with period 6
 
 
-def test_schedule_for_the_full_run_is_not_reported_in_a_short_run(tmp_path, capfd):
-    full = dict(arguments(tmp_path, one_cycle), log_level="WARNING", fast_dev_run=True)
-    Runner(**full).train()
-    captured = capfd.readouterr()
-    assert "total_steps" not in captured.out + captured.err
-
-
 def test_one_cycle_that_is_too_short_is_rejected(tmp_path):
     short = copy.copy(arguments(tmp_path, lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=9)))
     with pytest.raises(ConfigError, match="total_steps=9, but the run has 15 iterations"):
