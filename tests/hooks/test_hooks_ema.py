@@ -4,7 +4,6 @@ import pytest
 import torch
 from ema_runs import SCHEDULED, History, assert_close, average, average_of, ema_run, scheduled
 
-from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
 from tiny_runs import Net, assert_same, loader, run, training, validation, weights
@@ -148,10 +147,3 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
 # ---- invalid input ------------------------------------------------------------------------------------
 
 
-def test_second_hook_is_rejected(tmp_path):
-    hooks = [dict(type="EMAHook", momentum=0.1), dict(type="EMAHook", momentum=0.2)]
-    with pytest.raises(
-        ConfigError, match=r"^custom_hooks\[1\]\.type: .*0\.1.* and .*0\.2.*; remove one of the hooks$"
-    ):
-        run(tmp_path, custom_hooks=hooks)
-    assert not list(tmp_path.glob("*.pth"))

@@ -47,13 +47,6 @@ def test_every_decay_type_follows_its_formula(tmp_path, options, decay_of):
         assert not torch.allclose(saved[name], history.start[name], atol=1e-4), f"{name} has not changed"
 
 
-def test_exp_decay_counts_updates_from_begin_iter(tmp_path):
-    hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4), History()
-    ema_run(tmp_path, custom_hooks=[hook, history])
-    wanted = scheduled(history.steps[3:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
-    assert_close(wanted, history.validated[1])
-
-
 def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     history = History()
     hook = dict(SCHEDULED, decay=0.8, beta=3.0)

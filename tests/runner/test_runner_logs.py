@@ -1,9 +1,8 @@
 """Tests of log output on each rank, and of warnings about unused configuration keys."""
 
-from slipstream.runner import Runner, logs
+from slipstream.runner import logs
 from slipstream.runner.user_config import unknown_key_warnings
 from slipstream.visualization import BaseVisBackend, Visualizer
-from tiny_runs import training
 
 
 class Recorder(BaseVisBackend):
@@ -35,10 +34,3 @@ def test_misspelled_keys_are_reported_but_variables_are_not():
     ]
 
 
-def test_speed_options_in_cfg_are_reported(tmp_path, capsys):
-    Runner(**training(tmp_path, cfg=dict(ema=True), log_level="WARNING"))
-    message = "does not read the configuration key 'ema'"
-    assert message in capsys.readouterr().out
-    used = dict(cfg=dict(accumulate=2), speed=dict(accumulate=2), log_level="WARNING")
-    Runner(**training(tmp_path, **used))
-    assert "does not read" not in capsys.readouterr().out

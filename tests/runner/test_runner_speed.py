@@ -37,20 +37,6 @@ def test_speed_is_an_argument_and_a_config_key(tmp_path):
     assert Runner(**given, cfg=dict(speed=words), speed={}).speed.accumulate == 1
 
 
-def test_plan_error_is_raised_before_any_file_is_written(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"optim_wrapper.accumulative_counts: 3 conflicts with speed.accumulate=2"
-    ):
-        Runner(
-            **training(
-                tmp_path / "run",
-                optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3),
-                speed=dict(accumulate=2),
-            )
-        )
-    assert not (tmp_path / "run").exists()
-
-
 def test_auto_selects_options_and_trains(tmp_path):
     runner = run(tmp_path, speed="auto")
     assert runner.iter == 10
