@@ -143,3 +143,10 @@ def test_state_that_hooks_of_the_model_save_and_load_is_restored(tmp_path, hooks
     resumed = run(tmp_path / "run", **options, resume=True)
     assert resumed.model.steps == 10
     assert_same(weights(whole), weights(resumed))
+
+
+def test_state_that_cannot_be_restored_is_refused(tmp_path):
+    net = Net()
+    net.register_buffer("ones", torch.ones(1).expand(5))
+    with pytest.raises(ModelError, match=r"buffer 'ones' is an expanded tensor.*tensor\.clone\(\)"):
+        run(tmp_path, model=net)

@@ -12,6 +12,7 @@ import torch
 
 from slipstream.checkpoint import (
     BackgroundWriter,
+    check_restorable,
     load_weights,
     loaded_names,
     mark_last_checkpoint,
@@ -23,6 +24,7 @@ from slipstream.checkpoint import (
 from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.errors import CheckpointError
+from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.model.weight_init import skip_pretrained
@@ -72,6 +74,9 @@ class Checkpoints:
 
         Random numbers are drawn for all weights, including those that have been loaded, so the random state after this
         call does not depend on whether weights have been loaded.
+
+        Raises:
+            ModelError: a hook saves checkpoints, and a part of the model's state cannot be saved or loaded.
         """
         if self._initialized:
             return
@@ -83,6 +88,8 @@ class Checkpoints:
         resume.init_weights(core, self._runner.interface.initializes_weights)
         if loaded:
             core.load_state_dict(loaded, strict=False)
+        if any(isinstance(hook, CheckpointHook | PreemptionHook) for hook in self._runner.hooks):
+            check_restorable(core.state_dict())
         self._initialized = True
 
     def load_or_resume(self) -> None:
