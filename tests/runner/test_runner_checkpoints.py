@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.errors import ModelError
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
