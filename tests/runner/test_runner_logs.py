@@ -32,5 +32,3 @@ def test_misspelled_keys_are_reported_but_variables_are_not():
     assert list(unknown_key_warnings(["ema"], ["compile"])) == [
         "The Runner does not read the configuration key 'ema'; to set it, use speed=dict(ema=...)"
     ]
-
-

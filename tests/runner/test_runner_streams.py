@@ -167,5 +167,5 @@ def test_stream_whose_order_has_changed_resumes_only_between_epochs(tmp_path, lo
         checkpoint = torch.load(file, weights_only=True)
         checkpoint["meta"]["random_state"] *= 2
         torch.save(checkpoint, file)
-    with pytest.raises(CheckpointError, match=rf"iter_7\.pth .*{change}.* NoisyStream"):
+    with pytest.raises(CheckpointError, match=rf"iter_7\.pth .*{change}.* iterable dataset"):
         augmented(tmp_path, loader=loader, resume=True)
