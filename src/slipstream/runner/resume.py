@@ -475,7 +475,7 @@ def _check_gradients(
 
 
 def _check_schedulers(schedulers: Any, saved: Any, path: str, source: Any) -> None:
-    kind = dict if isinstance(schedulers, dict) else list
+    kind: Any = dict if isinstance(schedulers, dict) else list
     if not isinstance(saved, kind):
         raise CheckpointError(f"{source}: '{path}' must be a {kind.__name__}, not {type(saved).__name__}")
     if isinstance(schedulers, dict):
