@@ -301,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no such configuration: {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
     end = time.monotonic() + read_duration(args.limit, "limit")
     info = environment_info(
-        ["mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
+        ["onedl-mmengine", "onedl-mmcv", "onedl-mmpretrain", "onedl-mmsegmentation", "onedl-mmdetection"]
     )
+    info["mmengine"] = info.pop("onedl-mmengine")
     cases = earlier_cases(args.out) if args.out else {}
     for index, name in enumerate(names):
         now = time.monotonic()

@@ -122,18 +122,6 @@ def test_test_time_augmentation_merges_the_predictions_of_all_versions(tmp_path)
         build_runner_with_tta(config(tmp_path, tta_pipeline=[1]))
 
 
-def test_hubs_are_found_by_name_and_the_newest_hub_is_current():
-    first = MessageHub.get_instance("first hub")
-    assert MessageHub.get_instance("first hub") is first
-    assert MessageHub.get_current_instance() is first
-    second = MessageHub.get_instance("second hub")
-    assert MessageHub.get_current_instance() is second
-    assert MessageHub.get_instance("first hub") is first
-    assert MessageHub.get_current_instance() is second
-    assert MessageHub.check_instance_created("second hub")
-    assert not MessageHub.check_instance_created("third hub")
-
-
 def test_the_hub_of_a_run_is_filled_and_found_by_the_run_name(tmp_path):
     seen = []
 

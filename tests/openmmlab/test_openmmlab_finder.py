@@ -46,8 +46,7 @@ def test_importing_only_slipstream_does_not_replace_mmengine():
 
 def test_an_imported_mmengine_is_not_replaced():
     done = run("-c", "import mmengine, slipstream.openmmlab", code=1)
-    assert "mmengine is already imported from" in done.stderr
-    assert "import slipstream.openmmlab before mmengine" in done.stderr
+    assert "mmengine is already imported; import slipstream.openmmlab before it" in done.stderr
 
 
 def test_error_names_the_extra_if_mmengine_is_not_installed(monkeypatch):
@@ -93,42 +92,3 @@ def test_workers_that_are_not_forked_import_slipstream(tmp_path, context):
     )
     done = run("-m", "slipstream.openmmlab", script)
     assert done.stdout.splitlines()[-1] == "['slipstream.hooks.hook']"
-
-
-def test_a_missing_script_prints_a_one_line_error():
-    done = run("-m", "slipstream.openmmlab", "nowhere.py", code=1)
-    assert done.stderr.splitlines()[-1].startswith("error: 'nowhere.py' is not a file; use python -m")
-
-
-@pytest.mark.parametrize("opt_in", [True, False])
-def test_the_command_requires_the_environment_variable(tmp_path, monkeypatch, opt_in):
-    (tmp_path / "parts.py").write_text(
-        "import torch, mmengine\n"
-        "from mmengine.model import BaseModel\n"
-        "from mmengine.registry import DATASETS, MODELS\n"
-        "@DATASETS.register_module()\n"
-        "def Ones(): return [{'inputs': torch.ones(2)}] * 4\n"
-        "@MODELS.register_module()\n"
-        "class Sum(BaseModel):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.scale = torch.nn.Parameter(torch.ones(2))\n"
-        "    def forward(self, inputs, mode):\n"
-        "        assert isinstance(inputs, list), 'pseudo_collate did not return a list'\n"
-        "        return {'loss': (self.scale * inputs[0]).sum()}\n"
-    )
-    (tmp_path / "config.py").write_text(
-        "custom_imports = dict(imports=['parts'])\n"
-        f"work_dir = {str(tmp_path / 'work')!r}\n"
-        "model = dict(type='Sum')\n"
-        "train_dataloader = dict(batch_size=2, dataset=dict(type='Ones'))\n"
-        "train_cfg = dict(by_epoch=True, max_epochs=1)\n"
-        "optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))\n"
-        "default_scope = 'mmengine'\n"
-    )
-    if opt_in:
-        monkeypatch.setenv("SLIPSTREAM_OPENMMLAB", "1")
-    done = run("-m", "slipstream", "train", tmp_path / "config.py", code=0 if opt_in else 2, path=tmp_path)
-    text = done.stdout + done.stderr
-    assert ("`import mmengine` now imports Slipstream" in text) == opt_in
-    assert ("Saved checkpoint" in text) == opt_in

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,57 +23,23 @@ class Brightness(BaseModel):
         super().__init__(data_preprocessor)
         assert pretrained is None, "the inferencer did not remove `pretrained`"
         self.scale = nn.Parameter(torch.tensor(scale))
-        self.batches = []
 
     def forward(self, inputs, mode="tensor"):
-        self.batches.append(len(inputs))
         return [self.scale * item.float().mean() for item in inputs]
 
 
 class BrightnessInferencer(BaseInferencer):
-    preprocess_kwargs: ClassVar = {"offset"}
-    visualize_kwargs: ClassVar = {"color"}
-    postprocess_kwargs: ClassVar = {"digits"}
-
     def _init_pipeline(self, cfg):
-        def read(item):
-            values = np.loadtxt(item) if isinstance(item, str) else item
-            return {"inputs": torch.as_tensor(values)}
+        return lambda item: {"inputs": torch.as_tensor(item)}
 
-        return read
+    def visualize(self, inputs, preds, show=False):
+        return None
 
-    def preprocess(self, inputs, batch_size=1, offset=0):
-        return super().preprocess([self._shift(item, offset) for item in inputs], batch_size)
-
-    def _shift(self, item, offset):
-        return item + offset if offset else item
-
-    def visualize(self, inputs, preds, show=False, color=None):
-        return None if color is None else [f"{color} {len(inputs)}" for _ in preds]
-
-    def postprocess(self, preds, visualization, return_datasample=False, digits=3):
-        values = preds if return_datasample else [round(value.item(), digits) for value in preds]
-        return {"predictions": values, "visualization": visualization}
+    def postprocess(self, preds, visualization, return_datasample=False):
+        return {"predictions": [round(value.item(), 3) for value in preds]}
 
 
 MODEL = dict(model=dict(type="Brightness", scale=2.0, pretrained="unused.pth"))
-
-
-def inferencer(**kwargs):
-    with pytest.warns(UserWarning, match="randomly initialized"):
-        return BrightnessInferencer(model=MODEL, scope="mmengine", show_progress=False, **kwargs)
-
-
-def test_inputs_are_batched_and_arguments_are_passed_to_their_stage():
-    infer = inferencer()
-    assert not infer.model.training
-    arrays = [np.full(2, float(i)) for i in range(5)]
-    result = infer(arrays, batch_size=2, offset=1, color="red", digits=0)
-    assert result == {"predictions": [2, 4, 6, 8, 10], "visualization": ["red 5"] * 5}
-    assert infer.model.batches == [2, 2, 1]
-    samples = infer(arrays[1], return_datasamples=True)["predictions"]
-    assert isinstance(samples[0], torch.Tensor)
-    assert not samples[0].requires_grad
 
 
 def test_the_configuration_comes_from_the_checkpoint_or_a_file(tmp_path):

@@ -6,7 +6,6 @@ from mmengine.model import (
     BaseDataPreprocessor,
     BaseModel,
     BaseModule,
-    BaseTTAModel,
     ImgDataPreprocessor,
     Sequential,
 )
@@ -82,18 +81,3 @@ def test_losses_of_any_shape_are_averaged_before_they_are_summed():
         "loss_b": 8.0,
         "acc": 15.0,
     }
-
-
-class Doubler(BaseModel):
-    def forward(self, inputs, mode):
-        return [value * 2 for value in inputs]
-
-
-class Mean(BaseTTAModel):
-    def merge_preds(self, data_samples_list):
-        return [sum(values) / len(values) for values in data_samples_list]
-
-
-def test_predictions_for_augmented_images_are_merged_per_sample():
-    batch = {"inputs": [torch.tensor([1.0, 10.0]), torch.tensor([3.0, 30.0])]}  # two versions of two samples
-    assert [value.item() for value in Mean(Doubler()).test_step(batch)] == [4.0, 40.0]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.autograd import Function, gradcheck
 
-from slipstream.openmmlab import operators
 from slipstream.openmmlab.operators import compute_bf16_operators_in_float32
 
 SHIMS = Path(__file__).parent / "shims"
@@ -61,26 +60,6 @@ def test_other_types_are_unchanged(scale):
     factor = torch.randn((), dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda *args: scale(*args)[0], (x, factor))
     assert scale(x, factor)[0].dtype == torch.float64
-
-
-def test_rounded_boxes_are_reported_once(monkeypatch, capsys):
-    class RoIFunction(Function):
-        @staticmethod
-        def forward(ctx, input, rois, size):
-            return input * 2
-
-    module = ModuleType("mmcv.ops.roi")
-    RoIFunction.__module__ = module.__name__
-    module.RoIFunction = RoIFunction
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    compute_bf16_operators_in_float32()
-    operators._warn_about_rounded_boxes.cache_clear()
-    boxes = torch.zeros(1, 5)
-    RoIFunction.apply(boxes.bfloat16(), boxes, 3)
-    assert "rounds the coordinates" not in capsys.readouterr().err
-    for _ in range(2):
-        RoIFunction.apply(boxes.bfloat16(), boxes.bfloat16(), 3)
-    assert capsys.readouterr().err.count("rounds the coordinates of boxes to bfloat16") == 1
 
 
 _ROI_ALIGN = """

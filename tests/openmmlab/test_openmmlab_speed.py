@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from mmengine.structures import BaseDataElement, LabelData
 from torch import nn
 
-from slipstream.errors import ConfigError
-from slipstream.openmmlab.speed import VARIABLE, merge_environment, split_speed
+from slipstream.openmmlab.speed import VARIABLE, merge_environment
 from slipstream.optim import OptimWrapper
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
@@ -22,33 +21,16 @@ SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
 
 
-def test_speed_options_end_before_the_script():
-    assert split_speed(["train.py", "--speed", "a=1"]) == ([], ["train.py", "--speed", "a=1"])
-    options, rest = split_speed(
-        ["--speed", "compile=True", "auto", "train.py", "config.py", "--cfg-options", "a=1"]
-    )
-    assert options == ["compile=True", "auto"]
-    assert rest == ["train.py", "config.py", "--cfg-options", "a=1"]
-    with pytest.raises(ConfigError, match="--speed requires options"):
-        split_speed(["--speed", "train.py"])
-    with pytest.raises(ConfigError, match="compile"):
-        split_speed(["--speed", "compile=[1", "train.py"])
-
-
 @pytest.mark.parametrize(
     ("text", "own", "expected"),
     [
         ("", {"ema": True}, {"ema": True}),
-        ("", "auto", "auto"),
-        ("precision=bf16", None, {"precision": "bf16"}),
         ("precision=bf16", "auto", {"auto": True, "precision": "bf16"}),
-        ("auto", {"ema": True}, {"auto": True, "ema": True}),
         (
             "compile.mode=default compile.scope=step",
             {"compile": True},
             {"compile": {"mode": "default", "scope": "step"}},
         ),
-        ("compile=True compile.scope=step", None, {"compile": {"scope": "step"}}),
         ("compile=False", {"compile": {"scope": "step"}}, {"compile": False}),
     ],
 )

@@ -1,7 +1,6 @@
 """Test that scopes and the visualizer behave as in MMEngine."""
 
 import numpy as np
-import pytest
 from mmengine.registry import TRANSFORMS, DefaultScope, Registry
 from mmengine.visualization import Visualizer
 
@@ -44,13 +43,3 @@ def test_the_visualizer_draws_on_the_image():
     boxes = np.array([[5.0, 5.0, 20.0, 30.0]])
     picture = visualizer.draw_bboxes(boxes, edge_colors=(0, 255, 0), alpha=1.0).get_image()
     assert picture[15, 4:7, 1].max() > 200
-
-
-def test_a_visualizer_without_a_folder_skips_backends_that_require_one(tmp_path):
-    with pytest.warns(UserWarning, match="not used: LocalVisBackend"):
-        visualizer = Visualizer("no folder", vis_backends=[dict(type="LocalVisBackend")])
-    assert visualizer._vis_backends == {}
-    visualizer = Visualizer(
-        "folder", vis_backends=[dict(type="LocalVisBackend", save_dir=str(tmp_path / "own"))]
-    )
-    assert list(visualizer._vis_backends) == ["LocalVisBackend"]
