@@ -48,7 +48,6 @@ DECODERS = {
     "PIL": "Pillow, one transform after another",
     "albumentations": "albumentations, OpenCV",
     "slipstream, Pillow": "Slipstream, Pillow's decoder",
-    "slipstream, pywuffs": "Slipstream, `slipstream[png]`",
     "slipstream, cached": "Slipstream, cached",
 }
 JPEG_DECODERS = {
@@ -150,7 +149,7 @@ def readme() -> str:
         "images per second on one core, 2048x1024 PNG images and masks, decoded, augmented and normalized"
     )
     for label, decoder in (
-        (description, "slipstream, pywuffs"),
+        (description, "slipstream, Pillow"),
         ("the same, from the decode-once cache", "slipstream, cached"),
     ):
         speed = median(1 / r[decoder]["all"] for r in rounds)
@@ -277,7 +276,7 @@ def data() -> str:
         "additional memory",
     ]
     versions = ", ".join(
-        f"{name} {info[name]}" for name in ("pillow", "pywuffs", "albumentations", "opencv-python-headless")
+        f"{name} {info[name]}" for name in ("pillow", "albumentations", "opencv-python-headless")
     )
     return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {rounds_note(rounds)}; {versions}."
 

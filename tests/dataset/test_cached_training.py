@@ -9,10 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from slipstream.dataset import ImageMaskFolder, SampleIndex, SegmentationDataset
+from slipstream.dataset import ImageMaskFolder, SampleIndex
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.errors import ConfigError
-from slipstream.zoo.street_scenes import StreetScenes
 
 TRANSFORMS = [
     {"type": "SegRandomRescale", "scales": [0.5, 1.5]},
@@ -86,28 +84,6 @@ def test_files_are_decoded_once_across_datasets(root, tmp_path, monkeypatch):
         assert all(torch.equal(found[key], first[i][key]) for key in found)
 
 
-@pytest.mark.parametrize("kind", ["img", "ann"])
-def test_changed_file_is_decoded_again(root, tmp_path, kind):
-    before = make(root, tmp_path / "cache")[1]
-    array = np.full((36, 48, 3) if kind == "img" else (36, 48), 2, np.uint8)
-    Image.fromarray(array).save(root / kind / "1.png")
-    after = make(root, tmp_path / "cache")[1]
-    name = "inputs" if kind == "img" else "targets"
-    assert torch.equal(after[name], make(root)[1][name])
-    assert not torch.equal(after[name], before[name])
-
-
-def test_empty_string_disables_the_cache(root):
-    assert make(root, cache="").cache is None
-
-
-def test_cache_depends_on_the_label_map(root, tmp_path):
-    make(root, tmp_path / "cache")[0]
-    merged = make(root, tmp_path / "cache", label_map={2: 0})[0]["targets"]
-    assert torch.equal(merged, make(root, label_map={2: 0})[0]["targets"])
-    assert not (merged == 2).any()
-
-
 def test_cache_depends_on_the_class(root, tmp_path):
     class Inverted(ImageMaskFolder):
         def load_image(self, index):
@@ -150,33 +126,6 @@ def test_memory_cache_is_filled_from_disk_and_has_priority(root, tmp_path, monke
     first = dataset[2]
     monkeypatch.setattr(dataset.cache, "get", None)
     assert torch.equal(dataset[2]["inputs"], first["inputs"])
-
-
-def test_street_scenes_are_rendered_once(tmp_path, monkeypatch):
-    options = {"size": (32, 64), "length": 3, "cache": tmp_path / "cache"}
-    plain = [StreetScenes((32, 64), 3)[i] for i in range(3)]
-    filled, again = StreetScenes(**options), StreetScenes(**options)
-    for i in range(3):
-        assert torch.equal(filled[i]["inputs"], plain[i]["inputs"])
-    monkeypatch.setattr(again, "load", must_not_load)
-    for i in range(3):
-        assert torch.equal(again[i]["inputs"], plain[i]["inputs"])
-        assert torch.equal(again[i]["targets"], plain[i]["targets"])
-
-
-class WithoutKey(SegmentationDataset):
-    metainfo = {"classes": ("a",), "palette": [[0, 0, 0]], "ignore_index": None}  # noqa: RUF012
-
-    def load(self, index):
-        return np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2), np.uint8)
-
-    def __len__(self):
-        return 1
-
-
-def test_cache_requires_cache_key(tmp_path):
-    with pytest.raises(ConfigError, match="WithoutKey does not define cache_key"):
-        WithoutKey(cache=tmp_path)[0]
 
 
 def test_memory_cache_leaves_no_cache_file_open(root, tmp_path):

@@ -13,10 +13,13 @@ from slipstream.dataset.sources.cityscapes_labels import (
     CITYSCAPES_IGNORE_INDEX,
     CITYSCAPES_PALETTE,
 )
-from slipstream.dataset.sources.class_folder import ImageNetDataset
 from slipstream.dataset.sources.coco import CoCoSegmentationDataSet
 from slipstream.dataset.sources.fashion_mnist import FashionMNIST
-from slipstream.dataset.sources.image_folder import ImageMaskFolder, SuperviselyPersonsDataset
+from slipstream.dataset.sources.image_folder import (
+    ImageMaskFolder,
+    ImageNetDataset,
+    SuperviselyPersonsDataset,
+)
 from slipstream.dataset.sources.webdataset import WebDataset, WebSegmentationDataset
 from slipstream.dataset.sources.wrappers import AtLeast, ClassBalancedDataset, ConcatDataset, RepeatDataset
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.transforms.geometry import SegCropImageAndMask
@@ -20,14 +20,17 @@ __all__ = ["PreparedImage", "prepare_image", "validation_transforms"]
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """An image after the transforms."""
+    """An image after the transforms.
+
+    Attributes:
+        sample: the transformed sample, with `inputs`, (3, H, W).
+        box: the left, top, right and bottom edges of the image in `inputs`, without padding.
+        size: the height and width of the image before the transforms.
+    """
 
     sample: Mapping[str, Tensor]
-    """The transformed sample, with `inputs`, (3, H, W)."""
     box: tuple[int, int, int, int]
-    """The left, top, right and bottom edges of the image in `inputs`, without padding."""
     size: tuple[int, int]
-    """The height and width of the image before the transforms."""
 
     def resize_to_image(self, ids: Tensor) -> Tensor:
         """Return `ids` cropped to `box` and resized to `size` with nearest-neighbor interpolation, on the CPU.
@@ -37,11 +40,8 @@ class PreparedImage:
         """
         left, top, right, bottom = self.box
         inside = ids[top:bottom, left:right].cpu()
-        rows, columns = (
-            (2 * torch.arange(length) + 1) * source // (2 * length)  # source pixel at each pixel's center
-            for source, length in zip(inside.shape, self.size, strict=True)
-        )
-        return inside[rows][:, columns]
+        resized = F.interpolate(inside[None, None].double(), self.size, mode="nearest-exact")
+        return resized[0, 0].to(ids.dtype)
 
 
 def prepare_image(image: NDArray[np.uint8], transforms: Sequence[Transform]) -> PreparedImage:

@@ -61,19 +61,10 @@ HOOKS = _root(
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
-DATASETS = _root("dataset", "slipstream.dataset.sources", "slipstream.zoo.street_scenes")
-DATA_SAMPLERS = _root(
-    "data sampler",
-    "slipstream.dataset.loading.samplers",
-    namespaces=["torch.utils.data"],
-)
-TRANSFORMS = _root(
-    "transform",
-    "slipstream.dataset.transforms.geometry",
-    "slipstream.dataset.transforms.image_transforms",
-    "slipstream.dataset.transforms.rand_augment",
-)
-FUNCTIONS = _root("function", "slipstream.dataset.loading.collate")
+DATASETS = _root("dataset", "slipstream.dataset", "slipstream.zoo.street_scenes")
+DATA_SAMPLERS = _root("data sampler", "slipstream.dataset", namespaces=["torch.utils.data"])
+TRANSFORMS = _root("transform", "slipstream.dataset")
+FUNCTIONS = _root("function", "slipstream.dataset")
 
 MODELS = _root(
     "model",

@@ -8,14 +8,8 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset import default_collate, pseudo_collate
 from slipstream.errors import DataError
-from slipstream.registry import FUNCTIONS
 
 Pair = namedtuple("Pair", "image label")
-
-
-def test_collate_functions_are_registered():
-    assert FUNCTIONS.get("pseudo_collate") is pseudo_collate
-    assert FUNCTIONS.get("default_collate") is default_collate
 
 
 def test_dicts_are_collated_to_a_dict_of_lists_of_the_same_objects():
@@ -33,11 +27,6 @@ def test_tuples_and_lists_become_lists_of_columns():
 
 def test_named_tuples_keep_their_type():
     assert pseudo_collate([Pair(1, 2), Pair(3, 4)]) == Pair([1, 3], [2, 4])
-
-
-def test_leaves_become_lists():
-    assert pseudo_collate(["ab", "c"]) == ["ab", "c"]
-    assert pseudo_collate([b"ab", None]) == [b"ab", None]
 
 
 def test_lists_of_different_lengths_raise_an_error():

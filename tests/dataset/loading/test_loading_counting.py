@@ -5,8 +5,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from slipstream.dataset.loading.loader import BatchSizes, build_dataloader, count_samples, set_epoch
-from slipstream.hooks import Hook
-from tiny_runs import loader, run, samples
+from tiny_runs import loader, samples
 
 
 class Stream(IterableDataset):
@@ -128,15 +127,3 @@ def test_samples_that_a_resumed_run_skips_are_not_counted():
 )
 def test_number_of_samples_is_inferred_from_the_structure_of_a_batch(batch, count):
     assert count_samples(batch) == count
-
-
-def test_run_counts_the_samples_of_each_step(tmp_path):
-    class Counts(Hook):
-        found = ()
-
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            self.found += ((runner.train_loop.step_samples, len(data_batch[0])),)
-
-    counts = Counts()
-    run(tmp_path, train_dataloader=loader(TensorDataset(*samples(19))), custom_hooks=[counts])
-    assert counts.found == ((8, 8), (8, 8), (3, 3)) * 2

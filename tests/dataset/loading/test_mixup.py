@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from slipstream.dataset.loading.collate import collate_mixup
-from slipstream.errors import ConfigError, DataError
 from slipstream.registry import FUNCTIONS
 
 CLASSES = 5
@@ -96,32 +95,3 @@ def test_other_items_of_a_sample_are_kept():
         found, {"inputs": images, "targets": targets, "device_params": torch.full((6, 6), 2.0)}
     )
     assert FUNCTIONS.resolve("CollateMixup") is collate_mixup
-
-
-def test_the_same_seed_gives_the_same_batch():
-    first, again, other = mixed(1), mixed(1), mixed(2)
-    torch.testing.assert_close(first, again, rtol=0, atol=0)
-    assert not first[0].equal(other[0])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"batch": samples(5)}, DataError, "the size of this batch is 5; use an even batch_size"),
-        ({"num_classes": 3}, DataError, "class ids 0 to 4 are not all between 0 and 2"),
-        ({"mode": "elem"}, ConfigError, "only mode='batch'"),
-        ({"mixup_alpha": 0.0}, ConfigError, "must be greater than 0"),
-        (
-            {
-                "batch": [
-                    {"inputs": image, "targets": 0, "device_params": torch.ones(19)} for image, _ in samples()
-                ]
-            },
-            DataError,
-            "color jitter",
-        ),
-    ],
-)
-def test_invalid_batches_and_arguments_are_rejected(arguments, error, message):
-    with pytest.raises(error, match=message):
-        mixed(**arguments)

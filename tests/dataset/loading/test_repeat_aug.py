@@ -10,7 +10,6 @@ from slipstream.dataset.loading import samplers
 from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.samplers import RepeatAugSampler
-from slipstream.errors import DataError
 
 
 def wanted(size, world, rank, repeats, rounded, order):
@@ -34,13 +33,6 @@ def test_ranks_take_turns_at_reading_the_repetitions(monkeypatch, size, world, r
         sampler = RepeatAugSampler(range(size), shuffle=False, num_repeats=repeats, selected_round=rounded)
         assert list(sampler) == wanted(size, world, rank, repeats, rounded, list(range(size)))
         assert len(list(sampler)) == len(sampler)
-
-
-def test_the_order_depends_on_seed_and_epoch():
-    sampler = RepeatAugSampler(range(9), num_repeats=3, selected_round=0, seed=5)
-    sampler.set_epoch(2)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(7)).tolist()
-    assert list(sampler) == np.repeat(order[:3], 3).tolist()
 
 
 class Drawn:
@@ -67,10 +59,3 @@ def test_repetitions_of_a_sample_get_different_random_numbers(workers):
         assert len(set(indices.tolist())) == 1
         assert len(set(numbers.tolist())) == 3
         torch.testing.assert_close(numbers, same)
-
-
-def test_an_empty_epoch_is_rejected():
-    with pytest.raises(DataError, match="set selected_round=0"):
-        RepeatAugSampler(range(8))
-    with pytest.raises(DataError, match="the dataset must contain samples"):
-        RepeatAugSampler([], selected_round=0)

@@ -82,11 +82,6 @@ def test_infinite_sampler_interleaves_ranks():
     assert len(ranks[0]) == 4
 
 
-def test_infinite_sampler_without_shuffle_keeps_the_order():
-    (sampler,) = samplers_of_ranks(InfiniteSampler, 3, 1, shuffle=False)
-    assert list(itertools.islice(sampler, 7)) == [0, 1, 2, 0, 1, 2, 0]
-
-
 def batches(sampler, epoch, start=0):
     sampler.set_epoch(epoch, start)
     return [[(int(i), i.seed, i.epoch) for i in batch] for batch in sampler]
@@ -116,12 +111,6 @@ def test_start_batch_yields_the_rest_of_the_epoch(inner, drop_last):
         assert {(seed, e) for batch in whole for _, seed, e in batch} == {(4, epoch)}
         for start in range(len(whole) + 1):
             assert batches(fresh(), epoch, start) == whole[start:]
-
-
-def test_start_batch_applies_to_one_iteration():
-    sampler = EpochBatchSampler(BatchSampler(range(4), 2, False), seed=0, samples=4)
-    assert len(batches(sampler, 0, start=1)) == 1
-    assert len(list(sampler)) == 2
 
 
 def test_each_pass_of_an_infinite_sampler_counts_as_an_epoch():
@@ -156,30 +145,12 @@ def test_samplers_that_use_numpys_global_generator_are_reproducible():
     assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator was not restored"
 
 
-def test_isolated_random_state_continues_between_batches():
-    class Uniform:
-        def __iter__(self):
-            return ([int(np.random.randint(10**6))] for _ in range(20))
-
-    drawn = [int(i) for (i,) in EpochBatchSampler(Uniform(), seed=0, samples=20)]
-    assert len(set(drawn)) > 15
-
-
 @pytest.mark.parametrize("limit", [1, 2, 99])
 def test_limit_keeps_the_first_batches_of_each_epoch(limit):
     whole = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10)
     cut = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10, limit=limit)
     assert batches(cut, 1) == batches(whole, 1)[:limit]
     assert len(cut) == min(limit, 3)
-
-
-def test_limit_divides_an_infinite_sampler_into_different_epochs():
-    inner = InfiniteSampler(range(20), seed=0)
-    sampler = EpochBatchSampler(BatchSampler(inner, 2, False), seed=0, samples=20, limit=3)
-    assert not sampler.endless
-    first, second = batches(sampler, 0), batches(sampler, 1)
-    assert len(first) == len(second) == len(sampler) == 3
-    assert [i for batch in first for i, *_ in batch] != [i for batch in second for i, *_ in batch]
 
 
 def test_non_integer_keys_are_kept_and_tensors_become_indices():

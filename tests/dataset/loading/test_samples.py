@@ -2,18 +2,14 @@
 
 import re
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset
 
-from slipstream.dataset import ClassBalancedDataset, ImageMaskFolder, RepeatDataset
-from slipstream.dataset.loading.generators import SampleIndex
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.samples import describe_sample
 from slipstream.dataset.loading.workers import _stop_workers, end_workers
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import DataError
 
 
 class Samples(Dataset):
@@ -79,59 +75,6 @@ def test_collate_fn_error_names_the_samples_of_the_batch():
         list(build(Samples(), collate_fn=collate))
 
 
-# ---- the file of a sample --------------------------------------------------------------------------------------------
-
-
-class Files(Samples):
-    """A dataset with an additional attribute."""
-
-    def __init__(self, name, value):
-        super().__init__(size=3)
-        setattr(self, name, value)
-
-    def get_cat_ids(self, index):
-        return [0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "file"),
-    [
-        ("samples", [("a/0.png", 0), ("a/1.png", 0), ("b/2.png", 1)], "b/2.png"),
-        ("image_paths", [Path("a"), Path("b"), Path("c d")], "c d"),
-        ("data_list", [{}, {}, {"img_path": "2.jpg", "seg_map_path": "2.png"}], "2.jpg"),
-        ("get_data_info", lambda index: {"img_path": f"{index}.jpg"}, "2.jpg"),
-        ("images", [torch.zeros(1)] * 3, None),
-        ("samples", [], None),
-    ],
-)
-def test_file_of_a_sample_is_found_in_the_usual_attributes_and_through_wrappers(name, value, file):
-    data = Files(name, value)
-    wanted = f" ('{file}')" if file else ""
-    assert describe_sample(data, 2) == f"sample 2 of Files{wanted}"
-    wrapped = {
-        1: Subset(data, [0, 2]),
-        5: ConcatDataset([data, data]),
-        8: RepeatDataset(data, 3),
-        2: ClassBalancedDataset(data, 0.1),
-    }
-    for index, dataset in wrapped.items():
-        assert describe_sample(dataset, index) == f"sample {index} of {type(dataset).__name__}{wanted}"
-
-
-def test_error_for_a_damaged_image_names_its_index_and_file(tmp_path):
-    from PIL import Image
-
-    for folder in ("images", "masks"):
-        (tmp_path / folder).mkdir()
-        for number in range(3):
-            Image.new("L" if folder == "masks" else "RGB", (4, 4)).save(tmp_path / folder / f"{number}.png")
-    (tmp_path / "images" / "1.png").write_bytes(b"not an image")
-    loader = build(ImageMaskFolder(tmp_path, "images", "masks", ["a"]), batch_size=1)
-    with pytest.raises(DataError) as caught:
-        list(loader)
-    assert caught.value.__notes__ == [f"(sample 1 of ImageMaskFolder ('{tmp_path}/images/1.png'))"]
-
-
 # ---- skip_errors -----------------------------------------------------------------------------------------------------
 
 
@@ -178,40 +121,6 @@ def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
     assert lines == [f"Skipped sample {i} of Samples: ValueError: damaged" for i in (2, 3)]
 
 
-def test_dataset_whose_samples_all_fail_raises_an_error():
-    with pytest.raises(DataError, match="every sample of Samples raised an error; see"):
-        content(build(Samples(range(4), size=4), skip_errors=9))
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "training", "message"),
-    [
-        (Samples(), dict(skip_errors=True), True, "skip_errors: must be an int of at least 0"),
-        (Samples(), dict(skip_errors=-1), True, "skip_errors: must be an int of at least 0, not -1"),
-        (Samples(), dict(skip_errors=1.5), True, "skip_errors: must be an int of at least 0"),
-        (Samples(), dict(skip_errors=1), False, "skip_errors: is supported only for training"),
-        (Stream(), dict(skip_errors=1), True, "skip_errors: does not support iterable datasets"),
-        (Samples(), dict(skip_error=1), True, "no option 'skip_error'; did you mean 'skip_errors'"),
-    ],
-)
-def test_invalid_options_are_rejected(dataset, options, training, message):
-    with pytest.raises(ConfigError, match=message):
-        build_dataloader(dict(dataset=dataset, **options), 1, "train_dataloader", training)
-
-
-def test_sample_index_of_the_replacement_has_seed_and_epoch():
-    seen = []
-
-    class Recorded(Samples):
-        def __getitem__(self, index):
-            seen.append(index)
-            return super().__getitem__(index)
-
-    content(build(Recorded([0]), skip_errors=1), epoch=3)
-    assert isinstance(seen[1], SampleIndex)
-    assert (seen[1].seed, seen[1].epoch) == (5, 3)

@@ -1,16 +1,13 @@
 """Tests of dataloaders with MosaicML's `StreamingDataset`: sample order, resuming and unsupported options."""
 
 import contextlib
-import pickle
 import sys
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from slipstream.dataset import ConcatDataset, RepeatDataset, build_dataloader, set_epoch
-from slipstream.dataset.loading import samplers
-from slipstream.dataset.sources.streaming import StreamingSamples
+from slipstream.dataset import build_dataloader, set_epoch
 from slipstream.errors import MissingPackageError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
@@ -83,19 +80,6 @@ def test_data_loader_of_a_stream_is_read_by_index(stream):
     assert ids(build_dataloader(limited, 5, "train_dataloader", True)) == shuffled(5)[:8]
 
 
-@stand_in
-@pytest.mark.parametrize("training", [True, False])
-def test_ranks_read_different_samples(stream, monkeypatch, training):
-    def part(rank):
-        monkeypatch.setattr(samplers, "get_dist_info", lambda: (rank, 4))
-        options = dict(dataset=stream(), batch_size=4)
-        return ids(build_dataloader(options, 0, "loader", training))
-
-    found = sorted(number for rank in range(4) for number in part(rank))
-    repeated = [0, 1] if training else []  # all ranks train on the same number of samples
-    assert found == sorted([*range(COUNT), *repeated])
-
-
 class Net(BaseModel):
     def __init__(self):
         super().__init__()
@@ -149,27 +133,6 @@ def test_stream_that_repeats_samples_is_iterated_with_a_warning(stream, capfd):
     loader = build_dataloader(dict(dataset=dataset, batch_size=4), 0, "loader", True)
     assert isinstance(loader.dataset, IterableDataset)
     assert "`epoch_size`, or a stream's `proportion`, `repeat` or `choose`" in capfd.readouterr().err
-
-
-@stand_in
-def test_replicated_stream_is_iterated_with_a_warning(stream, capfd):
-    loader = build_dataloader(dict(dataset=stream(replication=2), batch_size=4), 0, "loader", True)
-    assert isinstance(loader.dataset, IterableDataset)
-    assert "sets `replication`" in capfd.readouterr().err
-
-
-@both
-def test_streams_can_be_concatenated_and_repeated(stream):
-    dataset = ConcatDataset([stream(), RepeatDataset(stream(), times=2)])
-    assert len(dataset) == 3 * COUNT
-    assert dataset[2 * COUNT + 3]["id"] == 3
-
-
-@both
-def test_samples_can_be_sent_to_a_worker_that_is_spawned(stream):
-    samples = pickle.loads(pickle.dumps(StreamingSamples(stream(shuffle=True))))
-    assert samples.shuffle is True
-    assert [samples[index]["id"] for index in (0, COUNT - 1)] == [0, COUNT - 1]
 
 
 @both

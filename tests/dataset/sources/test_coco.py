@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.dataset import CoCoSegmentationDataSet
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.training import dataloaders
 
 Image = pytest.importorskip("PIL.Image")
@@ -139,29 +139,3 @@ def test_a_category_cannot_have_the_class_of_the_background(folder, classes, cat
     with pytest.raises(ConfigError, match=category):
         make(folder, classes)
     assert make(folder, [[63, "background"], [1, "person"]]).get_cat_ids(0) == [0, 1]
-
-
-def test_a_category_with_the_name_background_can_have_class_0(folder):
-    write_categories(folder, {0: "Background", 1: "person"})
-    assert make(folder, None).metainfo["classes"] == ("Background", "person")
-
-
-def test_errors_name_the_file_or_the_argument(folder):
-    with pytest.raises(DataError, match=r"cannot read the annotation file '.*none\.json'.*list_file"):
-        CoCoSegmentationDataSet(folder, "none.json", "images", "annotations")
-    with pytest.raises(DataError, match="'nothing'"):
-        CoCoSegmentationDataSet(folder, "instances.json", "nothing", "annotations")
-    with pytest.raises(DataError, match="no image in"):
-        make(folder, [(0, "background"), (5, "airplane")])
-    for classes in ([(0, "a"), (0, "b")], [3], "coco", []):
-        with pytest.raises(ConfigError, match="must") as error:
-            make(folder, classes)
-        assert error.value.path == "dataset_classes_inclusion_tuples_list"
-    Image.new("RGB", (WIDTH + 1, HEIGHT)).save(folder / "images/7.jpg")
-    with pytest.raises(DataError, match=r"7\.jpg' is 51 x 60 pixels, but its mask .* is 50 x 60"):
-        make(folder)[0]
-    content = json.loads((folder / "annotations/instances.json").read_text())
-    for broken in ([], {"images": []}, {**content, "annotations": [{"image_id": 7}]}):
-        (folder / "annotations/instances.json").write_text(json.dumps(broken))
-        with pytest.raises(DataError, match=r"cannot read the annotation file '.*instances\.json'"):
-            make(folder)

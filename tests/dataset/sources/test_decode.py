@@ -153,7 +153,7 @@ def test_masks_with_scaled_gray_values_raise_an_error(file, depth):
     header = struct.pack(">IIBBBBB", 2, 1, depth, GRAY, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
     file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
-    with pytest.raises(DataError, match=r"picture\.png' has gray values with fewer than 8 bits per pixel"):
+    with pytest.raises(DataError, match=r"picture\.png' has fewer than 8 bits per pixel"):
         read_mask(file)
 
 
@@ -164,19 +164,6 @@ def test_pgm_masks_require_a_maximum_of_255(tmp_path, kind):
     (tmp_path / "mask.pgm").write_bytes(kind % 18)
     with pytest.raises(DataError, match="fewer than 8 bits"):
         read_mask(tmp_path / "mask.pgm")
-
-
-@pytest.mark.parametrize("read", [read_image, read_mask])
-def test_unreadable_file_error_names_the_file(tmp_path, read):
-    with pytest.raises(DataError, match=r"cannot read '.*none\.png': .*No such file"):
-        read(tmp_path / "none.png")
-    (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(DataError, match=r"cannot read '.*text\.png': cannot identify image file"):
-        read(tmp_path / "text.png")
-    data = png(noise(30, 30, 1 if read is read_mask else 3))
-    (tmp_path / "half.png").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"cannot read '.*half\.png': image file is truncated"):
-        read(tmp_path / "half.png")
 
 
 BOMBS = {
@@ -202,16 +189,6 @@ def test_the_pixel_limit_is_configurable(tmp_path):
     message = r"x\.png' has 30 x 20 pixels, more than max_pixels=599; resize it, or raise max_pixels"
     with pytest.raises(DataError, match=message):
         read_image(path, 599)
-
-
-def test_a_limit_above_pillows_limit_is_applied(tmp_path, monkeypatch):
-    path = tmp_path / "x.png"
-    path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(DataError, match=r"x\.png.*decompression bomb.*max_pixels"):
-        read_image(path, 200)
-    assert read_image(path, 1000).shape == (20, 30, 3)
-    assert read_image(path, None).shape == (20, 30, 3)
 
 
 # ---- orientation ---------------------------------------------------------------------------------------------

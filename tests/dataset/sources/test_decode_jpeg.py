@@ -90,16 +90,6 @@ def test_pixels_match_pillow(
     )  # simplejpeg decodes the file
 
 
-@pytest.mark.parametrize("progressive", [False, True])
-def test_pixels_with_vertical_subsampling_match_pillow(file, progressive):
-    """An image of 32 x 32 pixels has the same number of blocks with 4:2:2 as with 4:4:0 subsampling."""
-    data = jpeg(picture(32, 32), subsampling="4:2:2", progressive=progressive)
-    at = data.index(START_OF_FRAME[progressive]) + 11
-    assert data[at] == 0x21
-    file.write_bytes(data[:at] + b"\x12" + data[at + 1 :])
-    np.testing.assert_array_equal(decode._decode_fast(file, MAX_PIXELS, "RGB"), by_pillow(read_image, file))
-
-
 def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
     monkeypatch.setattr(decode, "_decode_with_pillow", None)
     for mode in ("RGB", "L"):
@@ -162,25 +152,6 @@ def test_damaged_files_have_the_same_result_as_with_pillow(file, data):
             outcome(lambda path, read=read: read(path, limit), file),
             by_pillow(lambda path, read=read: read(path, limit), file),
         )
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_truncated_files_raise_pillows_error(file, progressive):
-    data = jpeg(picture(60, 50), progressive=progressive)
-    file.write_bytes(data[: len(data) // 2])
-    for read in (read_image,):
-        with pytest.raises(DataError, match=r"cannot read '.*picture\.jpg': image file is truncated"):
-            read(file)
-
-
-def test_the_pixel_limit_is_checked_before_decoding(file, monkeypatch):
-    file.write_bytes(jpeg(picture(30, 20)))
-    assert read_image(file, 600).shape == (20, 30, 3)
-    decoded = []
-    monkeypatch.setattr(decode, "_fast_formats", lambda: {"JPEG": lambda *_: decoded.append(1)})
-    with pytest.raises(DataError, match=r"picture\.jpg' has 30 x 20 pixels, more than max_pixels=599"):
-        read_image(file, 599)
-    assert not decoded
 
 
 @pytest.mark.parametrize("version", [None, "2.1.5"])

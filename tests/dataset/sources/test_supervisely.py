@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from slipstream.dataset import SuperviselyPersonsDataset
-from slipstream.errors import DataError
 from slipstream.training import dataloaders
 
 Image = pytest.importorskip("PIL.Image")
@@ -49,16 +48,3 @@ def test_the_supergradients_loader_reads_the_folder(folder):
         )
         assert next(iter(loader))["inputs"].shape == (2, 3, 6, 8)
         assert loader.drop_last is (split == "train")
-
-
-def test_errors_name_the_file_or_the_row(folder):
-    with pytest.raises(
-        DataError, match=r"cannot read the list of samples '.*none\.csv'.*check root_dir and list_file"
-    ):
-        SuperviselyPersonsDataset(folder, "none.csv")
-    (folder / "bad.csv").write_text("images/0.png,masks/0.png\nimages/1.png\n")
-    with pytest.raises(DataError, match=r"'.*bad\.csv' must contain the paths of an image and its mask"):
-        SuperviselyPersonsDataset(folder, "bad.csv")
-    Image.fromarray(np.full((6, 8), 2, np.uint8)).save(folder / "masks/0.png")
-    with pytest.raises(DataError, match=r"has invalid label ids: 2 "):
-        SuperviselyPersonsDataset(folder, "train.csv")[0]

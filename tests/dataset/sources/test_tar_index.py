@@ -102,13 +102,6 @@ def test_incomplete_archive_raises_an_error_at_every_length(tmp_path):
     assert len(files(tmp_path / "cut.tar", tmp_path / "cache")) == 2
 
 
-def test_compressed_archive_raises_an_error(tmp_path):
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
-        archive.addfile(tarfile.TarInfo("x.bin"))
-    with pytest.raises(DataError, match="must be uncompressed tar files"):
-        files(tmp_path / "a.tar.gz", tmp_path)
-
-
 def test_random_damage_raises_a_data_error_or_keeps_all_positions_inside_the_file(tmp_path):
     rng = random.Random(0)
     written = [(f"{i}.{'n' * 120}", b"1" * i) for i in range(4)]

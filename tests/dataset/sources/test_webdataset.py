@@ -95,15 +95,6 @@ def test_samples_have_the_order_of_the_shards(shards, tmp_path):
     assert not list(tmp_path.glob("data/*.png")), "files were extracted from the shards"
 
 
-def test_fields_select_files_by_extension(shards):
-    fields = {"image": "jpg;png", "mask": "seg.png", "label": "cls", "info": "json", "caption": ".TXT"}
-    sample = WebDataset(shards, fields)[5]
-    assert list(sample) == list(fields)
-    assert sample["info"] == {"id": 5}
-    assert sample["caption"] == "caption ü5"
-    assert sample["mask"].shape == (3, 8, 6)
-
-
 def test_first_existing_extension_is_used(tmp_path):
     image, other = encoded(np.zeros((2, 2, 3))), encoded(np.full((2, 2, 3), 255))
     files = {"a": {"png": other, "jpg": image, "cls": b"0"}, "b": {"png": other, "cls": b"0"}}
@@ -125,7 +116,7 @@ def test_arrays_are_read_without_pickle(tmp_path):
 
 @pytest.mark.parametrize("extension", ["pkl", "pyd", "pth", "pt", "pickle", "x.PKL", "cls;pkl"])
 def test_pickled_files_are_refused(shards, extension):
-    with pytest.raises(ConfigError, match=r"fields\.y: files with the extension .* are pickled"):
+    with pytest.raises(ConfigError, match=r"fields\.y: .* files are pickled"):
         WebDataset(shards, {"x": "png", "y": extension})
 
 
@@ -252,8 +243,8 @@ def test_invalid_mask_raises_an_error(tmp_path):
         ("png", b"not a picture", r"cannot read '.*a\.tar:x\.png'"),
         ("cls", b"cat", r"a\.tar:x\.cls': invalid literal"),
         ("cls", b"9" * 30, r"cannot read"),
-        ("cls", b"7", r"contains 7, but class ids"),
-        ("cls", b"-1", r"contains -1, but class ids"),
+        ("cls", b"7", r"contains 7, not a class id"),
+        ("cls", b"-1", r"contains -1, not a class id"),
         ("json", b"{", "cannot read"),
         ("json", b"[" * 100_000, "cannot read"),
         ("txt", b"\xff", "cannot read"),
@@ -268,13 +259,6 @@ def test_damaged_file_raises_an_error_that_names_it(tmp_path, extension, data, e
     path = write(tmp_path / "a.tar", {"x": {extension: data}})
     dataset = WebDataset(path, {"targets": extension}, classes=CLASSES)
     with pytest.raises(DataError, match=expected):
-        dataset[0]
-
-
-def test_a_tensor_that_is_not_an_image_cannot_be_transformed(tmp_path):
-    path = write(tmp_path / "a.tar", {"x": {"cls": b"1"}})
-    dataset = WebDataset(path, {"inputs": "cls"}, [dict(type="RandomHorizontalFlip")])
-    with pytest.raises(DataError, match="require an image in the field 'inputs'"):
         dataset[0]
 
 
@@ -314,35 +298,3 @@ def test_shard_that_changes_during_training_raises_an_error(shards, tmp_path):
     dataset[0]
     with pytest.raises(DataError, match=r"train-001\.tar' has changed since its index was read"):
         dataset[4]
-
-
-def test_patterns_and_lists_select_shards(shards, tmp_path):
-    paths = sorted((tmp_path / "data").iterdir())
-    for pattern in (
-        str(tmp_path / "data/*.tar"),
-        paths,
-        [paths[0], str(tmp_path / "data/train-00{1..2}.tar")],
-    ):
-        assert WebDataset(pattern).shards.paths == paths
-
-
-@pytest.mark.parametrize(
-    ("pattern", "error", "expected"),
-    [
-        ("https://example.org/a.tar", DataError, "does not exist"),
-        ("pipe:cat a.tar", DataError, "does not exist"),
-        ("data/none-*.tar", DataError, "does not exist"),
-        ("data/train-{000..003}.tar", DataError, r"train-003\.tar' does not exist"),
-        (["data/train-000.tar", "data/train-000.tar"], ConfigError, "only once"),
-        ([], ConfigError, "at least one shard"),
-    ],
-)
-def test_invalid_pattern_raises_an_error(shards, tmp_path, monkeypatch, pattern, error, expected):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=expected):
-        WebDataset(pattern)
-
-
-def test_shards_without_samples_raise_an_error(tmp_path):
-    with pytest.raises(DataError, match="contain no samples"):
-        WebDataset(write(tmp_path / "a.tar", {}))

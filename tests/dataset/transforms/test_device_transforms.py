@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageEnhance
 
 from accelerators import DEVICE, no_waiting
 from slipstream.dataset import (
@@ -27,9 +26,8 @@ from slipstream.dataset import (
     apply_transforms,
     build_dataloader,
 )
-from slipstream.dataset.transforms.device_transforms import check_same_params, transform_images
-from slipstream.errors import BuildError, ConfigError, DataError
-from slipstream.registry import TRANSFORMS
+from slipstream.dataset.transforms.device_transforms import transform_images
+from slipstream.errors import DataError
 from slipstream.zoo.street_scenes import StreetScenes
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -95,17 +93,6 @@ def test_stages_follow_the_torchvision_formulas_in_the_order_of_each_sample(chan
         np.testing.assert_allclose(result, jittered(image.permute(1, 2, 0).numpy(), order), atol=2e-3)
 
 
-@pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_each_stage_is_within_two_levels_of_pillow(kind, factor):
-    """Pillow rounds gray values and truncates results, so each stage may differ slightly."""
-    batch = batch_of([Fixed([(kind, factor)])], [3])
-    enhancer = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[kind]
-    expected = np.asarray(enhancer(Image.fromarray(make(seed=3)["image"])).enhance(factor), float)
-    found = apply_device_transforms(batch)["inputs"][0].permute(1, 2, 0).numpy()
-    np.testing.assert_allclose(found, expected, atol=2)
-
-
 def test_jitter_matches_pillow_with_the_same_draws_up_to_rounding():
     for seed in range(8):
         found = apply_device_transforms(batch_of([JITTER], [seed]))["inputs"][0].permute(1, 2, 0).numpy()
@@ -153,25 +140,6 @@ def test_normalization_matches_transforms_applied_one_by_one(tail):
         np.testing.assert_allclose(found[seed].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_standardize_and_normalize_match_the_formula():
-    expected = (make()["image"] / 255 - np.array(MEAN)) / np.array(STD)
-    found = apply_device_transforms(batch_of(TAIL, [0]))["inputs"][0]
-    np.testing.assert_allclose(found.permute(1, 2, 0).numpy(), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("transforms", "length"), [([JITTER], 13), (TAIL, 6), (RECIPE, 19), ([SegRescale(0.5)], None)]
-)
-def test_number_of_parameters_depends_on_the_transforms(transforms, length):
-    sample = apply_transforms(transforms, make(), np.random.default_rng(0))
-    assert (list(sample["device_params"].shape) if length else sample.get("device_params")) == (
-        [length] if length else None
-    )
-    if length:
-        assert sample["device_params"].dtype == torch.float32
-    assert sample["inputs"].dtype == sample["targets"].dtype == torch.uint8
-
-
 def test_device_transforms_do_not_modify_the_batch():
     for dtype in (torch.uint8, torch.float32):
         batch = batch_of(RECIPE, [0, 1])
@@ -183,25 +151,12 @@ def test_device_transforms_do_not_modify_the_batch():
         assert all(torch.equal(batch[key], before[key]) for key in before)
 
 
-def test_batch_without_parameters_is_returned_unchanged():
-    batch = {"inputs": torch.zeros(2, 4), "other": "x"}
-    assert apply_device_transforms(batch) == batch
-
-
 def test_lists_of_images_are_transformed_one_by_one():
     batches = [batch_of(RECIPE[:3] + TAIL, [seed], width=20 + seed) for seed in (0, 5)]
     listed = {key: [batch[key][0] for batch in batches] for key in ("inputs", "targets", "device_params")}
     done = apply_device_transforms(listed)
     for found, batch in zip(done["inputs"], batches, strict=True):
         torch.testing.assert_close(found, apply_device_transforms(batch)["inputs"][0])
-
-
-@pytest.mark.parametrize(("inputs", "params"), [((2, 3, 4, 4), (2, 7)), ((2, 1, 4, 4), (2, 13))])
-def test_invalid_parameters_raise_an_error(inputs, params):
-    with pytest.raises(
-        DataError, match=r"'device_params' has .* parameters per image .* SegmentationDataset"
-    ):
-        transform_images(torch.zeros(inputs), torch.zeros(params))
 
 
 @pytest.mark.parametrize("length", [6, 13, 19])
@@ -232,12 +187,8 @@ def test_batches_with_mixed_device_transforms_raise_an_error(first, collate):
     mixed = ConcatDataset([scenes(first), scenes(["SegColorJitter", "SegStandardize"])])
     cfg = {"dataset": mixed, "batch_size": 4, "collate_fn": collate}
     loader = build_dataloader(cfg, 0, "train_dataloader", True)
-    with pytest.raises(DataError, match=r"a batch mixes samples .* in the transforms of all datasets"):
+    with pytest.raises(DataError, match=r"a batch mixes samples .* in all datasets"):
         next(iter(loader))
-
-
-def test_other_values_under_the_key_finish_are_accepted():
-    check_same_params([{"device_params": 3, "inputs": 0}, {"device_params": "line", "inputs": 0}, (1, 2)])
 
 
 # ---- order of transforms ----------------------------------------------------------------------
@@ -288,46 +239,3 @@ def test_colors_depend_only_on_seed_epoch_and_index():
     np.testing.assert_allclose(one["device_params"][4:13:3].numpy(), factors, rtol=1e-6)
     rest = apply_transforms(RECIPE[1:5], make(seed=1), rng)
     assert all(torch.equal(one[key], rest[key]) for key in ("inputs", "targets"))
-
-
-@pytest.mark.parametrize(
-    ("transforms", "place", "message"),
-    [
-        ([SegNormalize(MEAN, STD), SegRandomFlip()], 0, "SegNormalize precedes SegRandomFlip"),
-        ([SegRandomFlip(), SegStandardize(), JITTER], 1, "SegStandardize precedes SegColorJitter"),
-        ([SegStandardize(), invert, SegNormalize(MEAN, STD)], 0, "SegStandardize precedes invert"),
-        ([SegStandardize(), SegNormalize(MEAN, STD), JITTER], 1, "SegNormalize precedes SegColorJitter"),
-        ([SegConvertToTensor(), SegNormalize(MEAN, STD)], 0, "SegConvertToTensor precedes SegNormalize"),
-    ],
-)
-def test_transforms_after_normalization_raise_an_error(transforms, place, message):
-    with pytest.raises(
-        ConfigError, match=rf"^transforms\[{place}\]: {message}, but .*; move it to the end of the list"
-    ):
-        Noise(transforms)
-
-
-@pytest.mark.parametrize("dtype", [None, "long", "int64", "torch.int64", torch.int64])
-def test_convert_to_tensor_accepts_int64_masks(dtype):
-    assert SegConvertToTensor(mask_output_dtype=dtype)(make(), None)["mask"].dtype == np.uint8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"type": "SegConvertToTensor", "mask_output_dtype": "float32"},
-            "mask_output_dtype: float32 is not supported",
-        ),
-        (
-            {"type": "SegConvertToTensor", "add_mask_dummy_dim": True},
-            r"add_mask_dummy_dim: .* masks of shape \(H, W\)",
-        ),
-        ({"type": "SegStandardize", "max_value": 0}, "max_value: must be greater than 0"),
-        ({"type": "SegNormalize", "mean": [0.5], "std": [0.5]}, "three numbers each"),
-        ({"type": "SegNormalize", "mean": MEAN, "std": (1, 0, 1)}, "greater than 0"),
-    ],
-)
-def test_unsupported_arguments_raise_errors(arguments, message):
-    with pytest.raises((ConfigError, BuildError), match=message):
-        TRANSFORMS.build(arguments)

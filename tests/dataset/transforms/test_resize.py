@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -50,25 +49,6 @@ def boxes(draw):
 def test_crop_matches_pillow_up_to_rounding(case, seed):
     source, scaled, box = case
     assert differences(noise(*source, seed), scaled, box).max() <= 2
-
-
-@pytest.mark.parametrize("scale", [0.25, 0.4, 0.77, 1.001, 1.3, 1.75])
-@pytest.mark.parametrize("corner", [(0, 0), (0, 1), (1, 0), (1, 1), (0.4, 0.6)])
-def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corner):
-    scaled = round(2048 * scale), round(1024 * scale)
-    size = [min(256, side) for side in scaled]
-    left, top = (round(where * (side - cut)) for where, side, cut in zip(corner, scaled, size, strict=True))
-    difference = differences(noise(2048, 1024), scaled, (left, top, left + size[0], top + size[1]))
-    assert difference.max() <= 2
-    # Most differences occur at factors such as 7/4, where many values lie halfway between two levels.
-    assert (difference > 1).mean() < 1e-3
-
-
-def test_read_only_images_cause_no_warning(recwarn):
-    image = noise(30, 20)
-    image.flags.writeable = False
-    bilinear(image, (60, 40), (0, 0, 60, 40))
-    assert not recwarn.list
 
 
 def test_crop_without_resize_is_a_view():

@@ -18,12 +18,12 @@ __all__ = ["collate_mixup", "default_collate", "pseudo_collate", "torch_default_
 
 FUNCTIONS.register_module(name="torch_default_collate", module=torch_default_collate)
 
+# Parts of torch's messages; in a worker process, the second one appears if the first tensor is the largest.
 _UNEQUAL = (
     "stack expects each tensor",
     "storage that is not resizable",
     "list of batch should be of equal size",
 )
-"""Parts of torch's messages; in a worker process, the second one appears if the first tensor is the largest."""
 
 
 @FUNCTIONS.register_module()
@@ -60,10 +60,7 @@ def pseudo_collate(data_batch: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes) or not isinstance(first, Sequence):
         return list(data_batch)
     if len({len(sample) for sample in data_batch}) > 1:
-        raise DataError(
-            f"cannot collate samples of different lengths: {[len(s) for s in data_batch]}; "
-            "return the same number of items for every sample"
-        )
+        raise DataError(f"cannot collate samples of different lengths: {[len(s) for s in data_batch]}")
     columns = [pseudo_collate(column) for column in zip(*data_batch, strict=True)]
     return type(first)(*columns) if hasattr(first, "_fields") else columns
 
@@ -106,15 +103,12 @@ def collate_mixup(
         DataError: the number of samples is odd, the transforms include color jitter, or a class id is out of range.
     """
     if mode != "batch" or cutmix_minmax is not None:
-        raise ConfigError(
-            "only mode='batch' without cutmix_minmax is supported; change these arguments", "collate_fn"
-        )
+        raise ConfigError("supports only mode='batch' without cutmix_minmax", "collate_fn")
     if max(mixup_alpha, cutmix_alpha) <= 0:
         raise ConfigError("mixup_alpha or cutmix_alpha must be greater than 0", "collate_fn")
     if len(data_batch) % 2:
         raise DataError(
-            f"mixup combines pairs of images, but the size of this batch is {len(data_batch)}; use an even batch_size "
-            "and drop_last=True"
+            f"mixup requires an even batch_size and drop_last=True, not a batch of {len(data_batch)}"
         )
     images, ids, others = _stacked(data_batch)
     probabilities = _smoothed(ids, num_classes, label_smoothing)
@@ -147,8 +141,7 @@ def _smoothed(ids: Tensor, num_classes: int, label_smoothing: float) -> Tensor:
     """Return the class probabilities for each id after label smoothing."""
     if not 0 <= int(ids.min()) <= int(ids.max()) < num_classes:
         raise DataError(
-            f"class ids {int(ids.min())} to {int(ids.max())} are not all between 0 and {num_classes - 1} "
-            "(num_classes - 1); correct num_classes or the targets"
+            f"class ids {int(ids.min())} to {int(ids.max())} do not match num_classes={num_classes}"
         )
     return F.one_hot(ids, num_classes) * (1 - label_smoothing) + label_smoothing / num_classes
 

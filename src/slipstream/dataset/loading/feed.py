@@ -31,9 +31,7 @@ def read_prefetch(value: Any) -> int:
     if value is None or isinstance(value, bool):
         return 2 if value else 0
     if not isinstance(value, int) or not 0 <= value <= 1024:
-        raise ConfigError(
-            f"must be a number of batches from 0 to 1024 (such as 2), got {value!r}", "prefetch"
-        )
+        raise ConfigError(f"must be a number of batches from 0 to 1024, not {value!r}", "prefetch")
     return value
 
 
@@ -75,9 +73,8 @@ class DeviceFeed(Generic[Batch]):
 
     Tensors in dicts, lists, tuples and named tuples are moved without changing their dtype, so uint8 images need only a
     quarter of the bandwidth of float32 images; the data preprocessor converts them on the device. Other values are
-    returned unchanged. The order of batches and the random numbers do not change. If the loader raises an error, the
-    batches drawn before the error are returned first. On the CPU, batches are returned unchanged and without
-    prefetching.
+    returned unchanged. The order of batches and the random numbers do not change. On the CPU, batches are returned
+    unchanged and without prefetching.
 
     On accelerators with streams, a side stream copies from pinned memory. If the loader does not set `pin_memory=True`,
     a thread pins the batches. Up to `prefetch` + 2 batches are in device memory: the current batch and `prefetch` + 1
@@ -125,41 +122,25 @@ class DeviceFeed(Generic[Batch]):
 
 def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -> Iterator[Any]:
     sent: deque[Any] = deque()
-    failures: list[Exception] = []
-    for batch in _until_failure(batches, failures):
+    for batch in batches:
         sent.append(copy_stream.send(batch))
         if len(sent) > prefetch:
             yield copy_stream.receive(sent.popleft())
     while sent:
         yield copy_stream.receive(sent.popleft())
-    if failures:
-        raise failures.pop()  # an error left in the list would form a reference cycle that keeps the loader alive
-
-
-def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:
-    try:
-        yield from batches
-    except Exception as failure:  # raised by the loader, not by the consumer
-        failures.append(failure)
 
 
 def _pin_batches(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches in pinned memory; a thread pins each batch while the next one is drawn."""
-
-    def set_device() -> None:  # otherwise the thread's first call would initialize device 0
-        torch.accelerator.set_device_index(device)
-
-    with ThreadPoolExecutor(1, "slipstream-pin", set_device) as thread:
+    # Without the initializer, the thread's first call would initialize device 0.
+    with ThreadPoolExecutor(1, "slipstream-pin", torch.accelerator.set_device_index, (device,)) as thread:
         pinning: Future[Any] | None = None
-        failures: list[Exception] = []
-        for batch in _until_failure(batches, failures):
+        for batch in batches:
             previous, pinning = pinning, thread.submit(_pin, batch)
             if previous is not None:
                 yield previous.result()
         if pinning is not None:
             yield pinning.result()
-        if failures:
-            raise failures.pop()
 
 
 class _SideStream:

@@ -9,7 +9,7 @@ from copy import copy
 from functools import partial
 from itertools import islice
 from multiprocessing.context import BaseContext
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,20 +42,9 @@ from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
 __all__ = [
-    "BatchSizes",
-    "batch_size",
-    "build_dataloader",
-    "can_start_inside_batch",
-    "copied_loader",
-    "count_samples",
-    "is_infinite",
-    "length",
-    "limit_batches",
-    "samples_per_epoch",
-    "set_epoch",
-]
-
-_Loader = TypeVar("_Loader", bound=DataLoader[Any])
+    "BatchSizes", "RunLoader", "batch_size", "build_dataloader", "can_start_inside_batch", "copied_loader",
+    "count_samples", "is_infinite", "length", "limit_batches", "samples_per_epoch", "set_epoch",
+]  # fmt: skip
 
 
 def build_dataloader(
@@ -83,13 +72,11 @@ def build_dataloader(
         limit, cfg = _limit(cfg, name), existing
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
-        return _check_has_batches(_wrap_loader(cfg, seed, training, limit), name, training)
+        return _wrap_loader(cfg, seed, name, training, limit)
     if isinstance(cfg, list | tuple):
         return _list_loader(cfg, seed, name)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(
-            f"must be a DataLoader, a dict or a list of batches, got {type(cfg).__name__}", name
-        )
+        raise ConfigError(f"must be a DataLoader, a dict or a list of batches, got {short_repr(cfg)}", name)
     options = dict(cfg)
     _check_options(options, name, training)
     dataset = _dataset(options.pop("dataset"), name)
@@ -100,7 +87,7 @@ def build_dataloader(
             raise ConfigError("does not support iterable datasets; remove this option", f"{name}.skip_errors")
         return RunLoader(dataset, **_defaults(_functions(options, name), seed))
     batches = _batch_sampler(options, dataset, seed, training, name)
-    return _check_has_batches(_loader(dataset, batches, seed, _functions(options, name)), name, training)
+    return _loader(dataset, batches, seed, name, training, _functions(options, name))
 
 
 def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
@@ -108,10 +95,7 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
     if not batches:
         raise DataError(f"{name} is an empty list; it must contain at least one batch")
     if get_world_size() > 1:
-        raise ConfigError(
-            f"a list gives the same batches to all {get_world_size()} processes; use a DataLoader or a dict",
-            name,
-        )
+        raise ConfigError("a list gives the same batches to all processes; use a DataLoader or a dict", name)
     dataset: Any = list(batches)
     return RunLoader(dataset, batch_size=None, collate_fn=_identity, **_defaults({}, seed))
 
@@ -137,19 +121,6 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     size: int | None = getattr(batches, "batch_size", loader.batch_size)
     return size
-
-
-def last_batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return the number of this rank's samples in the last batch of an epoch, or None if it is unknown."""
-    batches = loader.batch_sampler
-    if not isinstance(batches, EpochBatchSampler) or not can_start_inside_batch(loader):
-        return None
-    inner = batches.batch_sampler
-    if inner.drop_last or isinstance(batches.sampler, InfiniteSampler):
-        return int(inner.batch_size)
-    full, rest = divmod(batches.samples, inner.batch_size)
-    is_truncated = batches.limit is not None and batches.limit <= full
-    return inner.batch_size if rest == 0 or is_truncated else rest
 
 
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
@@ -248,7 +219,7 @@ class RunLoader(DataLoader[Any]):
         return count if self.limit is None else min(count, self.limit)
 
 
-def copied_loader(loader: _Loader, **attributes: Any) -> _Loader:
+def copied_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a shallow copy of a loader with the given attributes changed. The copy does not share persistent workers.
 
     A loader that is passed to a run may also be used elsewhere, for example by another run, and must not be changed.
@@ -285,8 +256,7 @@ def limit_batches(
         return build_dataloader(dataset[:count], 0, name, training=False)
     if repeat or not isinstance(dataset, IterableDataset) or type(loader) not in (DataLoader, RunLoader):
         raise ConfigError(
-            f"does not support the loader in {name}, of class {type(loader).__name__}; limit the size of the dataset, "
-            f"or pass a list of batches as {name}",
+            f"does not support the loader in {name}, of class {type(loader).__name__}; pass a list of batches",
             option,
         )
     options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -301,18 +271,11 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
         raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove this key", name)
     limit: int | None = cfg.get("num_batch_per_epoch")
     check(limit, PositiveInt | None, f"{name}.num_batch_per_epoch")
-    existing = cfg["dataloader"]
-    if limit is not None and (
-        isinstance(as_map_style(existing.dataset), IterableDataset) or existing.batch_sampler is None
-    ):
-        raise ConfigError(
-            "requires a DataLoader with a batch sampler and a map-style dataset; remove this option",
-            f"{name}.num_batch_per_epoch",
-        )
     return limit
 
 
 _Count = Annotated[int, Rule(lambda value: 0 <= value <= 1024, "from 0 to 1024")]
+# The types of the options that `torch.utils.data.DataLoader` does not check.
 _TYPES: Mapping[str, Any] = {
     "batch_size": Annotated[int, Rule(lambda size: 1 <= size <= 10**8, "from 1 to 10**8")],
     "num_workers": _Count | Literal["auto"],
@@ -329,7 +292,6 @@ _TYPES: Mapping[str, Any] = {
     "pin_memory_device": str,
     "generator": torch.Generator | None,
 }
-"""The types of the options that `torch.utils.data.DataLoader` does not check."""
 
 
 def _check_options(options: Mapping[str, Any], name: str, training: bool) -> None:
@@ -337,42 +299,27 @@ def _check_options(options: Mapping[str, Any], name: str, training: bool) -> Non
     for key in options:
         if key not in known:
             removed = REMOVED.get(f"dataloader.{key}")
-            raise ConfigError(
-                removed or f"a data loader has no option '{key}'{did_you_mean(key, known)}", name
-            )
+            raise ConfigError(removed or f"there is no option '{key}'{did_you_mean(key, known)}", name)
     if "dataset" not in options:
         raise ConfigError("the key 'dataset' is missing; set it to a dataset or its configuration", name)
     for key, annotation in _TYPES.items():
         if key in options:
             check(options[key], annotation, f"{name}.{key}")
     if options.get("timeout") and not options.get("num_workers"):
-        raise ConfigError(
-            "requires worker processes, because a sample that hangs in the training process cannot be interrupted; "
-            "set num_workers to at least 1, or remove this option",
-            f"{name}.timeout",
-        )
+        raise ConfigError("requires worker processes; set num_workers to at least 1", f"{name}.timeout")
     if options.get("skip_errors") and not training:
-        raise ConfigError(
-            "is supported only for training, because metrics would count replacement samples twice; remove the "
-            "failing samples from the dataset",
-            f"{name}.skip_errors",
-        )
+        raise ConfigError("would count replacements twice in metrics; remove it", f"{name}.skip_errors")
 
 
 def _dataset(cfg: Any, name: str) -> Any:
     dataset = as_map_style(DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg)
     readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if not readable or isinstance(dataset, str | bytes | Mapping):
-        raise ConfigError(
-            f"must be a dataset or a dict with a 'type', not {short_repr(dataset)}", f"{name}.dataset"
-        )
+        raise ConfigError(f"must be a dataset or its dict, not {short_repr(dataset)}", f"{name}.dataset")
     if hasattr(dataset, "full_init"):  # OpenMMLab datasets may be initialized lazily
         dataset.full_init()
     if isinstance(dataset, list | tuple) and any(isinstance(item, Dataset) for item in dataset):
-        raise ConfigError(
-            "must be a single dataset; to combine datasets, use dict(type='ConcatDataset', datasets=[...])",
-            f"{name}.dataset",
-        )
+        raise ConfigError("must be one dataset; combine datasets with ConcatDataset", f"{name}.dataset")
     check_not_empty(dataset, name)
     return dataset
 
@@ -386,9 +333,7 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     batch_sampler = options.pop("batch_sampler", None)
     for value, key in ((sampler, "sampler"), (batch_sampler, "batch_sampler")):
         if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__iter__")):
-            raise ConfigError(
-                f"must be a sampler or a dict with a 'type', not {short_repr(value)}", f"{name}.{key}"
-            )
+            raise ConfigError(f"must be a sampler or its dict, not {short_repr(value)}", f"{name}.{key}")
     batch_size, drop_last = options.pop("batch_size", 1), options.pop("drop_last", False)
     if isinstance(batch_sampler, Mapping):
         return DATA_SAMPLERS.build(batch_sampler, default_args={"sampler": sampler, "batch_size": batch_size})
@@ -428,26 +373,15 @@ def _function(cfg: Any, path: str) -> Any:
             raise BuildError("the key 'type' is missing; set it to the name of a function in FUNCTIONS", path)
         function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
         check(function, Callable[..., Any], f"{path}.type")
-        _check_function_options(function, rest, path)
         cfg = partial(function, **rest) if rest else function
     if not callable(cfg):
-        raise ConfigError(
-            f"must be a function or the name of a function in FUNCTIONS, not {short_repr(cfg)}", path
-        )
+        raise ConfigError(f"must be a function or the name of one in FUNCTIONS, not {short_repr(cfg)}", path)
     return cfg
 
 
-def _check_function_options(function: Any, options: Mapping[Any, Any], path: str) -> None:
-    """Check that a function can be called with one argument and `options`."""
-    try:
-        inspect.signature(function).bind([], **options)
-    except TypeError as error:
-        raise BuildError(f"{getattr(function, '__name__', function)}: {error}", path) from None
-    except ValueError:  # some built-in functions have no signature
-        return
-
-
-def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]) -> RunLoader:
+def _loader(
+    dataset: Any, batch_sampler: Any, seed: int, name: str, training: bool, options: dict[str, Any]
+) -> RunLoader:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
     skip_errors = options.pop("skip_errors", 0)
     indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
@@ -457,33 +391,17 @@ def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]
     batches = EpochBatchSampler(
         batch_sampler, seed, samples, use_sample_index=not indexes_tensors, limit=limit
     )
+    drops = training and not batches.endless and getattr(batch_sampler, "drop_last", False)
+    if drops and len(batch_sampler) == 0:
+        raise DataError(f"{name}: drop_last=True drops all {samples} samples (per process); lower batch_size")
+    needs_seeds = not getattr(dataset, "independent_of_global_rng", False)
     if indexes_tensors:
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only CPU memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _identity
-    elif (
-        skip_errors
-        or collate is not default_collate
-        or not getattr(dataset, "independent_of_global_rng", False)
-    ):
-        dataset = SeededDataset(dataset, collate, skip_errors)
-        options["collate_fn"] = _identity
+    elif skip_errors or collate is not default_collate or needs_seeds:
+        dataset, options["collate_fn"] = SeededDataset(dataset, collate, skip_errors), _identity
     return RunLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
-
-
-def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
-    """Return the loader, or raise a DataError if `drop_last` leaves a training loader without batches."""
-    batches = loader.batch_sampler
-    if not training or not isinstance(batches, EpochBatchSampler) or batches.endless:
-        return loader
-    if getattr(batches.batch_sampler, "drop_last", False) and length(loader) == 0:
-        per_process = "" if get_world_size() == 1 else " per process"
-        raise DataError(
-            f"{name} has no batches: its number of samples{per_process} ({batches.samples}) is less than "
-            f"batch_size={batch_size(loader)}, and drop_last=True drops the incomplete batch; lower batch_size or set "
-            "drop_last=False"
-        )
-    return loader
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -515,12 +433,14 @@ def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
         shard = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
         return BatchSampler(shard, batches.batch_size, batches.drop_last)
     raise ConfigError(
-        f"{type(sampler or batches).__name__} yields the same batches in all {get_world_size()} processes; use a "
-        "distributed sampler (DefaultSampler or torch's DistributedSampler)"
+        f"{type(sampler or batches).__name__} yields the same batches in all processes; use a distributed sampler "
+        "(DefaultSampler or torch's DistributedSampler)"
     )
 
 
-def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
+def _wrap_loader(
+    loader: DataLoader[Any], seed: int, name: str, training: bool, limit: int | None
+) -> DataLoader[Any]:
     """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch.
 
     Some loaders are returned unchanged: loaders for iterable datasets (except supported MosaicML datasets), loaders
@@ -529,15 +449,16 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
     batches: Any = loader.batch_sampler
     dataset = as_map_style(loader.dataset)
     if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
-        return loader if limit is None else limit_batches(loader, limit, "num_batch_per_epoch", "dataloader")
+        return loader if limit is None else limit_batches(loader, limit, f"{name}.num_batch_per_epoch", name)
     if isinstance(dataset, StreamingSamples) and loader.batch_size is not None:
         sampler = DefaultSampler(dataset, dataset.stream.shuffle, seed, round_up=training)
         batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
     elif isinstance(dataset, IterableDataset) or batches is None:
-        return loader
+        return loader if limit is None else limit_batches(loader, limit, f"{name}.num_batch_per_epoch", name)
     elif get_world_size() > 1:
         batches = _shard(batches, dataset, seed, training)
-    return _loader(dataset, batches, seed, {**_copied_options(loader), "num_batch_per_epoch": limit})
+    options = {**_copied_options(loader), "num_batch_per_epoch": limit}
+    return _loader(dataset, batches, seed, name, training, options)
 
 
 def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -54,9 +54,8 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
         return
     total = "an endless number of" if is_infinite(loader) else expected
     raise DataError(
-        f"{name} ended after {batches} of {total} batches; correct the length of the dataset or of its sampler, or fix "
-        "the dataset, transform or collate_fn that raises StopIteration. An iterable dataset without a length may end "
-        "at any time"
+        f"{name} ended after {batches} of {total} batches; correct the length of the dataset or sampler, or find the "
+        "StopIteration that ended it. An iterable dataset without a length may end at any time"
     )
 
 
@@ -111,10 +110,7 @@ def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[t
 
 def _any_batch(loader: DataLoader[Any]) -> Any:
     if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            f"rank {get_rank()} has no data to evaluate, but every rank must take part in each forward pass of a "
-            "sharded model; give every rank at least one batch"
-        )
+        raise DataError(f"rank {get_rank()} has no data; a sharded model requires a batch on each rank")
     return next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))
 
 

@@ -34,8 +34,21 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
     return cast("list[int]", torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist())
 
 
+class _EpochSampler(Sampler[int]):
+    """Base class of samplers for one rank, whose order depends on the seed and the epoch."""
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
+        self.rank, self.world_size = get_dist_info()
+        self.dataset, self.size = dataset, len(dataset)
+        self.shuffle, self.seed, self.epoch = shuffle, seed or 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that determines the order of the next iteration."""
+        self.epoch = epoch
+
+
 @DATA_SAMPLERS.register_module()
-class DefaultSampler(Sampler[int]):
+class DefaultSampler(_EpochSampler):
     """Sampler for one rank, which yields items rank, rank + world_size, ... of the shuffled or original order.
 
     Args:
@@ -49,10 +62,8 @@ class DefaultSampler(Sampler[int]):
     def __init__(
         self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True
     ) -> None:
-        self.rank, self.world_size = get_dist_info()
-        self.dataset, self.size = dataset, len(dataset)
-        self.shuffle, self.seed, self.round_up = shuffle, seed or 0, round_up
-        self.epoch = 0
+        super().__init__(dataset, shuffle, seed)
+        self.round_up = round_up
 
     def __iter__(self) -> Iterator[int]:
         indices = _order(self.size, self.shuffle, self.seed + self.epoch)
@@ -76,20 +87,10 @@ class DefaultSampler(Sampler[int]):
         """Total number of samples in an epoch across all ranks."""
         return len(self) * self.world_size if self.round_up else self.size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that determines the order of the next iteration."""
-        self.epoch = epoch
-
 
 @DATA_SAMPLERS.register_module()
-class InfiniteSampler(Sampler[int]):
+class InfiniteSampler(_EpochSampler):
     """Endless sampler for iteration-based loops; with `shuffle`, each pass over the dataset has a different order."""
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
-        self.rank, self.world_size = get_dist_info()
-        self.size = len(dataset)
-        self.shuffle, self.seed = shuffle, seed or 0
-        self.epoch = 0
 
     def _stream(self) -> Iterator[int]:
         epoch = self.epoch
@@ -102,10 +103,6 @@ class InfiniteSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return math.ceil(self.size / self.world_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the pass over the dataset at which the next iteration starts."""
-        self.epoch = epoch
 
 
 class RepeatedIndex(int):
@@ -122,7 +119,7 @@ class RepeatedIndex(int):
 
 
 @DATA_SAMPLERS.register_module()
-class RepeatAugSampler(Sampler[int]):
+class RepeatAugSampler(_EpochSampler):
     """SuperGradients' sampler for repeated augmentation (arXiv 1902.05509).
 
     In the shuffled dataset, each sample is repeated `num_repeats` times in a row. Rank r of R reads items r, r + R and
@@ -151,8 +148,7 @@ class RepeatAugSampler(Sampler[int]):
         selected_ratio: int = 0,
         seed: int | None = None,
     ) -> None:
-        self.rank, self.world_size = get_dist_info()
-        self.size, self.shuffle, self.seed = len(dataset), shuffle, seed or 0
+        super().__init__(dataset, shuffle, seed)
         self.num_repeats = max(num_repeats, 1)
         divisor = selected_ratio or self.world_size
         if selected_round:
@@ -160,12 +156,9 @@ class RepeatAugSampler(Sampler[int]):
         else:
             self.num_samples = math.ceil(self.size / divisor)
         if self.num_samples == 0:
-            remedy = "set selected_round=0" if selected_round else "the dataset must contain samples"
             raise DataError(
-                f"RepeatAugSampler: each rank would receive no sample of the {self.size} samples in the dataset (with "
-                f"selected_round={selected_round} and {divisor} shards); {remedy}"
+                f"RepeatAugSampler: an epoch of {self.size} samples is empty; set selected_round=0"
             )
-        self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -179,10 +172,6 @@ class RepeatAugSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that determines the order of the next iteration."""
-        self.epoch = epoch
 
 
 # If their `generator` is set, these samplers draw all random numbers from it.
@@ -233,8 +222,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.samples = max(samples, 1)
         self.use_sample_index = use_sample_index
         self.limit = limit
+        # Whether every epoch consists of the batches of epoch 0.
         self.repeats = False
-        """Whether every epoch consists of the batches of epoch 0."""
         self.epoch = self.start = self.skip = 0
         self._repeated: list[list[int]] | None = None
         self._next_epoch = 0
@@ -325,10 +314,12 @@ class EpochBatchSampler(Sampler[list[int]]):
             part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
         ]
         if parts and self.epoch != self._next_epoch:
-            begin = max((epoch for epoch in self._states if epoch <= self.epoch), default=None)
-            for part, state in zip(stateful, self._states.get(begin, ()), strict=False):  # type: ignore[call-overload]
-                part.load_state_dict(copy.deepcopy(state))
-            for epoch in range(max(self._next_epoch, 0) if begin is None else begin, self.epoch):
+            begin = max(self._next_epoch, 0)
+            if saved := [epoch for epoch in self._states if epoch <= self.epoch]:
+                begin = max(saved)
+                for part, state in zip(stateful, self._states[begin], strict=True):
+                    part.load_state_dict(copy.deepcopy(state))
+            for epoch in range(begin, self.epoch):
                 deque(islice(self._draw(epoch), self.limit), maxlen=0)
         self._next_epoch = self.epoch + 1
         if stateful:
@@ -343,6 +334,4 @@ class EpochBatchSampler(Sampler[list[int]]):
 def check_not_empty(dataset: Any, name: str) -> None:
     """Raise a DataError if `dataset` has a length and is empty."""
     if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise DataError(
-            f"{name}: the dataset {type(dataset).__name__} has no samples; check its folder and split"
-        )
+        raise DataError(f"{name}: the dataset {type(dataset).__name__} has no samples; check its folder")

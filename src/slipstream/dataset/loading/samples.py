@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,11 +19,7 @@ from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
 from slipstream.logging import print_log
 
-__all__ = ["SeededDataset", "TensorBatches", "describe_sample"]
-
-_LIST_ATTRIBUTES = ("image_paths", "data_list", "samples", "imgs", "images", "img_files", "files", "paths")
-"""Attributes in which datasets store one entry per sample."""
-_PATH_KEYS = ("img_path", "image_path", "file_path", "file_name", "filename", "path", "file", "image")
+__all__ = ["SeededDataset", "TensorBatches"]
 
 
 class _Wrapper(Dataset[Any]):
@@ -65,7 +58,7 @@ class SeededDataset(_Wrapper):
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
     is collated, so a `collate_fn` may also draw random numbers.
 
-    If reading a sample raises an error, a note with the sample's index and, if known, its file is added to the error.
+    If reading a sample raises an error, a note with the sample's index is added to the error.
 
     Args:
         dataset: a map-style dataset.
@@ -101,7 +94,7 @@ class SeededDataset(_Wrapper):
             try:
                 return self._read(index)
             except Exception as error:
-                _raise(error, describe_sample(self.dataset, index))
+                _raise(error, f"sample {index} of {type(self.dataset).__name__}")
         for candidate in self._candidates(index):
             try:
                 return self._read(candidate)
@@ -128,7 +121,7 @@ class SeededDataset(_Wrapper):
         assert self._failed is not None
         already_failed = bool(self._failed[int(index)])
         self._failed[int(index)] = True
-        reason = f"{describe_sample(self.dataset, index)}: {type(error).__name__}: {error}"
+        reason = f"sample {index} of {type(self.dataset).__name__}: {type(error).__name__}: {error}"
         if (count := int(self._failed.sum())) > self.skip_errors:
             raise DataError(
                 f"{count} sample{'s' * (count != 1)} raised an error, more than skip_errors={self.skip_errors}; the "
@@ -136,14 +129,6 @@ class SeededDataset(_Wrapper):
             ) from error
         if not already_failed:
             print_log(f"Skipped {reason}", "current", logging.WARNING)
-
-
-def describe_sample(dataset: Any, index: Any) -> str:
-    """Return a description such as `sample 3 of ImageFolder ('cats/b.png')`. The file is omitted if it is unknown."""
-    with contextlib.suppress(Exception):  # user code, which may fail
-        if file := _file(dataset, index):
-            return f"sample {index} of {type(dataset).__name__} ('{file}')"
-    return f"sample {index} of {type(dataset).__name__}"
 
 
 def _raise(error: Exception, place: str) -> NoReturn:
@@ -158,27 +143,3 @@ def _raise(error: Exception, place: str) -> NoReturn:
         ) from error
     error.add_note(f"({place})")
     raise error
-
-
-def _file(dataset: Any, index: Any) -> str | None:
-    """Return the file of a sample, or None if it is unknown. Wrappers of torch and of this package are supported."""
-    if hasattr(dataset, "cumulative_sizes"):
-        part = bisect.bisect_right(dataset.cumulative_sizes, index)
-        return _file(dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0))
-    if hasattr(dataset, "dataset"):
-        indices = getattr(dataset, "indices", None) or getattr(dataset, "repeat_indices", None)
-        return _file(dataset.dataset, int(indices[index]) if indices else int(index) % len(dataset.dataset))
-    for name in _LIST_ATTRIBUTES:
-        entries = getattr(dataset, name, None)
-        if isinstance(entries, Sequence) and (path := _path(entries[index])):
-            return path
-    return _path(dataset.get_data_info(int(index))) if hasattr(dataset, "get_data_info") else None
-
-
-def _path(entry: Any) -> str | None:
-    """Return the path in a sample's entry: a path, a dict with a path, or a sequence that begins with a path."""
-    if isinstance(entry, Mapping):
-        entry = next((entry[key] for key in _PATH_KEYS if key in entry), None)
-    elif isinstance(entry, tuple | list) and entry:
-        entry = entry[0]
-    return str(entry) if isinstance(entry, Path) or (isinstance(entry, str) and "." in entry) else None

@@ -30,12 +30,13 @@ __all__ = ["Loading", "end_workers", "explain_worker_errors", "prepared_workers"
 _IGNORED_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
+# Interval in seconds at which a worker checks whether the training process is alive.
 _POLL_INTERVAL = 1.0
-"""Interval in seconds at which a worker checks whether the training process is alive."""
 _SHARED_MEMORY = (
     "the worker processes have no shared memory left for their batches; increase the size of /dev/shm (docker run "
     "--shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set num_workers=0"
 )
+# Maps the pattern of a torch message about worker processes to the cause and a remedy.
 _REMEDIES = {
     r"DataLoader timed out after \S+ seconds": (
         "a worker process is slow or has hung; set num_workers=0 to find the slow sample, or increase the timeout"
@@ -50,7 +51,6 @@ _REMEDIES = {
         "Lower num_workers, or set num_workers=0 to see the error in the training process"
     ),
 }
-"""Maps the pattern of a torch message about worker processes to the cause and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,7 @@ class Loading:
                 if not self.loader.num_workers or str(error).startswith("Caught "):  # raised in a worker
                     raise
                 raise DataLoaderError(
-                    f"{self.name}: a worker process died while sending a batch; set num_workers=0 to see the error in "
-                    "the training process"
+                    f"{self.name}: a worker died while sending a batch; set num_workers=0 to see the error"
                 ) from error
             yield batch
 

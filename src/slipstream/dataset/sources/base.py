@@ -25,16 +25,17 @@ from slipstream.files import download
 from slipstream.registry import TRANSFORMS
 
 __all__ = [
-    "ImageDataset",
-    "Sample",
-    "SegmentationDataset",
-    "Transform",
-    "check_index",
-    "class_metainfo",
-    "default_palette",
-    "download_data",
-    "segmentation_metainfo",
-]
+    "ImageDataset", "Sample", "SegmentationDataset", "Transform", "check_index", "class_metainfo",
+    "default_palette", "download_data", "file_version", "segmentation_metainfo",
+]  # fmt: skip
+
+
+def file_version(*paths: Path) -> str:
+    """Return the sizes and modification times of files."""
+    try:
+        return "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in (path.stat() for path in paths))
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
 
 
 def check_index(dataset: Any, index: int) -> None:
@@ -54,6 +55,8 @@ class ImageDataset(Dataset[dict[str, Any]], ABC):
         transforms: transforms of the image in `inputs`; see `ImageNetDataset`.
     """
 
+    targets: torch.Tensor
+
     def __init__(self, transforms: ImageTransforms) -> None:
         self.all_transforms = list(transforms)
         self.transforms, self._device_params = read_transforms(transforms)
@@ -65,16 +68,20 @@ class ImageDataset(Dataset[dict[str, Any]], ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return a list that contains the class id of sample `index`."""
+        return [int(self.targets[index])]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         check_index(self, index)
-        sample, rng = self.load(int(index)), sample_rng(index) if self.transforms else None
-        if (self.transforms or self._device_params is not None) and not isinstance(
-            sample.get("inputs"), np.ndarray
-        ):
-            raise DataError(f"the transforms of {type(self).__name__} require an image in the field 'inputs'")
-        for transform in self.transforms:
-            assert rng is not None
-            sample["inputs"] = transform(sample["inputs"], rng)
+        sample = self.load(int(index))
+        if self.transforms:
+            rng, image = sample_rng(index), sample.get("inputs")
+            if not isinstance(image, np.ndarray):
+                raise DataError("transforms require an image in the field 'inputs'")
+            for transform in self.transforms:
+                image = transform(image, rng)
+            sample["inputs"] = image
         for key, value in sample.items():
             if isinstance(value, np.ndarray):
                 sample[key] = torch.from_numpy(np.array(value, order="C"))
@@ -130,11 +137,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
     def cache_key(self, index: int) -> tuple[str, str]:
         """Return the sample's name and a version that changes whenever the result of `load(index)` changes."""
-        raise ConfigError(
-            f"{type(self).__name__} does not define cache_key(index), so its samples cannot be cached on disk; define "
-            "this method or remove this option",
-            "cache",
-        )
+        raise ConfigError(f"requires that {type(self).__name__} defines cache_key(index)", "cache")
 
     def sample_key(self, files: Sequence[Any], version: str, table: bytes = b"") -> tuple[str, str]:
         """Return a cache key for a sample that is read from `files` and whose mask values are mapped by `table`."""
@@ -231,22 +234,15 @@ def segmentation_metainfo(
         ConfigError: `palette` or `ignore_index` does not match the classes.
     """
     if isinstance(classes, str) or not 0 < len(classes) <= 256:
-        raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
+        raise ConfigError(f"must be a list of 1 to 256 names, not {classes!r}", "classes")
     if ignore_index is not None and not 0 <= ignore_index <= 255:
-        raise ConfigError(
-            f"ignore_index must be from 0 to 255 (masks are uint8), or None, got {ignore_index}"
-        )
+        raise ConfigError(f"must be from 0 to 255 or None, not {ignore_index}", "ignore_index")
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
-        raise ConfigError(
-            f"palette must have one color per class: expected {len(classes)} colors, got {len(palette)}"
-        )
-    return {
-        "classes": tuple(classes),
-        "palette": [list(color) for color in palette],
-        "ignore_index": ignore_index,
-    }
+        raise ConfigError(f"must have {len(classes)} colors, one per class, not {len(palette)}", "palette")
+    colors = [list(color) for color in palette]
+    return {"classes": tuple(classes), "palette": colors, "ignore_index": ignore_index}
 
 
 def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
@@ -262,6 +258,4 @@ def download_data(url: str, target: Path, md5: str, remedy: str) -> None:
     with target.open("rb") as file:
         actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
     if actual != md5:
-        raise DataError(
-            f"the file downloaded from {url} is damaged (MD5 {actual}, expected {md5}); try again"
-        )
+        raise DataError(f"the file from {url} is damaged (MD5 {actual}, expected {md5})")

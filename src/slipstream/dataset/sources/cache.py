@@ -67,8 +67,16 @@ class DecodeCache:
         pair = self.read(key)
         if pair is None:
             pair = load()
-            if self._writable:
-                self._store(key, pair)
+            try:
+                if self._writable:
+                    self.write(key, *pair)
+            except OSError as error:
+                self._writable = False
+                warnings.warn(
+                    f"cannot write to the cache '{self.folder}' ({error.strerror or error}); samples that are not "
+                    "cached are decoded in every epoch. Free disk space or use a different folder",
+                    stacklevel=2,
+                )
         return pair
 
     def read(self, key: Key) -> Pair | None:
@@ -89,8 +97,13 @@ class DecodeCache:
         header = _Header.unpack(data[: _FIELDS.size + 4])
         if header is not None and header.digest != digest:
             return None
-        if header is not None and self._is_intact(data, header):
-            return header.views(data)
+        if header is not None and len(data) == header.file_size:
+            if digest not in self._verified:
+                with memoryview(data) as view, view[_PAGE:] as pixels:
+                    if zlib.crc32(pixels) == header.checksum:
+                        self._verified.add(digest)
+            if digest in self._verified:
+                return header.views(data)
         warnings.warn(
             f"'{path}' is damaged; the sample will be decoded again and the file rewritten", stacklevel=2
         )
@@ -105,15 +118,12 @@ class DecodeCache:
         """
         if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
             raise DataError(
-                f"the sample '{key[0]}' cannot be cached: image {image.dtype} {image.shape} and mask "
-                f"{mask.dtype} {mask.shape} must be uint8 (H, W, 3) and uint8 (H, W); check the return value of load()"
+                f"load() must return uint8 arrays (H, W, 3) and (H, W) for '{key[0]}', not {image.dtype} {image.shape} "
+                f"and {mask.dtype} {mask.shape}"
             )
         pieces = [image.tobytes(), b"", mask.tobytes()]
         pieces[1] = bytes(-len(pieces[0]) % _PAGE)
-        checksum = 0
-        for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-        header = _Header(mask.shape[0], mask.shape[1], _digest(key), checksum)
+        header = _Header(*mask.shape, _digest(key), zlib.crc32(b"".join(pieces)))
         path = self.path(key[0])
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary, temporary.open("wb") as file:
@@ -147,27 +157,6 @@ class DecodeCache:
                 path.unlink()
                 count, size = count + 1, size + stat.st_size
         return count, size
-
-    def _store(self, key: Key, pair: Pair) -> None:
-        try:
-            self.write(key, *pair)
-        except OSError as error:
-            self._writable = False
-            warnings.warn(
-                f"cannot write to the cache '{self.folder}' ({error.strerror or error}); samples that are not cached "
-                "are decoded in every epoch. Free disk space or use a different folder",
-                stacklevel=3,
-            )
-
-    def _is_intact(self, data: mmap.mmap | bytes, header: _Header) -> bool:
-        if len(data) != header.file_size:
-            return False
-        if header.digest not in self._verified:
-            with memoryview(data) as view, view[_PAGE:] as pixels:
-                if zlib.crc32(pixels) != header.checksum:
-                    return False
-            self._verified.add(header.digest)
-        return True
 
 
 class _Header(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tarfile
 import tempfile
 from bisect import bisect_right
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,34 +27,6 @@ __all__ = ["CIFAR10", "CIFAR100"]
 _PIXELS = 3 * 32 * 32  # size of the red, green and blue planes, which follow the labels in a record
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """The published archive of a dataset.
-
-    Attributes:
-        name: name of the dataset.
-        file: name of the archive.
-        md5: MD5 checksum of the archive, the only checksum that the authors publish.
-        folder: folder inside the archive.
-        train, test: files of the training and test images.
-        label_bytes: number of one-byte labels before the pixels of a record. The last label is the class id.
-        classes: names of the classes.
-    """
-
-    name: str
-    file: str
-    md5: str
-    folder: str
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-    label_bytes: int
-    classes: tuple[str, ...]
-
-    @property
-    def url(self) -> str:
-        return f"https://www.cs.toronto.edu/~kriz/{self.file}"
-
-
 class _Cifar(ImageDataset):
     """Photographs of 32 x 32 pixels, each with a class id.
 
@@ -74,26 +45,30 @@ class _Cifar(ImageDataset):
         ConfigError: the order of the transforms is not supported.
     """
 
-    _archive: ClassVar[_Archive]
+    _name: ClassVar[str]
+    # Name of the published archive.
+    _file: ClassVar[str]
+    # MD5 checksum of the archive, the only checksum that the authors publish.
+    _md5: ClassVar[str]
+    # Folder inside the archive.
+    _folder: ClassVar[str]
+    # Files of the test images and of the training images.
+    _files: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]]
+    # Number of one-byte labels before the pixels of a record. The last label is the class id.
+    _label_bytes: ClassVar[int]
+    _classes: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self,
-        root: str | Path,
-        train: bool = True,
-        transforms: ImageTransforms = (),
-        download: bool = False,
+        self, root: str | Path, train: bool = True, transforms: ImageTransforms = (), download: bool = False
     ) -> None:
         super().__init__(transforms)
-        archive = self._archive
-        self._paths = _find_files(archive, Path(root), archive.train if train else archive.test, download)
+        self._paths = self._find(Path(root), self._files[train], download)
         self._map_files()
-        labels = np.concatenate([records[:, archive.label_bytes - 1] for records in self._records])
-        if labels.max() >= len(archive.classes):
-            raise DataError(
-                f"a file in '{self._paths[0].parent}' contains the label {labels.max()}; download it again"
-            )
+        labels = np.concatenate([records[:, self._label_bytes - 1] for records in self._records])
+        if labels.max() >= len(self._classes):
+            raise DataError(f"'{self._paths[0].parent}' contains the label {labels.max()}; download it again")
         self.targets = torch.from_numpy(labels.astype(np.int64))
-        self.metainfo = class_metainfo(archive.classes)
+        self.metainfo = class_metainfo(self._classes)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -102,7 +77,7 @@ class _Cifar(ImageDataset):
         """Return image `index` and its class id."""
         number = bisect_right(self._starts, index) - 1
         record = self._records[number][index - self._starts[number]]
-        image = record[self._archive.label_bytes :].reshape(3, 32, 32)
+        image = record[self._label_bytes :].reshape(3, 32, 32)
         return {"inputs": image, "targets": self.targets[index]}
 
     @property
@@ -112,22 +87,38 @@ class _Cifar(ImageDataset):
         is_own_class = type(self) in (CIFAR10, CIFAR100)
         return is_own_class and all(type(transform) in known for transform in self.transforms)
 
-    def get_cat_ids(self, index: int) -> list[int]:
-        """Return a list that contains the class id of sample `index`."""
-        return [int(self.targets[index])]
-
     def _map_files(self) -> None:
         self._records = []
-        length = self._archive.label_bytes + _PIXELS
+        length = self._label_bytes + _PIXELS
         for path in self._paths:
             if not (size := path.stat().st_size) or size % length:
-                raise DataError(
-                    f"the size of '{path}' is not a multiple of {length} bytes; download it again"
-                )
+                raise DataError(f"'{path}' is damaged: {size} bytes; download it again")
             # Slicing a plain array is several times faster than slicing `np.memmap`.
             records = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
             self._records.append(records.reshape(-1, length))
         self._starts = np.cumsum([0, *map(len, self._records)]).tolist()
+
+    def _find(self, root: Path, names: tuple[str, ...], download: bool) -> list[Path]:
+        for folder in (root / self._folder, root):
+            if all((folder / name).is_file() for name in names):
+                return [folder / name for name in names]
+        url = f"https://www.cs.toronto.edu/~kriz/{self._file}"
+        if not download:
+            raise DataError(
+                f"{self._name} not found: neither '{root}' nor its subfolder '{self._folder}' contains "
+                f"{', '.join(names)}. Unpack the binary version (not the Python version, which is pickled) from {url} "
+                f"into '{root}', or pass download=True"
+            )
+        root.mkdir(parents=True, exist_ok=True)
+        print_log(f"Downloading {self._name} (170 MB) from {url} to '{root}'", "current")
+        with tempfile.TemporaryDirectory(prefix=f".{self._folder}-", dir=root) as temporary:
+            archive = Path(temporary) / "archive.tar.gz"
+            download_data(url, archive, self._md5, f"Download the archive and unpack it into '{root}'")
+            with tarfile.open(archive) as tar:
+                tar.extractall(temporary, filter="data")
+            if not (root / self._folder).is_dir():  # another process may have created it
+                (Path(temporary) / self._folder).rename(root / self._folder)
+        return [root / self._folder / name for name in names]
 
     def __getstate__(self) -> dict[str, Any]:
         # Exclude the mapped files, because pickle would copy them to each spawned worker.
@@ -138,7 +129,6 @@ class _Cifar(ImageDataset):
         self._map_files()
 
 
-_CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _CIFAR100_CLASSES = (
     "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle "
     "caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant "
@@ -154,58 +144,19 @@ _CIFAR100_CLASSES = (
 class CIFAR10(_Cifar):
     """50,000 training and 10,000 test photographs in ten classes. See the base class for the arguments."""
 
-    _archive = _Archive(
-        name="CIFAR-10",
-        file="cifar-10-binary.tar.gz",
-        md5="c32a1d4ab5d03f1284b67883e8d87530",
-        folder="cifar-10-batches-bin",
-        train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
-        test=("test_batch.bin",),
-        label_bytes=1,
-        classes=_CIFAR10_CLASSES,
-    )
+    _name, _file, _folder = "CIFAR-10", "cifar-10-binary.tar.gz", "cifar-10-batches-bin"
+    _md5 = "c32a1d4ab5d03f1284b67883e8d87530"
+    _files = ("test_batch.bin",), tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+    _label_bytes = 1
+    _classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 @DATASETS.register_module(name=["CIFAR100", "Cifar100"])
 class CIFAR100(_Cifar):
-    """50,000 training and 10,000 test photographs in 100 classes. See the base class for the arguments."""
+    """50,000 training and 10,000 test photographs in a hundred classes. See the base class for the arguments."""
 
-    # A record starts with the superclass (0 to 19), which is not used, and the class (0 to 99).
-    _archive = _Archive(
-        name="CIFAR-100",
-        file="cifar-100-binary.tar.gz",
-        md5="03b5dce01913d631647c71ecec9e9cb8",
-        folder="cifar-100-binary",
-        train=("train.bin",),
-        test=("test.bin",),
-        label_bytes=2,
-        classes=tuple(_CIFAR100_CLASSES.split()),
-    )
-
-
-def _find_files(archive: _Archive, root: Path, names: tuple[str, ...], download: bool) -> list[Path]:
-    for folder in (root / archive.folder, root):
-        if all((folder / name).is_file() for name in names):
-            return [folder / name for name in names]
-    if download:
-        _download(archive, root)
-        return [root / archive.folder / name for name in names]
-    raise DataError(
-        f"{archive.name} not found: neither '{root}' nor its subfolder '{archive.folder}' contains {', '.join(names)}. "
-        f"Unpack the binary version ({archive.url}) into '{root}', or pass download=True (the Python version is not "
-        "supported, because unpickling a file can run arbitrary code)"
-    )
-
-
-def _download(source: _Archive, root: Path) -> None:
-    """Download, verify and unpack the archive, then move the complete folder into `root`."""
-    root.mkdir(parents=True, exist_ok=True)
-    print_log(f"Downloading {source.name} (170 MB) from {source.url} to '{root}'", "current")
-    with tempfile.TemporaryDirectory(prefix=f".{source.folder}-", dir=root) as temporary:
-        archive = Path(temporary) / "archive.tar.gz"
-        remedy = f"Download the archive manually and unpack it into '{root}'"
-        download_data(source.url, archive, source.md5, remedy)
-        with tarfile.open(archive) as tar:
-            tar.extractall(temporary, filter="data")
-        if not (root / source.folder).is_dir():  # another process may have created it
-            (Path(temporary) / source.folder).rename(root / source.folder)
+    _name, _file, _folder = "CIFAR-100", "cifar-100-binary.tar.gz", "cifar-100-binary"
+    _md5 = "03b5dce01913d631647c71ecec9e9cb8"
+    _files = ("test.bin",), ("train.bin",)
+    _label_bytes = 2
+    _classes = tuple(_CIFAR100_CLASSES.split())

@@ -17,12 +17,7 @@ from slipstream.dataset.sources.cityscapes_labels import (
     CITYSCAPES_PALETTE,
 )
 from slipstream.dataset.sources.decode import MAX_PIXELS
-from slipstream.dataset.sources.image_folder import (
-    ImageMaskPairs,
-    files_by_name,
-    pair_files,
-    read_pair_list,
-)
+from slipstream.dataset.sources.image_folder import ImageMaskPairs, files_by_name, pair_files, read_pair_list
 from slipstream.dataset.sources.wrappers import ConcatDataset
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
@@ -33,7 +28,7 @@ _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_g
 _LAYOUT = (
     "The expected layout is leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
     f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) in root_dir (in recipes, data_root_dir=FOLDER); "
-    "splits are train, val, test"
+    "splits are train, val, test. To read these folders, set split instead of list_file"
 )
 _CLASSES = len(CITYSCAPES_CLASSES)
 
@@ -81,22 +76,14 @@ class CityscapesDataset(ImageMaskPairs):
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
-            raise ConfigError(
-                f"must be from {_CLASSES} to 255, because 0 to {_CLASSES - 1} are class ids; got {ignore_label}",
-                "ignore_label",
-            )
+            raise ConfigError(f"must be from {_CLASSES} to 255, not {ignore_label}", "ignore_label")
         root = Path(root_dir)
         if (split is None) == (list_file is None):
-            raise ConfigError(
-                "CityscapesDataset requires either a split ('train', 'val' or 'test') or a list_file; set one of them "
-                f"to null, not split={split!r} and list_file={list_file!r}"
-            )
+            raise ConfigError("requires either a split or a list_file", "CityscapesDataset")
         try:
             pairs = read_pair_list(root, list_file) if list_file else _find_pairs(root, str(split))
         except DataError as error:
-            raise DataError(
-                f"{error} ({_LAYOUT}; to read these folders, set split instead of list_file)"
-            ) from error
+            raise DataError(f"{error} ({_LAYOUT})") from error
         # Mask files are 8-bit, so -1 is stored as 255.
         label_ids = {label.id % 256: label.train_id for label in CITYSCAPES_LABELS}
         if labels_csv_path is not None:
@@ -174,14 +161,11 @@ def _read_table(path: Path) -> dict[int, int]:
             raise KeyError("trainId")
         ids = {int(row.get("id", number)) % 256: int(row["trainid"]) for number, row in enumerate(reader)}
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"cannot read the label table '{path}': {error!r}; it must have a column trainId with integers. Remove "
-            "labels_csv_path to use the Cityscapes ids"
-        ) from error
+        raise DataError(f"cannot read a trainId column from '{path}': {error!r}") from error
     if wrong := sorted({i for i in ids.values() if i not in (*range(_CLASSES), -1, 255)}):
         raise DataError(
-            f"the label table '{path}' contains invalid train ids: {wrong}; use 0 to {_CLASSES - 1}, or 255 or "
-            "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
+            f"'{path}' contains invalid train ids: {wrong}; use 0 to {_CLASSES - 1}, or 255 or -1 for pixels that are "
+            "not scored. For other classes, use ImageMaskFolder with a label_map"
         )
     return ids | {255: 255}
 

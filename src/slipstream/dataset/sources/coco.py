@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.dataset.sources.base import SegmentationDataset, Transform, default_palette
+from slipstream.dataset.sources.base import SegmentationDataset, Transform, default_palette, file_version
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image
 from slipstream.dataset.sources.image_folder import check_folder
 from slipstream.errors import ConfigError, DataError
@@ -24,14 +24,14 @@ from slipstream.registry import DATASETS
 
 __all__ = ["CoCoSegmentationDataSet"]
 
+# COCO ids and names of the categories that correspond to the PASCAL VOC classes, in SuperGradients' order.
 _VOC_CLASSES = (
     (0, "background"), (5, "airplane"), (2, "bicycle"), (16, "bird"), (9, "boat"), (44, "bottle"), (6, "bus"),
     (3, "car"), (17, "cat"), (62, "chair"), (21, "cow"), (67, "dining table"), (18, "dog"), (19, "horse"),
     (4, "motorcycle"), (1, "person"), (64, "potted plant"), (20, "sheep"), (63, "couch"), (7, "train"), (72, "tv"),
 )  # fmt: skip
-"""COCO ids and names of the categories that correspond to the PASCAL VOC classes, in SuperGradients' order."""
+# Images are excluded if at most this many of their pixels have an id other than 0, as in SuperGradients.
 _MIN_PIXELS = 1000
-"""Images are excluded if at most this many of their pixels have an id other than 0, as in SuperGradients."""
 
 
 _SELECTION = "dataset_classes_inclusion_tuples_list"
@@ -39,13 +39,13 @@ _SELECTION = "dataset_classes_inclusion_tuples_list"
 
 @dataclass(frozen=True)
 class _Image:
+    # Image id in the annotation file.
     image_id: int
-    """Image id in the annotation file."""
     name: str
+    # Height and width.
     shape: tuple[int, int]
-    """Height and width."""
+    # Class id and segmentation of each instance, in the order of the file.
     instances: list[tuple[int, Any]]
-    """Class id and segmentation of each instance, in the order of the file."""
 
     def mask(self) -> NDArray[np.uint8]:
         """Return the class ids, uint8 (H, W). Where instances overlap, the first one in the file is visible."""
@@ -112,24 +112,20 @@ class CoCoSegmentationDataSet(SegmentationDataset):
             classes = _read_classes(dataset_classes_inclusion_tuples_list, categories)
             images = _read_images(content, [category_id for category_id, _ in classes])
             used = {entry["category_id"] for entry in content["annotations"]}
+        except ConfigError:
+            raise
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise DataError(
-                f"cannot read the annotation file '{path}': {error!r}; check root_dir, targets_sub_directory and "
-                "list_file, and use the COCO format"
-            ) from error
+            raise DataError(f"cannot read the annotation file '{path}': {error!r}") from error
         background, name = classes[0]
         if background in used | categories.keys() and categories.get(background, "").lower() != "background":
             raise ConfigError(
-                f"category {background} ({name!r}) in '{path}' would have class 0, which is the class of all pixels "
-                "outside the instances; list the classes, with an unused category id and the name 'background' first",
+                f"category {background} ({name!r}) would have the class of all pixels outside the instances; put an "
+                "unused category id with the name 'background' first",
                 _SELECTION,
             )
         names = tuple(name for _, name in classes)
         self.metainfo = {"classes": names, "palette": default_palette(len(names)), "ignore_index": None}
-        stat = path.stat()
-        text = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns} {classes} {_MIN_PIXELS}"
+        text = f"{path.absolute()} {file_version(path)} {classes} {_MIN_PIXELS}"
         self._version = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         self._images = _select_images(images, user_cache("coco") / f"{self._version}.json", path)
 
@@ -145,21 +141,14 @@ class CoCoSegmentationDataSet(SegmentationDataset):
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
         entry = self._images[index]
         image, mask = read_image(self.image_folder / entry.name, self.max_pixels), entry.mask()
-        self.check_sizes(
-            image, self.image_folder / entry.name, mask, f"annotations of image {entry.image_id}"
-        )
+        self.check_sizes(image, self.image_folder / entry.name, mask, f"image {entry.image_id}")
         return image, mask
 
     def cache_key(self, index: int) -> tuple[str, str]:
         """Return a name (dataset class, image path, image id) and a version (of the image and the annotation file)."""
         entry = self._images[index]
         path = self.image_folder / entry.name
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from error
-        version = f"{stat.st_size}-{stat.st_mtime_ns}-{self._version}"
-        return self.sample_key([path.absolute(), entry.image_id], version)
+        return self.sample_key([path.absolute(), entry.image_id], f"{file_version(path)}-{self._version}")
 
 
 def _read_classes(
@@ -182,12 +171,10 @@ def _read_classes(
 def _read_images(content: Mapping[str, Any], categories: list[int]) -> list[_Image]:
     """Return the images in the annotation file, with their instances of these categories."""
     class_ids = {category_id: class_id for class_id, category_id in enumerate(categories)}
-    images = {
-        entry["id"]: _Image(
-            int(entry["id"]), str(entry["file_name"]), (int(entry["height"]), int(entry["width"])), []
-        )
-        for entry in content["images"]
-    }
+    images = {}
+    for entry in content["images"]:
+        shape = int(entry["height"]), int(entry["width"])
+        images[entry["id"]] = _Image(int(entry["id"]), str(entry["file_name"]), shape, [])
     for entry in content["annotations"]:
         image, class_id = images.get(entry["image_id"]), class_ids.get(entry["category_id"])
         if image is None or class_id is None or not entry["segmentation"]:
@@ -217,7 +204,5 @@ def _select_images(images: list[_Image], selection_file: Path, path: Path) -> li
             print_log(f"cannot write '{selection_file}' ({error})", "current", logging.WARNING)
     selected = [image for image in images if image.image_id in image_ids]
     if not selected:
-        raise DataError(
-            f"no image in '{path}' has more than {_MIN_PIXELS} pixels in its instances; check {_SELECTION}"
-        )
+        raise DataError(f"no image in '{path}' has more than {_MIN_PIXELS} labeled pixels")
     return selected

@@ -28,12 +28,12 @@ MAX_PIXELS = 178_956_970
 Even a small file can decode to a huge image.
 """
 _ORIENTATION = 0x0112  # EXIF tag
+# Pillow's operations for the EXIF orientations 2 to 8.
 _TRANSPOSITIONS = (
     "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90",
 )  # fmt: skip
-"""Pillow's operations for the EXIF orientations 2 to 8."""
+# Names of PNG chunks that may change the pixels: orientation, transparency and animation.
 _PNG_METADATA = (b"eXIf", b"tRNS", b"acTL", b"Raw profile type exif", b"XML:com.adobe.xmp")
-"""Names of PNG chunks that may change the pixels: orientation, transparency and animation."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,13 @@ def read_mask(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> N
     image, codecs = _decode_with_pillow(path, max_pixels)
     if image.mode not in ("L", "P"):
         raise DataError(
-            f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
-            "(Pillow mode 'L' or 'P'). Convert colors to class ids, and 16-bit pixels to 8 bits, before training"
+            f"the mask '{path}' has mode {image.mode}; convert it to class ids in one 8-bit channel"
         )
     # Pillow scales the values of PNGs and TIFFs with 2 or 4 bits per pixel, and of PGMs whose maximum is not 255.
     if any("L;2" in c or "L;4" in c or (c[0].startswith("ppm") and c[2:] != (255,)) for c in codecs):
         raise DataError(
-            f"the mask '{path}' has gray values with fewer than 8 bits per pixel, which decoders scale to the range 0 "
-            "to 255, so they are not class ids. Save it with 8 bits per pixel or with a palette"
+            f"the mask '{path}' has fewer than 8 bits per pixel, which decoders scale to 0..255, so they are not class "
+            "ids. Save it with 8 bits per pixel or with a palette"
         )
     return np.asarray(image)
 

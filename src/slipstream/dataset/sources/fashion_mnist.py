@@ -31,10 +31,7 @@ _MD5 = {
     "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
     "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
 }
-_FILES = {
-    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-}
+_FILES = {"train": list(_MD5)[:2], "test": list(_MD5)[2:]}
 _CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
@@ -79,20 +76,15 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         self.metainfo = class_metainfo(_CLASSES)
         shape = (len(self.targets), 1, 28, 28)
         if self.images.shape != shape or not len(self) or int(self.targets.max()) >= len(_CLASSES):
-            raise DataError(
-                f"'{images}' and '{labels}' are not the files of Fashion-MNIST; download them again"
-            )
+            raise DataError(f"'{images}' and '{labels}' are not files of Fashion-MNIST; download them again")
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         check_index(self, index)
-        image = self.images[int(index)]
-        return {
-            "inputs": _augment(image, sample_rng(index)) if self.augment else image,
-            "targets": self.targets[int(index)],
-        }
+        image, target = self.images[int(index)], self.targets[int(index)]
+        return {"inputs": _augment(image, sample_rng(index)) if self.augment else image, "targets": target}
 
     @property
     def independent_of_global_rng(self) -> bool:

@@ -1,42 +1,41 @@
-"""Segmentation datasets of image and mask files, and functions that find these files."""
+"""Datasets of image and mask files, and functions that find these files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from slipstream.dataset.sources.base import (
+    ImageDataset,
     SegmentationDataset,
     Transform,
+    class_metainfo,
     default_palette,
+    file_version,
     segmentation_metainfo,
 )
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image, read_mask
 from slipstream.dataset.transforms.crop import Sample
+from slipstream.dataset.transforms.image_transforms import ImageTransforms
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.registry import DATASETS
 
 __all__ = [
-    "ImageMaskFolder",
-    "ImageMaskPairs",
-    "SuperviselyPersonsDataset",
-    "check_folder",
-    "files_by_name",
-    "pair_files",
-    "read_pair_list",
-]
+    "ImageMaskFolder", "ImageMaskPairs", "ImageNetDataset", "SuperviselyPersonsDataset", "check_folder",
+    "files_by_name", "pair_files", "read_pair_list",
+]  # fmt: skip
 
+_CLASS_LAYOUT = "The expected layout is root/CLASS/IMAGE, with one folder for each class"
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
 # Lossy compression changes label ids, so masks in lossy formats require an explicit suffix.
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
-_REMEDY = (
-    "Fix or replace the file (`slipstream data stats RECIPE` lists every broken file), or let the training loader "
-    "replace unreadable samples (skip_errors)"
-)
+_REMEDY = "Fix the file (`slipstream data stats RECIPE` lists broken files), or set skip_errors"
 _MAX_LISTED_FILES = 100
 
 
@@ -106,13 +105,8 @@ class ImageMaskPairs(SegmentationDataset):
     def cache_key(self, index: int) -> tuple[str, str]:
         """Return a name (dataset class and paths) and a version (of the files, the class ids and their mapping)."""
         files = (self.image_paths[index].absolute(), self.mask_paths[index].absolute())
-        try:
-            stats = [path.stat() for path in files]
-        except OSError as error:
-            raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
         table = self.mask_table(files[1])
-        version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
-        return self.sample_key(files, version, b"" if table is None else table.tobytes())
+        return self.sample_key(files, file_version(*files), b"" if table is None else table.tobytes())
 
     def _loaded(self, index: int) -> Sample:
         try:
@@ -167,15 +161,12 @@ class ImageMaskFolder(ImageMaskPairs):
         max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         metainfo = segmentation_metainfo(classes, palette, ignore_index)
-        self._table = np.arange(256, dtype=np.uint8) if label_map else None
+        table = np.arange(256, dtype=np.uint8)
         for old, new in (label_map or {}).items():
             if not 0 <= old <= 255 or not (0 <= new < len(classes) or new == ignore_index):
-                raise ConfigError(
-                    f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
-                    f"(0 to {len(classes) - 1}) or to ignore_index={ignore_index}"
-                )
-            assert self._table is not None
-            self._table[old] = new
+                raise ConfigError(f"{old} -> {new} must map 0..255 to a class id", "label_map")
+            table[old] = new
+        self._table = table if label_map else None
         root = Path(data_root)
         pairs = pair_files(
             files_by_name(root / images, image_suffix, "image"),
@@ -215,6 +206,52 @@ class SuperviselyPersonsDataset(ImageMaskPairs):
         super().__init__(pairs, metainfo, transforms, cache_labels or cache_images, cache, max_pixels)
 
 
+@DATASETS.register_module()
+class ImageNetDataset(ImageDataset):
+    """Images in folders, one folder for each class. Class ids are assigned in the order of the sorted folder names.
+
+    A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
+    contains `"device_params"`, the device transform parameters. Augmentation depends only on the (seed, epoch, index)
+    of a `SampleIndex`. The `image_paths` attribute lists the files. `all_transforms` lists the transforms, including
+    the device transforms.
+
+    Args:
+        root: folder that contains the class folders.
+        transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
+            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator;
+            followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        max_pixels: maximum number of pixels in a file; None for no limit.
+
+    Raises:
+        DataError: the folder is missing or contains no images, or an image is not in a class folder; or, when a sample
+            is read, a file is corrupt.
+        ConfigError: the order of the transforms is not supported.
+    """
+
+    def __init__(
+        self, root: str | Path, transforms: ImageTransforms = (), max_pixels: int | None = MAX_PIXELS
+    ) -> None:
+        super().__init__(transforms)
+        self.max_pixels = max_pixels
+        files = files_by_name(Path(root), None, "image").values()
+        names = [path.relative_to(root).parts for path in files]
+        if unclassified := [path for path, parts in zip(files, names, strict=True) if len(parts) < 2]:
+            raise DataError(f"'{unclassified[0]}' is not in a class folder. {_CLASS_LAYOUT}")
+        classes = sorted({parts[0] for parts in names})
+        ids = {name: index for index, name in enumerate(classes)}
+        self.image_paths = list(files)
+        self.targets = torch.tensor([ids[parts[0]] for parts in names])
+        self.metainfo = class_metainfo(classes)
+
+    def __len__(self) -> int:
+        return len(self.image_paths)
+
+    def load(self, index: int) -> dict[str, Any]:
+        """Return image `index` and its class id."""
+        image = read_image(self.image_paths[index], self.max_pixels).transpose(2, 0, 1)
+        return {"inputs": image, "targets": self.targets[index]}
+
+
 def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path]:
     """Return the files whose names end with `suffix` in `folder` and its subfolders, sorted by path.
 
@@ -234,9 +271,7 @@ def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path
         stem = path.name[: -len(suffix)] if suffix else path.stem
         name = (path.relative_to(folder).parent / stem).as_posix()
         if name in found:
-            raise DataError(
-                f"two {kind} files have the name '{name}': '{found[name]}' and '{path}'; remove one of them"
-            )
+            raise DataError(f"two {kind} files have the name '{name}': '{found[name]}' and '{path}'")
         found[name] = path
     if not found:
         raise DataError(f"no {kind} files in '{folder}': no file name ends with {' or '.join(suffixes)}")
@@ -246,24 +281,22 @@ def files_by_name(folder: Path, suffix: str | None, kind: str) -> dict[str, Path
 def _walk_files(folder: Path, parents: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Yield the files in `folder` and its subfolders, skipping symbolic links to the folders in `parents`."""
     resolved = folder.resolve()
+    if resolved in parents:
+        return
     try:
-        entries = [] if resolved in parents else [path for path in folder.iterdir() if path.name[0] != "."]
-        for path in entries:
-            if path.is_dir():
-                yield from _walk_files(path, parents | {resolved})
-            else:
-                yield path
+        with os.scandir(folder) as entries:
+            found = [(entry.is_dir(), folder / entry.name) for entry in entries if entry.name[0] != "."]
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
+    for is_folder, path in found:
+        yield from _walk_files(path, parents | {resolved}) if is_folder else (path,)
 
 
 def check_folder(folder: Path, kind: str) -> None:
     """Raise a DataError if `folder` does not exist. The message suggests a similar folder name."""
     if folder.is_dir():
         return
-    missing = folder
-    while not missing.parent.is_dir():
-        missing = missing.parent
+    missing = next(path for path in (folder, *folder.parents) if path.parent.is_dir())
     hint = did_you_mean(missing.name, [p.name for p in missing.parent.iterdir() if p.is_dir()])
     raise DataError(
         f"the {kind} folder '{folder}' does not exist; set data_root (in SuperGradients' recipes, data_root_dir) "
@@ -302,20 +335,14 @@ def read_pair_list(root: Path, list_file: str, separator: str | None = None) -> 
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"cannot read the list of samples '{path}': {error}; check root_dir and list_file"
-        ) from error
+        raise DataError(f"cannot read the list of samples '{path}': {error}") from error
     rows = [[word.strip() for word in line.split(separator)] for line in lines if line.strip()]
     if wrong := [row for row in rows if len(row) < 2 or (separator is None and len(row) > 2)]:
-        raise DataError(
-            f"'{path}' must contain the paths of an image and its mask on each line, not {wrong[0]}"
-        )
+        raise DataError(f"'{path}' must contain two paths on each line, not {wrong[0]}")
     pairs = [(root / row[0], root / row[1]) for row in rows]
     if missing := [str(file) for pair in pairs for file in pair if not file.is_file()]:
         listed = "\n  ".join(missing[:_MAX_LISTED_FILES])
-        raise DataError(
-            f"files listed in '{path}' do not exist ({len(missing)}); correct the list:\n  {listed}"
-        )
+        raise DataError(f"files listed in '{path}' do not exist ({len(missing)}):\n  {listed}")
     if not pairs:
         raise DataError(f"the list of samples '{path}' is empty")
     return pairs

@@ -61,7 +61,7 @@ def as_map_style(dataset: Any) -> Any:
 
     A `StreamingDataset` that repeats or selects samples is also returned unchanged, with a warning.
     """
-    kind = getattr(sys.modules.get("streaming"), "StreamingDataset", None)
+    kind: Any = getattr(sys.modules.get("streaming"), "StreamingDataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
         return dataset
     selects = [part.choose for part in dataset.streams] != dataset.samples_per_stream.tolist()

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.dataset.sources.base import file_version
 from slipstream.errors import ConfigError, DataError
 from slipstream.files import atomic_write, user_cache
 
@@ -82,9 +83,7 @@ class TarShards:
         self._first = np.cumsum([0, *(len(names) for names, _ in tables)])
         self._versions = [_version(path) for path in self.paths]
         if not len(self):
-            raise DataError(
-                f"the shards contain no samples: {', '.join(map(str, self.paths[:5]))}; check the paths"
-            )
+            raise DataError(f"the shards contain no samples: {', '.join(map(str, self.paths[:5]))}")
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -124,23 +123,16 @@ class TarShards:
         try:
             with path.open("rb") as file:
                 file.seek(offset)
-                data = file.read(size)
+                return file.read(size)
         except OSError as error:
             raise DataError(f"cannot read '{name}': {error}") from error
-        if len(data) < size:
-            raise DataError(f"'{path}' was truncated while it was being read; restart the run")
-        return data
 
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._first, index, side="right")) - 1
 
 
 def _version(path: Path) -> str:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    return f"{_FORMAT}-{status.st_size}-{status.st_mtime_ns}"
+    return f"{_FORMAT}-{file_version(path)}"
 
 
 Index = tuple[NDArray[np.bytes_], NDArray[np.int64]]
@@ -149,10 +141,8 @@ Index = tuple[NDArray[np.bytes_], NDArray[np.int64]]
 
 def _shard_index(path: Path, folder: Path) -> Index:
     """Return the index of a shard from the cache, or build it and store it. It depends on the shard's version."""
-    name = hashlib.blake2b(
-        f"{path.absolute()} {_version(path)}".encode(errors="surrogateescape"), digest_size=16
-    )
-    cache_file = folder / f"{name.hexdigest()}.npz"
+    key = os.fsencode(f"{path.absolute()} {_version(path)}")
+    cache_file = folder / f"{hashlib.blake2b(key, digest_size=16).hexdigest()}.npz"
     try:
         with np.load(cache_file, allow_pickle=False) as file:
             names, parts = file["names"], file["parts"]
@@ -166,9 +156,7 @@ def _shard_index(path: Path, folder: Path) -> Index:
         with atomic_write(cache_file) as temporary, temporary.open("wb") as target:
             np.savez(target, names=names, parts=parts)
     except OSError as error:
-        warnings.warn(
-            f"cannot store the index of '{path}' in '{folder}' ({error}); set `index`", stacklevel=4
-        )
+        warnings.warn(f"cannot store the index of '{path}': {error}; set `index`", stacklevel=4)
     return names, parts
 
 
@@ -183,12 +171,10 @@ def _read_headers(path: Path) -> Index:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 if not (member.isdir() or (member.isreg() and not member.issparse())):
-                    raise DataError(
-                        f"'{member.name}' in '{path}' is a link or a special file; store its contents"
-                    )
+                    raise DataError(f"'{member.name}' in '{path}' is a link or a special file")
                 if member.isreg():
                     files.append((os.fsencode(member.name), member.offset_data, member.size))
-                tar.members = []  # type: ignore[attr-defined]  # saves memory
+                tar.members = []  # type: ignore[attr-defined]
             end = tar.offset  # type: ignore[attr-defined]
         with path.open("rb") as file:
             file.seek(end)
@@ -200,15 +186,14 @@ def _read_headers(path: Path) -> Index:
         raise DataError(f"cannot read '{path}': {error}; shards must be uncompressed tar files") from error
     if not complete:
         raise DataError(f"'{path}' is damaged or incomplete after byte {end:,}; copy the file again")
-    return np.array([name for name, *_ in files], np.bytes_), np.array(
-        [f[1:] for f in files], np.int64
-    ).reshape(-1, 2)
+    parts = np.array([position for _, *position in files], np.int64).reshape(-1, 2)
+    return np.array([name for name, *_ in files], np.bytes_), parts
 
 
 def _select(index: Index, fields: Mapping[str, str], path: Path) -> Index:
     """Return the names and the positions of each sample's files: (samples, fields) and (samples, fields, 2)."""
     samples: list[dict[str, int]] = []
-    key = None
+    key: str | None = None
     for row, encoded in enumerate(index[0].tolist()):
         match = _NAME.fullmatch(os.fsdecode(encoded))
         if match is None:
@@ -219,15 +204,10 @@ def _select(index: Index, fields: Mapping[str, str], path: Path) -> Index:
         if match[2].lower() in samples[-1]:
             raise DataError(f"the sample {key!r} in '{path}' has two files with the extension {match[2]!r}")
         samples[-1][match[2].lower()] = row
-    rows = np.zeros((len(samples), len(fields)), np.int64)
-    for column, (field, text) in enumerate(fields.items()):
-        words = [word.strip().lower().removeprefix(".") for word in text.split(";")]
-        for number, sample in enumerate(samples):
-            row = next((sample[word] for word in words if word in sample), None)
-            if row is None:
-                raise DataError(
-                    f"sample {number} in '{path}' has no file for '{field}' ({text}), only {', '.join(sample)}; change "
-                    f"fields['{field}'], or recreate the shard"
-                )
-            rows[number, column] = row
+    words = [[word.strip().lower().removeprefix(".") for word in text.split(";")] for text in fields.values()]
+    found = [[next((sample[w] for w in each if w in sample), -1) for each in words] for sample in samples]
+    rows = np.array(found, np.int64).reshape(len(samples), len(fields))
+    for number, column in np.argwhere(rows < 0)[:1]:
+        field, has = list(fields.items())[column], ", ".join(samples[number])
+        raise DataError(f"sample {number} in '{path}' has no file for '{field[0]}' ({field[1]}), only {has}")
     return index[0][rows], index[1][rows]

@@ -80,9 +80,7 @@ class WebDataset(ImageDataset):
                 word for word in text.split(";") if word.strip().rpartition(".")[2].lower() in _PICKLES
             ]:
                 raise ConfigError(
-                    f"files with the extension '{pickled[0]}' are pickled, and reading them can run arbitrary code; "
-                    "convert them, for example to .npy or .json",
-                    f"fields.{field}",
+                    f"'{pickled[0]}' files are pickled and can run code; convert them", f"fields.{field}"
                 )
         self.shards = TarShards(shard_paths(shards), fields, index, max_bytes)
         self.max_pixels = max_pixels
@@ -112,9 +110,7 @@ class WebDataset(ImageDataset):
             raise DataError(f"cannot read '{name}': {error}; replace the file") from error
         classes = self.metainfo.get("classes")
         if field == "targets" and kind == "cls" and classes and not 0 <= int(value) < len(classes):
-            raise DataError(
-                f"'{name}' contains {int(value)}, but class ids must be from 0 to {len(classes) - 1}"
-            )
+            raise DataError(f"'{name}' contains {int(value)}, not a class id (0 to {len(classes) - 1})")
         return value
 
 

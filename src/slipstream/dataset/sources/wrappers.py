@@ -6,7 +6,7 @@ import bisect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import ConcatDataset as TorchConcatDataset
@@ -19,6 +19,8 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
 __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
+
+_Source: TypeAlias = Dataset[Any] | Mapping[str, Any]
 
 
 @DATASETS.register_module()
@@ -33,11 +35,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
         DataError: the `metainfo` of two datasets differs.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[Dataset[Any] | Mapping[str, Any]],
-        ignore_keys: str | Sequence[str] = (),
-    ) -> None:
+    def __init__(self, datasets: Sequence[_Source], ignore_keys: str | Sequence[str] = ()) -> None:
         if not datasets:
             raise ConfigError("ConcatDataset requires at least one dataset")
         super().__init__([_build(dataset) for dataset in datasets])
@@ -74,7 +72,7 @@ class RepeatDataset(Dataset[Any]):
         times: number of repeats.
     """
 
-    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], times: int) -> None:
+    def __init__(self, dataset: _Source, times: int) -> None:
         if times < 1:
             raise ConfigError(f"times must be at least 1, got {times}")
         self.dataset = _build(dataset)
@@ -103,7 +101,7 @@ class AtLeast(RepeatDataset):
         min_samples: minimum number of samples in an epoch.
     """
 
-    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
+    def __init__(self, dataset: _Source, min_samples: int) -> None:
         if min_samples < 1:
             raise ConfigError(f"must be at least 1, got {min_samples}", "min_samples")
         built = _build(dataset)
@@ -127,7 +125,7 @@ class ClassBalancedDataset(Dataset[Any]):
         DataError: the dataset has no `get_cat_ids`.
     """
 
-    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:
+    def __init__(self, dataset: _Source, oversample_thr: float) -> None:
         self.dataset = _build(dataset)
         self.oversample_thr = oversample_thr
         self.metainfo = _metainfo(self.dataset)
@@ -155,7 +153,7 @@ class ClassBalancedDataset(Dataset[Any]):
         return [max((factor[c] for c in ids), default=1.0) for ids in classes]
 
 
-def _build(dataset: Dataset[Any] | Mapping[str, Any]) -> Any:
+def _build(dataset: _Source) -> Any:
     return as_map_style(DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset)
 
 
@@ -165,10 +163,7 @@ def _metainfo(dataset: Any) -> dict[str, Any]:
 
 def _cat_ids(dataset: Any, index: int) -> list[int]:
     if not hasattr(dataset, "get_cat_ids"):
-        raise DataError(
-            f"{type(dataset).__name__} has no get_cat_ids(index); "
-            "define it to return the class ids of a sample"
-        )
+        raise DataError(f"{type(dataset).__name__} does not define get_cat_ids(index)")
     return list(dataset.get_cat_ids(index))
 
 
@@ -184,6 +179,6 @@ def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str],
         # Tuples, lists and arrays with the same values are considered equal.
         if not np.array_equal(first_value, other_value):  # type: ignore[arg-type]
             raise DataError(
-                f"metainfo['{key}'] of dataset {position} is {other_value!r}, but dataset 0 has {first_value!r}; "
-                f"make them identical, or pass ignore_keys=['{key}'] if they may differ"
+                f"metainfo['{key}'] of datasets 0 and {position} differs: {first_value!r} and {other_value!r}; if this "
+                f"is correct, pass ignore_keys=['{key}']"
             )

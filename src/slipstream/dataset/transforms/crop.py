@@ -30,24 +30,27 @@ class CropRegion:
     Sizes are (width, height), and boxes are (left, top, right, bottom). The `resized`, `padded`, `cropped` and
     `flipped` methods return the region with one more transform applied. The first two return None if a single region
     cannot represent the result; the sample must then be rendered first.
+
+    Attributes:
+        source: size of the source image.
+        scaled: size of the whole source after resizing.
+        box: visible box of the resized source.
+        canvas: size of the output.
+        offset: position (left, top) of the box on the canvas.
+        fill: red, green, blue and class id of the padding around the box; None if there is no padding.
+        mirrored: whether the canvas is mirrored left to right at the end.
+        mirrored_first: whether the source was mirrored before it was resized. Nearest-neighbor ties are then
+            resolved to the right.
     """
 
     source: Pair
-    """Size of the source image."""
     scaled: Pair
-    """Size of the whole source after resizing."""
     box: Box
-    """Visible box of the resized source."""
     canvas: Pair
-    """Size of the output."""
     offset: Pair
-    """Position (left, top) of the box on the canvas."""
     fill: tuple[int, int, int, int] | None = None
-    """Red, green, blue and class id of the padding around the box; None if there is no padding."""
     mirrored: bool = False
-    """Whether the canvas is mirrored left to right at the end."""
     mirrored_first: bool = False
-    """Whether the source was mirrored before it was resized. Nearest-neighbor ties are then resolved to the right."""
 
     @classmethod
     def identity(cls, mask: Pixels) -> CropRegion:

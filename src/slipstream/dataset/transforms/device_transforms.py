@@ -24,13 +24,9 @@ from torch import Tensor
 from slipstream.errors import DataError
 
 __all__ = [
-    "NUM_AFFINE_PARAMS",
-    "NUM_COLOR_PARAMS",
-    "apply_device_transforms",
-    "check_same_params",
-    "normalizes",
+    "NUM_AFFINE_PARAMS", "NUM_COLOR_PARAMS", "apply_device_transforms", "check_same_params", "normalizes",
     "transform_images",
-]
+]  # fmt: skip
 
 NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS = 13, 6
 """Number of color parameters and number of affine parameters."""
@@ -52,15 +48,10 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
         DataError: K is not 6, 13 or 19, or the images do not have three channels.
     """
     length = params.shape[-1]
-    if (
-        length not in (NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS, NUM_COLOR_PARAMS + NUM_AFFINE_PARAMS)
-        or inputs.shape[1] != 3
-    ):
-        raise DataError(
-            f"'device_params' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it must "
-            "have 6, 13 or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization), "
-            "and the images must have shape (N, 3, H, W)"
-        )
+    if length not in (NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS, NUM_COLOR_PARAMS + NUM_AFFINE_PARAMS):
+        raise DataError(f"'device_params' must have 6, 13 or 19 parameters per image, not {length}")
+    if inputs.shape[1] != 3:
+        raise DataError(f"device transforms require images (N, 3, H, W), not {tuple(inputs.shape)}")
     images = torch.empty_like(inputs, dtype=torch.float32)
     # On the CPU, processing one image at a time keeps the image in the cache, which halves the time.
     one_by_one = images.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -106,9 +97,8 @@ def check_same_params(samples: Sequence[Any]) -> None:
     params = [sample.get("device_params") if isinstance(sample, Mapping) else None for sample in samples]
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
-            "a batch mixes samples with and without color jitter (SegColorJitter) or normalization (SegStandardize, "
-            "SegNormalize, ToTensor); use the same color jitter and normalization in the transforms of all datasets, "
-            "or normalize in the data preprocessor"
+            "a batch mixes samples with and without color jitter or normalization; use the same color jitter "
+            "(SegColorJitter) and normalization (SegStandardize, SegNormalize, ToTensor) in all datasets"
         )
 
 

@@ -22,22 +22,10 @@ from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
 __all__ = [
-    "Affine",
-    "SegColorJitter",
-    "SegConvertToTensor",
-    "SegCropImageAndMask",
-    "SegNormalize",
-    "SegPadShortToCropSize",
-    "SegPadToDivisible",
-    "SegRandomFlip",
-    "SegRandomGaussianBlur",
-    "SegRandomRescale",
-    "SegRandomRotate",
-    "SegRescale",
-    "SegResize",
-    "SegStandardize",
-    "read_fill",
-]
+    "Affine", "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize",
+    "SegPadShortToCropSize", "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale",
+    "SegRandomRotate", "SegRescale", "SegResize", "SegStandardize", "read_fill",
+]  # fmt: skip
 
 Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -47,9 +35,7 @@ class SegRandomFlip(Geometric):
     """Mirror the image and the mask left to right with probability `prob`."""
 
     def __init__(self, prob: float = 0.5) -> None:
-        if not 0 <= prob <= 1:
-            raise ConfigError(f"prob must be in the range 0 to 1, got {prob}")
-        self.prob = prob
+        self.prob = _probability(prob)
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion:
         """Return the region, possibly mirrored."""
@@ -65,9 +51,7 @@ class SegResize(Geometric):
     """
 
     def __init__(self, h: int, w: int) -> None:
-        if h < 1 or w < 1:
-            raise ConfigError(f"h and w must be at least 1, got h={h}, w={w}")
-        self.h, self.w = h, w
+        self.w, self.h = _size((w, h))
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
         """Return the resized region."""
@@ -83,17 +67,11 @@ class SegRescale(Geometric):
     """
 
     def __init__(
-        self,
-        scale_factor: float | None = None,
-        short_size: int | None = None,
-        long_size: int | None = None,
+        self, scale_factor: float | None = None, short_size: int | None = None, long_size: int | None = None
     ) -> None:
         values = [value for value in (scale_factor, short_size, long_size) if value is not None]
         if len(values) != 1 or values[0] <= 0:
-            raise ConfigError(
-                "SegRescale requires exactly one of scale_factor, short_size and long_size, with a positive value; "
-                f"got scale_factor={scale_factor}, short_size={short_size}, long_size={long_size}"
-            )
+            raise ConfigError("requires one of scale_factor, short_size and long_size", "SegRescale")
         self.scale_factor, self.short_size, self.long_size = scale_factor, short_size, long_size
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
@@ -217,8 +195,7 @@ class SegCropImageAndMask(Geometric):
         spare_y, spare_x = height - self.crop_size[1], width - self.crop_size[0]
         if spare_y < 0 or spare_x < 0:
             raise DataError(
-                f"cannot crop {self.crop_size[0]} x {self.crop_size[1]} (width x height) from an image of "
-                f"{width} x {height}; put SegPadShortToCropSize before SegCropImageAndMask"
+                f"cannot crop {self.crop_size} (width, height) from {region.canvas}; use SegPadShortToCropSize"
             )
         if self.mode == "random":
             top, left = int(rng.integers(spare_y + 1)), int(rng.integers(spare_x + 1))
@@ -253,10 +230,7 @@ class SegColorJitter:
         hue: float | Sequence[float] = 0.0,
     ) -> None:
         if hue not in (0, (0, 0), [0, 0]):
-            raise ConfigError(
-                f"must be 0, not {hue!r}, because hue changes are not supported; remove it, or add your own transform",
-                "hue",
-            )
+            raise ConfigError("is not supported; remove it, or add your own transform", "hue")
         self.brightness = _factors("brightness", brightness)
         self.contrast = _factors("contrast", contrast)
         self.saturation = _factors("saturation", saturation)
@@ -329,9 +303,7 @@ class SegRandomGaussianBlur:
     """
 
     def __init__(self, prob: float = 0.5) -> None:
-        if not 0 <= prob <= 1:
-            raise ConfigError(f"must be between 0 and 1, not {prob}", "prob")
-        self.prob = prob
+        self.prob = _probability(prob)
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample, possibly with a blurred image."""
@@ -380,10 +352,7 @@ class SegNormalize(Affine):
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
-            raise ConfigError(
-                "mean and std must have three numbers each (red, green, blue), and std must be greater than 0; "
-                f"got mean={mean!r}, std={std!r}"
-            )
+            raise ConfigError(f"mean and std must have three numbers, with std > 0: {mean!r}, {std!r}")
         self.mean, self.std = np.array(mean, float), np.array(std, float)
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
@@ -401,16 +370,10 @@ class SegConvertToTensor:
     """
 
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
+        supported = str(mask_output_dtype).removeprefix("torch.") in ("None", "int64", "long")
+        if add_mask_dummy_dim or not supported:
+            raise ConfigError("masks are always int64 (H, W); remove the options", "SegConvertToTensor")
         self.mask_output_dtype = mask_output_dtype
-        if str(mask_output_dtype).removeprefix("torch.") not in ("None", "int64", "long"):
-            raise ConfigError(
-                f"{mask_output_dtype} is not supported, because losses always receive int64 masks; remove the option",
-                "mask_output_dtype",
-            )
-        if add_mask_dummy_dim:
-            raise ConfigError(
-                "losses and metrics require masks of shape (H, W); remove this option", "add_mask_dummy_dim"
-            )
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample."""
@@ -425,12 +388,14 @@ def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int
     """
     colors = (fill_image,) * 3 if isinstance(fill_image, int) else tuple(fill_image)
     if len(colors) != 3 or not all(0 <= value <= 255 for value in (fill_mask, *colors)):
-        raise ConfigError(
-            "fill_mask must be between 0 and 255, and fill_image must be one or three numbers between 0 and 255; "
-            f"got fill_mask={fill_mask!r}, fill_image={fill_image!r}"
-        )
-    red, green, blue = colors
-    return red, green, blue, fill_mask
+        raise ConfigError(f"fill values must be from 0 to 255, not {fill_mask!r} and {fill_image!r}")
+    return colors[0], colors[1], colors[2], fill_mask
+
+
+def _probability(prob: float) -> float:
+    if not 0 <= prob <= 1:
+        raise ConfigError(f"must be between 0 and 1, not {prob}", "prob")
+    return prob
 
 
 def _rescaled(region: CropRegion, scale: float) -> CropRegion | None:
@@ -461,10 +426,7 @@ def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
 
 
 def _factors(name: str, value: float | Sequence[float]) -> tuple[float, float]:
-    if isinstance(value, int | float):
-        bounds = [max(0.0, 1.0 - value), 1.0 + value]
-    else:
-        bounds = list(value)
+    bounds = [max(0.0, 1.0 - value), 1.0 + value] if isinstance(value, int | float) else list(value)
     if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
         raise ConfigError(f"{name} must be a non-negative number or [smallest, largest], got {value!r}")
     return bounds[0], bounds[1]

@@ -21,14 +21,17 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Composed:
-    """A sample and its composed transforms."""
+    """A sample and its composed transforms.
+
+    Attributes:
+        region: geometric transforms of the sample.
+        params: parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or
+            None if there are no device transforms.
+    """
 
     sample: Sample
     region: CropRegion
-    """Geometric transforms of the sample."""
     params: Floats | None
-    """Parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or None if there are
-    no device transforms."""
 
     def apply(self) -> dict[str, torch.Tensor]:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
@@ -98,12 +101,12 @@ def normalization(transforms: Sequence[Transform]) -> Floats | None:
 
 @dataclass(frozen=True)
 class _Plan:
+    # Transforms that are applied to the uint8 pixels.
     pixels: Sequence[Transform]
-    """Transforms that are applied to the uint8 pixels."""
+    # Position of the color jitter that runs on the device, or -1 if there is none.
     jitter_index: int
-    """Position of the color jitter that runs on the device, or -1 if there is none."""
+    # Normalization, which runs on the device.
     affine: Sequence[Affine]
-    """Normalization, which runs on the device."""
 
 
 def _plan(transforms: Sequence[Transform]) -> _Plan:
@@ -114,7 +117,12 @@ def _plan(transforms: Sequence[Transform]) -> _Plan:
     while start and isinstance(transforms[start - 1], Affine):
         start -= 1
     pixels = transforms[:start]
-    _check_order(pixels, transforms)
+    for position, transform in enumerate(pixels):
+        if isinstance(transform, Affine | SegConvertToTensor):
+            raise ConfigError(
+                f"{type(transform).__name__} must be at the end of the list, because normalization runs on the device",
+                f"transforms[{position}]",
+            )
     jitter_index = start - 1
     while jitter_index >= 0 and isinstance(pixels[jitter_index], Geometric):
         jitter_index -= 1
@@ -123,31 +131,13 @@ def _plan(transforms: Sequence[Transform]) -> _Plan:
     return _Plan(pixels, jitter_index, transforms[start:end])  # type: ignore[arg-type]
 
 
-def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -> None:
-    """Raise a ConfigError if one of `pixels`, the transforms before the final normalization, must come later."""
-    for position, transform in enumerate(pixels):
-        following = transforms[position + 1] if position + 1 < len(transforms) else None
-        if isinstance(transform, SegConvertToTensor):
-            problem = "it must be the last transform; move it to the end of the list"
-        elif isinstance(transform, Affine) and not isinstance(following, Affine | SegConvertToTensor):
-            problem = (
-                "normalization runs on the device, after all other transforms; move it to the end of the list (only "
-                "SegConvertToTensor may come after it)"
-            )
-        else:
-            continue
-        name, other = type(transform).__name__, getattr(following, "__name__", type(following).__name__)
-        raise ConfigError(f"{name} precedes {other}, but {problem}", f"transforms[{position}]")
-
-
 def _initial_region(sample: Sample, name: str) -> CropRegion:
     """Check the dtypes and shapes of the sample, and return the region that covers the whole sample."""
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
         raise DataError(
-            f"{name}: expected a uint8 image of shape (H, W, 3) and a uint8 mask of shape (H, W), but got "
-            f"{image.dtype} {image.shape} and {mask.dtype} {mask.shape}; check the return values of load() and of "
-            "custom transforms"
+            f"{name}: load() and transforms must return a uint8 image (H, W, 3) and a uint8 mask (H, W), not "
+            f"{image.dtype} {image.shape} and {mask.dtype} {mask.shape}"
         )
     return CropRegion.identity(mask)
 

@@ -16,14 +16,14 @@ from slipstream.registry import TRANSFORMS
 __all__ = ["RandAugmentTransform"]
 
 _MAX_MAGNITUDE = 10.0
+# Probability of each operation with `w0`. Without `w0`, all operations have the same probability.
 _WEIGHTS = {
     "Rotate": 0.3, "ShearX": 0.2, "ShearY": 0.2, "TranslateXRel": 0.1, "TranslateYRel": 0.1, "Color": 0.025,
     "Sharpness": 0.025, "AutoContrast": 0.025, "Solarize": 0.005, "SolarizeAdd": 0.005, "Contrast": 0.005,
     "Brightness": 0.005, "Equalize": 0.005, "Posterize": 0.0, "Invert": 0.0,
 }  # fmt: skip
-"""Probability of each operation with `w0`. Without `w0`, all operations have the same probability."""
+# Operations whose argument has a random sign, with the absolute value of the argument at maximum magnitude.
 _SIGNED = {"Rotate": 30.0, "ShearX": 0.3, "ShearY": 0.3, "TranslateXRel": 0.45, "TranslateYRel": 0.45}
-"""Operations whose argument has a random sign, with the absolute value of the argument at maximum magnitude."""
 _ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
 
 
@@ -48,32 +48,22 @@ class RandAugmentTransform:
     ) -> None:
         if len(img_mean) != 3 or not all(0 <= value <= 1 for value in img_mean):
             raise ConfigError(f"must be three numbers between 0 and 1, not {img_mean!r}", "img_mean")
-        red, green, blue = (min(255, round(255 * value)) for value in img_mean)
-        self.fill = (red, green, blue)
+        self.fill = tuple(min(255, round(255 * value)) for value in img_mean)
         sections = _sections(config_str)
         self.magnitude = float(sections.get("m", _MAX_MAGNITUDE))
         self.operations = int(sections.get("n", 2))
         self.deviation = float(sections.get("mstd", 0))
         self.increasing = "inc" in sections
-        self.weighted = "w" in sections
-        if sections.get("w", "0") != "0":
-            raise ConfigError(
-                f"only the weights w0 are supported, not w{sections['w']}; use w0", "config_str"
-            )
+        weights = np.array(list(_WEIGHTS.values()))
+        self.weights = weights / weights.sum() if "w" in sections else None
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
         """Return the augmented image, uint8 (3, H, W)."""
         with extra("images"):
             from PIL import Image
 
-        names = list(_WEIGHTS)
-        weights = np.array(list(_WEIGHTS.values())) if self.weighted else None
-        chosen = rng.choice(
-            len(names),
-            self.operations,
-            replace=weights is None,
-            p=None if weights is None else weights / weights.sum(),
-        )
+        names, replace = list(_WEIGHTS), self.weights is None
+        chosen = rng.choice(len(names), self.operations, replace=replace, p=self.weights)
         picture = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
         for index in chosen:
             if rng.random() < 0.5:
@@ -118,35 +108,23 @@ class RandAugmentTransform:
 def _sections(text: str) -> dict[str, str]:
     """Return the sections of a configuration string by name."""
     first, *rest = text.split("-")
-    sections = {}
-    for section in rest:
-        match = re.fullmatch(r"(mstd|inc|m|n|w)(\d+(?:\.\d+)?|inf)", section)
-        if match is None:
-            raise ConfigError(
-                f"invalid section '{section}'; use m, n, mstd, inc or w, followed by a number", "config_str"
-            )
-        sections[match[1]] = match[2]
-    if first != "rand":
-        raise ConfigError(f"must start with 'rand', not '{first}'", "config_str")
-    return sections
+    found = [re.fullmatch(r"(mstd|inc|m|n)(\d+(?:\.\d+)?|inf)|(w)(0)", section) for section in rest]
+    if first != "rand" or None in found:
+        raise ConfigError(
+            f"must be 'rand' and sections such as m9, n3, mstd0.5, inc1, w0: '{text}'", "config_str"
+        )
+    return {match[1] or match[3]: match[2] or match[4] for match in found if match}
 
 
-def _autocontrast(picture: Any, strength: float, increasing: bool) -> Any:
-    from PIL import ImageOps
+def _pillow(name: str) -> Callable[[Any, float, bool], Any]:
+    """Return the function `name` of `PIL.ImageOps` as an operation without a strength."""
 
-    return ImageOps.autocontrast(picture)
+    def apply(picture: Any, strength: float, increasing: bool) -> Any:
+        from PIL import ImageOps
 
+        return getattr(ImageOps, name)(picture)
 
-def _equalize(picture: Any, strength: float, increasing: bool) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.equalize(picture)
-
-
-def _invert(picture: Any, strength: float, increasing: bool) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.invert(picture)
+    return apply
 
 
 def _posterize(picture: Any, strength: float, increasing: bool) -> Any:
@@ -168,9 +146,7 @@ def _solarize_add(picture: Any, strength: float, increasing: bool) -> Any:
 
 
 _COLORS: Mapping[str, Callable[[Any, float, bool], Any]] = {
-    "AutoContrast": _autocontrast,
-    "Equalize": _equalize,
-    "Invert": _invert,
+    **{name: _pillow(name.lower()) for name in ("AutoContrast", "Equalize", "Invert")},
     "Posterize": _posterize,
     "Solarize": _solarize,
     "SolarizeAdd": _solarize_add,
