@@ -4,7 +4,6 @@ import hashlib
 import io
 import pickle
 import tarfile
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,7 +128,7 @@ def serve(monkeypatch, data, set_md5=True):
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     if set_md5:
         for kind in (CIFAR10, CIFAR100):
-            monkeypatch.setattr(kind, "_archive", replace(kind._archive, md5=hashlib.md5(data).hexdigest()))
+            monkeypatch.setattr(kind, "_md5", hashlib.md5(data).hexdigest())
     return urls
 
 
