@@ -298,7 +298,7 @@ class BackwardPasses:
             passes.add(torch._C._current_graph_task_id())
             if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
                 self.problem = "the loss differentiates the model's gradients (create_graph=True)"
-            elif len(passes) > 1:
+            elif self.problem is None and len(passes) > 1:
                 self.problem = (
                     "there are several backward passes through the model's outputs (retain_graph=True)"
                 )
