@@ -228,9 +228,9 @@ class TrainMetricsHook(Hook):
             ModelError: if the model has no training metrics.
         """
         self._model: Any = unwrap_model(runner.model)
-        if not getattr(self._model, "train_metrics", None):
+        if not (metrics := getattr(self._model, "train_metrics", None)):
             raise ModelError("TrainMetricsHook requires a SupervisedModel with train_metrics")
-        for metric in self._model.train_metrics:
+        for metric in metrics:
             metric.dataset_meta = getattr(runner.train_dataloader.dataset, "metainfo", None) or {}
 
     def after_train_epoch(self, runner: Runner) -> None:
