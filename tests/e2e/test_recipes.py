@@ -99,8 +99,6 @@ def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
     assert "training_params.ema" in explained
     assert "training_params.sync_bn" in explained
     run("data", "stats", "cityscapes_regseg48", *arguments)
-    run("submit", "cityscapes_regseg48", *arguments, "--dry-run")
-    assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
 
 
 def test_run_resumes_from_its_last_checkpoint(cityscapes, capsys):

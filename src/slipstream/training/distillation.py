@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, ModelError, UnknownNameError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.model.weight_init import load_pretrained, needs_pretrained
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 __all__ = ["DistillationModel", "KDModule", "TeacherHook", "check_mode", "input_adapter"]
-
-_ADAPTERS = ("teacher_input_adapter", "student_input_adapter")
 
 
 class KDModule(nn.Module):
@@ -217,11 +215,9 @@ def input_adapter(options: Mapping[str, Any] | None, config_path: str) -> dict[s
         ConfigError: if an adapter for the student is set.
     """
     kept = {key: v for key, v in (options or {}).items() if v is not None and key != "num_classes"}
-    for key in kept:
-        if key not in _ADAPTERS:
-            raise UnknownNameError(f"unknown key{did_you_mean(str(key), _ADAPTERS)}", f"{config_path}.{key}")
-    if "student_input_adapter" in kept:
-        raise ConfigError("use the dataset's transforms", f"{config_path}.student_input_adapter")
+    for key in kept:  # a student_input_adapter is not supported; use the dataset's transforms
+        if key != "teacher_input_adapter":
+            raise UnknownNameError("unknown key; use teacher_input_adapter", f"{config_path}.{key}")
     return {key: configuration(value, f"{config_path}.{key}") for key, value in kept.items()}
 
 

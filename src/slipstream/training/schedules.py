@@ -121,11 +121,6 @@ class LRSchedule:
         return min(self.lr_warmup_steps, self.epoch_length)
 
     @property
-    def warmup_iters(self) -> int:
-        """Number of warm-up iterations."""
-        return max(self.warmup_epochs * self.epoch_length, self.warmup_batches)
-
-    @property
     def end_epoch(self) -> int:
         """First epoch of the cool-down."""
         return self.max_epochs - self.lr_cooldown_epochs
@@ -197,11 +192,12 @@ class RecipeLR(_ParamScheduler):
         self.schedule = schedule = options(LRSchedule, schedule, "schedule")
         if schedule.lr_mode is None and schedule.warmup_batches == 1:
             raise ConfigError("one step never reaches initial_lr; use at least 2", "lr_warmup_steps")
-        if 0 < schedule.warmup_iters >= schedule.end_epoch * schedule.epoch_length:
+        warmup = max(schedule.warmup_epochs * schedule.epoch_length, schedule.warmup_batches)
+        if 0 < warmup >= schedule.end_epoch * schedule.epoch_length:
             logging.getLogger("slipstream").warning(
                 "LR warm-up and cool-down cover the whole run; reduce them"
             )
-        end = INF if schedule.lr_mode else schedule.warmup_iters + 1
+        end = INF if schedule.lr_mode else warmup + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
     @classmethod

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from slipstream import registry
 from slipstream.devices import device_type
 from slipstream.dist import infer_launcher, master_only
-from slipstream.errors import ConfigError, SlipstreamError, did_you_mean
+from slipstream.errors import ConfigError
 from slipstream.recipes.compose import compose
 from slipstream.recipes.find import FOLDER
 from slipstream.training.dataloaders import read_group
@@ -216,29 +217,8 @@ def load_checkpoint_to_model(
     models.load(net, ckpt_local_path, strict, load_backbone)
 
 
-class MissingNetworkError(SlipstreamError, AttributeError):
-    """`Models` has no network with this name."""
-
-
-class _Networks(type):
-    """Metaclass that provides the names of all networks as uppercase attributes."""
-
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name not in dir(cls):
-            raise MissingNetworkError(
-                f"Models.{name} is not one of Slipstream's networks{did_you_mean(name, dir(cls))} (available: "
-                f"{', '.join(dir(cls))}); your own networks can be passed to Trainer.train"
-            )
-        return name.lower()
-
-    def __dir__(cls) -> list[str]:
-        return [network.upper() for network in models.names()]
-
-
-class Models(metaclass=_Networks):
-    """Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`."""
+Models = SimpleNamespace(**{network.upper(): network for network in models.names()})
+"""Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`."""
 
 
 class Losses:
