@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from slipstream.report.record import Curve
 from slipstream.scalars import number
@@ -36,7 +38,7 @@ def line_chart(title: str, curve: Curve) -> str:
         parts.append(
             f'<text x="{_LEFT - 6}" y="{float(y) + 4}" text-anchor="end">{escape(number(value, 3))}</text>'
         )
-    points = zip(curve.x, curve.mean, curve.low, curve.high, strict=True)
+    points: Iterable[Any] = zip(curve.x, curve.mean, curve.low, curve.high, strict=True)
     for finite, group in groupby(points, key=lambda point: point[1] is not None):
         if finite:
             run = list(group)

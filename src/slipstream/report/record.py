@@ -90,9 +90,8 @@ class Curve:
 
     def _merge(self) -> None:
         """Merge adjacent pairs of points."""
-        old, self.x, self.mean, self.low, self.high, self.count = (
-            (self.x, self.mean, self.low, self.high, self.count), [], [], [], [], [],
-        )  # fmt: skip
+        old: list[list[Any]] = [self.x, self.mean, self.low, self.high, self.count]
+        self.x, self.mean, self.low, self.high, self.count = [], [], [], [], []
         for start in range(0, len(old[0]), 2):
             x, mean, low, high, count = (values[start : start + 2] for values in old)
             total = sum(count)

@@ -161,7 +161,12 @@ class Scene:
         r = self.r
         self._layer(BACKDROP, 950)
         zenith = r.choice(((0.25, 0.48, 0.85), (0.42, 0.6, 0.85), (0.7, 0.73, 0.78)))
-        style = (_tint(zenith, 0.5 if self.dusk else 1), SKY, self.haze, r.uniform(-0.4, 0.6))
+        style: tuple[Any, ...] = (
+            _tint(zenith, 0.5 if self.dusk else 1),
+            SKY,
+            self.haze,
+            r.uniform(-0.4, 0.6),
+        )
         self._rect((-3e3, 3e3), (-2e3, 3e3), (900, 900), SKY_CLASS, *style)
         for _ in range(r.randint(3, 7)):
             x, wall = r.uniform(-120, 120), self._color(0.5, EARTH_HUES)
@@ -211,7 +216,7 @@ class Scene:
             if kind == BUILDING:
                 self._house(sign, x, (z, end))
             elif kind == WALL:
-                style = (BRICK, None, r.choice((0.12, 0.25, 0.5)))
+                style: tuple[Any, ...] = (BRICK, None, r.choice((0.12, 0.25, 0.5)))
                 self._rect((x, x + sign / 2), height, (z, z), WALL, _tint(paint, 0.7), *style)
                 self._rect(span, height, (z, end), WALL, _tint(paint, light), *style)
             elif kind == FENCE:
