@@ -50,10 +50,6 @@ DECODERS = {
     "slipstream, Pillow": "Slipstream, Pillow's decoder",
     "slipstream, cached": "Slipstream, cached",
 }
-JPEG_DECODERS = {
-    "slipstream": "Slipstream, Pillow's decoder",
-    "slipstream, jpeg extra": "Slipstream, `slipstream[jpeg]`",
-}
 
 
 @cache
@@ -281,22 +277,6 @@ def data() -> str:
     return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {rounds_note(rounds)}; {versions}."
 
 
-def jpeg() -> str:
-    info, rows = result("jpeg"), []
-    for case, case_result in info["cases"].items():
-        times = case_result["milliseconds"]
-        for name, decoder_times in times.items():
-            speed = median(round_ratios(times["Pillow"], decoder_times))
-            same = f"{case_result['equal'][name]} of {case_result['files']}"
-            label = f"{case}: {JPEG_DECODERS.get(name, name)}"
-            rows.append([label, f"{median(decoder_times):.2f}", f"{speed:.2f}x", same])
-    header = ["", "ms per file", "speed relative to Pillow", "files with equal pixels"]
-    packages = ("pillow", "simplejpeg", "imagecodecs", "opencv-python-headless", "pyvips")
-    versions = ", ".join(f"{name} {info[name]}" for name in packages)
-    rounds = next(iter(info["cases"].values()))["milliseconds"]["Pillow"]
-    return f"{table(header, rows)}\n\n{machine('jpeg')}; {rounds_note(rounds)}; {versions}."
-
-
 def fused() -> str:
     rows = [
         [name, *(f"{median(times[kind]):.1f}" for kind in ("loop", "foreach", "fused")),
@@ -438,7 +418,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
     return "" if ratio is None else f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
-FUNCTIONS = (readme, overhead, one_graph_tiny, one_graph, gpu, host_time, data, jpeg, fused,
+FUNCTIONS = (readme, overhead, one_graph_tiny, one_graph, gpu, host_time, data, fused,
              sync_bn, compile_cache, checkpoint, compare,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}

@@ -17,6 +17,7 @@ __all__ = ["REMOVED", "optional", "options"]
 T = TypeVar("T")
 
 REMOVED: dict[str, str] = {
+    "dataloader.stall_warning": "stall_warning no longer exists; set timeout to end a run that waits for a batch",
     "compile.background": "training waits for each compilation, whose code is cached",
     "compile.budget": "compile a smaller scope, such as compile='block', or a part of the model with compile.blocks",
     "compile.wait": "training always waits for compilations",
