@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="number of measurements")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
-    info = environment_info(["isal"])
+    info = environment_info([])
     with tempfile.TemporaryDirectory() as folder:
         saves = {
             "one process": save_times(Path(folder), args.rounds, sharded=False),

@@ -39,7 +39,10 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
         return None
     try:
         latest = Path(pointer.read_text(encoding="utf-8").strip())
-        for path in (Path(folder) / latest.name, latest):
+        run_id = _last_run(Path(folder))
+        # The folder may also contain a file of the same name from an earlier run.
+        paths = sorted([Path(folder) / latest.name, latest], key=lambda path: read_origin(path)[0] != run_id)
+        for path in paths:
             # A run may have been killed while it was replacing a sharded checkpoint.
             for candidate in (path, replaced_name(path)):
                 if candidate.exists():
@@ -98,10 +101,7 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
     folders = {path.resolve(): path for path in (folder, *([latest.parent] if latest else []))}
     others = [path for path in _by_age(folders.values()) if path != latest]
     origins = {path: read_origin(path) for path in others}
-    owner = folder / _RUN_FILE
-    run_id = (
-        owner.read_text(encoding="utf-8") if owner.is_file() else read_origin(latest)[0] if latest else None
-    )
+    run_id = _last_run(folder) or (read_origin(latest)[0] if latest else None)
     if run_id is None:  # only the newest readable file is known to belong to the last run
         run_id = next((run for run, iteration in origins.values() if iteration is not None), None)
     iterations = {path: iteration for path, (_, iteration) in origins.items() if iteration is not None}
@@ -118,6 +118,12 @@ def newest_checkpoints(folder: str | Path, warn: Callable[[str], None] = lambda 
     if latest is None and own:
         warn(str(error or f"{folder / LAST_FILE} does not exist"))
     yield from usable
+
+
+def _last_run(folder: Path) -> str | None:
+    """Return the ID of the run that wrote `last_checkpoint`, or None if it is unknown."""
+    file = folder / _RUN_FILE
+    return file.read_text(encoding="utf-8").partition(" ")[0] if file.is_file() else None
 
 
 def _by_age(folders: Iterable[Path], patterns: Iterable[str] = ("*.pth", "*.sharded")) -> list[Path]:
