@@ -115,7 +115,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
     """
     if not is_distributed():
         return None
-    backends = dict(_split(pair) for pair in str(dist.get_backend(group)).split(","))
+    backends = dict(pair.rpartition(":")[::2] for pair in str(dist.get_backend(group)).split(","))
     return next((name for device, name in backends.items() if device != "cpu"), backends.get("cpu"))
 
 
@@ -157,8 +157,3 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for all processes; do nothing if there is no process group."""
     if is_distributed():
         dist.barrier(group)
-
-
-def _split(pair: str) -> tuple[str, str]:
-    device, _, name = pair.rpartition(":")
-    return device, name

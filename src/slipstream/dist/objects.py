@@ -16,15 +16,13 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 
 from slipstream.dist.collectives import all_gather
 from slipstream.dist.info import get_comm_device, get_rank, get_world_size
-from slipstream.errors import DataError, DistributedError
+from slipstream.errors import DataError
 
 __all__ = [
     "all_gather_object", "broadcast_object_list", "cast_data_device", "collect_results",
     "collect_results_cpu", "collect_results_gpu", "gather_named_tensors", "gather_object", "get_data_device",
     "own_or_mean", "sync_random_seed",
 ]  # fmt: skip
-
-_DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
 
 
 def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -98,12 +96,7 @@ def collect_results(
     Rank r has the results for samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
     removes the results of samples that the sampler repeated to give all ranks the same number of samples. `device`
     (cpu, gpu or the name of an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
-
-    Raises:
-        DistributedError: `device` is unknown.
     """
-    if device not in _DEVICES:
-        raise DistributedError(f"collect_results supports the devices {', '.join(_DEVICES)}, not {device!r}")
     parts = gather_object(results)
     if parts is None:
         return None
