@@ -8,15 +8,6 @@ from slipstream.logging.phases import STEP_PHASES, Phase, PhaseTimes
 from slipstream.logging.progress import ProgressBar
 
 __all__ = [
-    "RUN_FAILED",
-    "STEP_PHASES",
-    "HistoryBuffer",
-    "MMLogger",
-    "MessageHub",
-    "Meter",
-    "Phase",
-    "PhaseTimes",
-    "ProgressBar",
-    "build_logger",
-    "print_log",
-]
+    "RUN_FAILED", "STEP_PHASES", "HistoryBuffer", "MMLogger", "MessageHub", "Meter", "Phase", "PhaseTimes",
+    "ProgressBar", "build_logger", "print_log",
+]  # fmt: skip

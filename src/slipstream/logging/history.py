@@ -32,7 +32,7 @@ class HistoryBuffer:
         max_length: maximum number of entries; older entries are dropped.
 
     Raises:
-        ConfigError: if the two histories differ in length, or `max_length` is not positive.
+        ConfigError: if the two histories differ in length.
 
     Example:
         >>> history = HistoryBuffer()
@@ -52,12 +52,7 @@ class HistoryBuffer:
     ) -> None:
         values, counts = list(log_history), list(count_history)
         if len(values) != len(counts):
-            raise ConfigError(
-                f"log_history has {len(values)} entries, but count_history has {len(counts)}; "
-                "pass one count per value"
-            )
-        if max_length < 1:
-            raise ConfigError(f"max_length must be at least 1, not {max_length}")
+            raise ConfigError("log_history and count_history must have the same length")
         self.max_length = max_length
         self.averaged = True
         """Whether log lines show the mean of the most recent values if the scalar's name matches the log processor's
@@ -78,8 +73,6 @@ class HistoryBuffer:
 
     def update(self, log_val: Number, count: int = 1) -> None:
         """Append a value that represents `count` samples, in constant time."""
-        if count < 1:
-            raise ConfigError(f"count must be at least 1, not {count}")
         self.total += 1
         self._values.append(log_val)
         self._counts.append(count)
@@ -102,14 +95,11 @@ class HistoryBuffer:
         Raises:
             UnknownNameError: if no function with this name is registered.
         """
-        try:
-            return cls._statistics[method_name]
-        except KeyError:
-            known = ", ".join(sorted(cls._statistics))
-            hint = did_you_mean(str(method_name), cls._statistics)
+        if method_name not in cls._statistics:
             raise UnknownNameError(
-                f"unknown statistic {method_name!r}{hint}; registered statistics: {known}"
-            ) from None
+                f"unknown statistic {method_name!r}{did_you_mean(method_name, cls._statistics)}"
+            )
+        return cls._statistics[method_name]
 
     def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Return the statistic `method_name`, computed with the given arguments."""
@@ -154,17 +144,12 @@ class HistoryBuffer:
         try:
             loaded = HistoryBuffer(**state_dict)
         except (TypeError, ConfigError) as error:
-            raise CheckpointError(
-                f"the state dict is not a saved HistoryBuffer: {error}; "
-                "pass the result of HistoryBuffer.state_dict"
-            ) from error
+            raise CheckpointError(f"the state dict is not a saved HistoryBuffer: {error}") from error
         self.max_length, self._values, self._counts = loaded.max_length, loaded._values, loaded._counts
 
     def _newest(self, entries: deque[_N], window_size: int | None) -> Iterator[_N]:
         if not entries:
             raise DataError("the history is empty; call update() before computing statistics")
-        if window_size is not None and window_size < 1:
-            raise ConfigError(f"window_size must be at least 1, not {window_size}")
         return islice(reversed(entries), window_size)
 
 

@@ -192,17 +192,12 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
     elif not isinstance(logger, str):
         raise ConfigError(f"logger must be a Logger, a name or None, not {type(logger).__name__}")
     elif logger != "silent":
-        _find_logger(logger).log(level, msg)
-
-
-def _find_logger(name: str) -> MMLogger:
-    known = _loggers.get()
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise UnknownNameError(
-            f"unknown logger '{name}'{hint}; create it with MMLogger.get_instance('{name}')"
-        )
-    return known[name]
+        known = _loggers.get()
+        if logger not in known:
+            raise UnknownNameError(
+                f"unknown logger '{logger}'; create it with MMLogger.get_instance('{logger}')"
+            )
+        known[logger].log(level, msg)
 
 
 def _console(stderr: bool = False) -> Console:
@@ -222,6 +217,5 @@ def _level_number(level: int | str) -> int:
         return level
     levels = logging.getLevelNamesMapping()
     if level.upper() not in levels:
-        hint = did_you_mean(level, levels)
-        raise ConfigError(f"'{level}' is not a log level{hint}; use one of {', '.join(levels)}", "log_level")
+        raise ConfigError(f"'{level}' is not a log level{did_you_mean(level, levels)}", "log_level")
     return levels[level.upper()]

@@ -108,8 +108,7 @@ class MessageHub:
         """
         if key not in self._scalars:
             raise UnknownNameError(
-                f"the scalar '{key}' has not been recorded{did_you_mean(key, self._scalars)}; "
-                "`log_scalars` contains all recorded scalars"
+                f"the scalar '{key}' has not been recorded{did_you_mean(key, self._scalars)}"
             )
         return self._scalars[key]
 
@@ -158,10 +157,11 @@ class MessageHub:
             saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "the state dict is not a saved MessageHub: it must contain 'log_scalars' and 'runtime_info'; "
-                "pass the result of MessageHub.state_dict"
+                "the state dict has no 'log_scalars' or 'runtime_info' of a MessageHub"
             ) from error
-        histories = {key: _load_history(key, history) for key, history in saved.items()}
+        histories = {key: HistoryBuffer() for key in saved}
+        for key, history in histories.items():
+            history.load_state_dict(saved[key])
         self._scalars.update(histories)
         self._infos.update(infos)
         self._resumed.update(dict.fromkeys([*histories, *infos], True))
@@ -206,25 +206,12 @@ class MessageHub:
         return cls.get_instance("slipstream")
 
 
-def _load_history(key: str, state: Any) -> HistoryBuffer:
-    history = HistoryBuffer()
-    try:
-        history.load_state_dict(state)
-    except (CheckpointError, TypeError) as error:
-        raise CheckpointError(f"the scalar '{key}' cannot be loaded: {error}") from error
-    return history
-
-
 def _number(key: str, value: Any) -> Number:
     if isinstance(value, bool | int | float):
         return float(value) if isinstance(value, float) else int(value)
     try:
-        number = value.item()
+        return _number(key, value.item())
     except (AttributeError, ValueError, RuntimeError) as error:
-        description = (
-            f"a {type(value).__name__} of shape {tuple(value.shape)}"
-            if hasattr(value, "shape")
-            else repr(value)
-        )
-        raise DataError(f"the scalar '{key}' must be a single number, not {description}") from error
-    return _number(key, number)
+        raise DataError(
+            f"the scalar '{key}' must be a single number, not a {type(value).__name__}"
+        ) from error

@@ -12,15 +12,6 @@ from slipstream.visualization.trackers import MLflowVisBackend, WandbVisBackend
 from slipstream.visualization.visualizer import Visualizer
 
 __all__ = [
-    "BaseVisBackend",
-    "CSVVisBackend",
-    "LocalVisBackend",
-    "MLflowVisBackend",
-    "TensorboardVisBackend",
-    "Visualizer",
-    "WandbVisBackend",
-    "colorize",
-    "contact_sheet",
-    "default_backends",
-    "overlay",
-]
+    "BaseVisBackend", "CSVVisBackend", "LocalVisBackend", "MLflowVisBackend", "TensorboardVisBackend",
+    "Visualizer", "WandbVisBackend", "colorize", "contact_sheet", "default_backends", "overlay",
+]  # fmt: skip
