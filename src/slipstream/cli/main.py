@@ -28,12 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # costs nothing on an idle machine, and training is several times faster if another program uses the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     enter_process()
-    if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
-        importlib.import_module("slipstream.openmmlab")  # before the configuration imports a library
     module, function = args.function.split(".")
-    run = getattr(importlib.import_module(f"slipstream.cli.{module}"), function)
     try:
-        status: int = run(args)
+        if os.environ.get("SLIPSTREAM_OPENMMLAB") == "1":
+            importlib.import_module("slipstream.openmmlab")  # before the configuration imports a library
+        status: int = getattr(importlib.import_module(f"slipstream.cli.{module}"), function)(args)
         sys.stdout.flush()
         return status
     except ConfigError as error:
