@@ -56,5 +56,5 @@ def test_hydra_options_do_not_execute_code_from_a_recipe(tmp_path, monkeypatch, 
     words = [f"--config-dir={tmp_path}", "--config-name=hostile"]
     for option in (["--cfg", "job"], ["--multirun"], ["--info", "config"]):
         assert train_from_recipe.main([*words, *option]) == 2
-        assert "'os.system' makes Hydra execute code" in capsys.readouterr().err
+        assert "contains 'os.system'" in capsys.readouterr().err
     assert not (tmp_path / "was_here").exists()
