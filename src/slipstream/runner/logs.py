@@ -92,6 +92,8 @@ def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], b
     if isinstance(visualizer, Mapping):
         overrides = {} if is_main else {"vis_backends": None}
         visualizer = build_visualizer({**visualizer, **overrides}, experiment, log_dir)
+    elif not hasattr(visualizer, "add_config"):
+        raise ConfigError(f"must be a Visualizer or a dict, not {visualizer!r}", "visualizer")
     logger = build_logger(experiment, log_file, arguments["log_level"], get_rank())
     if without_tensorboard:
         logger.info(
