@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -84,16 +82,6 @@ def test_files_are_decoded_once_across_datasets(root, tmp_path, monkeypatch):
         assert all(torch.equal(found[key], first[i][key]) for key in found)
 
 
-def test_cache_depends_on_the_class(root, tmp_path):
-    class Inverted(ImageMaskFolder):
-        def load_image(self, index):
-            return 255 - super().load_image(index)
-
-    options = {"data_root": root, "images": "img", "masks": "ann", "classes": ["a", "b", "c"]}
-    plain = ImageMaskFolder(**options, cache=tmp_path / "cache")[0]["inputs"]
-    assert torch.equal(Inverted(**options, cache=tmp_path / "cache")[0]["inputs"], 255 - plain)
-
-
 def test_damaged_cache_file_does_not_change_training(root, tmp_path):
     plain = trained(root, tmp_path / "cache", 0)
     path = next((tmp_path / "cache").glob("*/*.decoded"))
@@ -103,38 +91,3 @@ def test_damaged_cache_file_does_not_change_training(root, tmp_path):
     with pytest.warns(UserWarning, match=path.name):
         found = trained(root, tmp_path / "cache", 0)
     assert torch.equal(found, plain)
-
-
-def test_transforms_cannot_modify_the_cache(root, tmp_path):
-    def blacken(sample, rng):
-        sample["image"][:] = 0
-        return sample
-
-    plain = make(root)[0]
-    make(root, tmp_path / "cache")[0]
-    spoiling = make(root, tmp_path / "cache")
-    spoiling.transforms = [blacken]
-    with pytest.raises(ValueError, match="read-only"):
-        spoiling[0]
-    assert torch.equal(make(root, tmp_path / "cache")[0]["inputs"], plain["inputs"])
-
-
-def test_memory_cache_is_filled_from_disk_and_has_priority(root, tmp_path, monkeypatch):
-    make(root, tmp_path / "cache")[2]
-    dataset = make(root, tmp_path / "cache", cache_in_memory=True)
-    monkeypatch.setattr(dataset, "load", must_not_load)
-    first = dataset[2]
-    monkeypatch.setattr(dataset.cache, "get", None)
-    assert torch.equal(dataset[2]["inputs"], first["inputs"])
-
-
-def test_memory_cache_leaves_no_cache_file_open(root, tmp_path):
-    def descriptors():
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    first = make(root, tmp_path / "cache")
-    samples = [first[i] for i in range(len(first))]
-    dataset = make(root, tmp_path / "cache", cache_in_memory=True)
-    before = descriptors()
-    assert all(torch.equal(dataset[i]["inputs"], samples[i]["inputs"]) for i in range(len(dataset)))
-    assert descriptors() == before

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import slipstream
 from slipstream.dataset import build_dataloader
-from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead, feed, read_prefetch
+from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead, feed
 
 module = importlib.import_module(
     "slipstream.dataset.loading.feed"
@@ -59,24 +59,6 @@ def test_feed_keeps_order_and_length_and_can_be_iterated_again(length, prefetch)
     batches = fed(range(length), prefetch)
     assert len(batches) == length
     assert list(batches) == list(batches) == list(range(length))
-
-
-def test_early_break_closes_the_loader_and_the_next_pass_is_complete():
-    closed = []
-
-    class Loader:
-        def __iter__(self):
-            try:
-                yield from range(9)
-            finally:
-                closed.append(True)
-
-    batches = fed(Loader())
-    for batch in batches:
-        if batch == 2:
-            break
-    assert closed == [True]
-    assert list(batches) == list(range(9))
 
 
 def test_cpu_feed_returns_batches_unchanged_without_drawing_ahead():
@@ -179,11 +161,6 @@ def test_pinning_thread_keeps_the_order_and_ends_with_the_iteration(pinning):
     assert len(pinning) == 7
     assert all(name.startswith("slipstream-pin") for name in pinning)
     assert pinners() == []
-
-
-@pytest.mark.parametrize(("value", "count"), [(None, 0), (False, 0), (True, 2), (0, 0), (3, 3)])
-def test_read_prefetch_accepts_bools_and_numbers(value, count):
-    assert read_prefetch(value) == count
 
 
 # ---- custom training loops --------------------------------------------------------------------------------

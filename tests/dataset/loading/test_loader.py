@@ -15,8 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from slipstream.dataset.loading.loader import batch_size, build_dataloader, is_infinite, set_epoch
-from slipstream.registry import FUNCTIONS
+from slipstream.dataset.loading.loader import build_dataloader, is_infinite, set_epoch
 
 
 class Draws(Dataset):
@@ -31,14 +30,6 @@ class Draws(Dataset):
 
     def __getitem__(self, index):
         return int(index), random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)
-
-
-class Keyed(Dataset):
-    def __getitem__(self, key):
-        return {"a": 1, "b": 2}[key]
-
-    def __len__(self):
-        return 2
 
 
 class Stream(IterableDataset):
@@ -149,13 +140,6 @@ def test_torch_samplers_are_built_by_name_and_seeded():
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_batch_sampler_is_built_with_sampler_and_batch_size():
-    batches = dict(type="BatchSampler", drop_last=True)
-    loader = build(dict(dataset=Draws(5), batch_size=2, batch_sampler=batches, num_batch_per_epoch=1))
-    assert indices(loader) == [[0, 1]]
-    assert batch_size(loader) == 2
-
-
 def test_endless_loader_is_infinite_and_can_start_at_any_batch():
     loader = build(dict(dataset=Draws(4), batch_size=3, sampler=dict(type="InfiniteSampler")))
     assert is_infinite(loader)
@@ -177,22 +161,6 @@ def test_collate_fn_can_be_a_name_a_dict_or_a_function():
         batch = next(iter(build(dict(dataset=Draws(2), batch_size=2, collate_fn=collate))))
         assert list(batch[0]) == [0, 1]
         assert not isinstance(batch[0], torch.Tensor)
-
-
-def test_worker_init_fn_can_be_a_registered_name(monkeypatch):
-    called = []
-    monkeypatch.setitem(FUNCTIONS.module_dict, "init_worker", lambda worker, value: called.append(value))
-    loader = build(dict(dataset=Draws(2), batch_size=2, worker_init_fn=dict(type="init_worker", value=3)))
-    loader.worker_init_fn(0)
-    assert called == [3]
-
-
-def test_dataset_is_built_from_its_configuration():
-    class Lazy(Draws):
-        def full_init(self):
-            self.size = 3
-
-    assert indices(build(dict(dataset=dict(type=Lazy, size=0), batch_size=5))) == [[0, 1, 2]]
 
 
 # ---- existing DataLoaders ---------------------------------------------------------------------------------
@@ -260,39 +228,3 @@ def test_existing_data_loader_becomes_reproducible(name):
     if name not in ("plain", "torchs_batch_sampler"):
         orders = {str(indices(one, epoch)) for epoch in range(8)}
         assert len(orders) > 1, "all epochs have the same order"
-
-
-def test_existing_data_loader_keeps_collate_fn_and_worker_settings():
-    def init(worker):
-        return None
-
-    loader = DataLoader(
-        Draws(5), batch_size=2, collate_fn=mixup, num_workers=1, worker_init_fn=init, timeout=7,
-        prefetch_factor=3, persistent_workers=True, in_order=False, multiprocessing_context="fork",
-    )  # fmt: skip
-    taken = build(loader)
-    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "in_order"):
-        assert getattr(taken, name) == getattr(loader, name), name
-    assert taken.worker_init_fn.user_init is init
-    assert taken.multiprocessing_context.get_start_method() == "fork"
-    assert len(next(iter(build(DataLoader(Draws(5), collate_fn=mixup))))) == 7
-
-
-def test_loader_of_iterable_dataset_is_returned_unchanged():
-    loader = DataLoader(Stream(), batch_size=2)
-    assert build(loader) is loader
-    assert [b.tolist() for b in build(dict(dataset=Stream(), batch_size=2))] == [[0, 1], [2, 3], [4]]
-    assert not is_infinite(loader)
-
-    class Counting(Stream):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-    data = Counting()
-    set_epoch(build(dict(dataset=data, batch_size=2)), 3)
-    assert data.epoch == 3
-
-
-def test_non_integer_keys_work_as_in_torch():
-    loader = build(DataLoader(Keyed(), batch_sampler=[["b"], ["a", "b"]]))
-    assert [batch.tolist() for batch in loader] == [[2], [1, 2]]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from slipstream.dataset.loading.loader import BatchSizes, build_dataloader, count_samples, set_epoch
 from tiny_runs import loader, samples
@@ -21,30 +21,6 @@ class Growing:
 
     def __len__(self):
         return 4
-
-
-class Numbers(Sampler):
-    """A sampler that yields `count + more * epoch` indices."""
-
-    def __init__(self, count, more=0):
-        self.count, self.more, self.epoch = count, more, 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        return iter(range(self.count + self.more * self.epoch))
-
-
-class Counted(Numbers):
-    """A `Numbers` sampler whose reported length is `length`, or its true length if `length` is None."""
-
-    def __init__(self, *args, length=None):
-        super().__init__(*args)
-        self.length = length
-
-    def __len__(self):
-        return self.length or self.count + self.more * self.epoch
 
 
 def build(cfg):
@@ -71,32 +47,6 @@ def test_sizes_match_the_batches(cfg):
     assert found
     for size, inputs in found:
         assert size == len(inputs)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
-        (Numbers(21), [[8, 8, 5], [8, 8, 5]]),
-        (Counted(21, length=40), [[8, 8, 5], [8, 8, 5]]),
-        (Counted(20, 3), [[8, 8, 4], [8, 8, 7]]),
-    ],
-    ids=["without a length", "fewer than its length", "different length in each epoch"],
-)
-def test_sizes_match_the_samples_that_a_sampler_draws(sampler, expected, workers):
-    # With two views per sample, the first dimension of a batch is not its number of samples.
-    made = build(
-        DataLoader(TensorDataset(*samples(40)), 8, sampler=sampler, num_workers=workers, collate_fn=two_views)
-    )
-    sizes = BatchSizes(made)
-    for epoch, numbers in enumerate(expected):
-        set_epoch(made, epoch)
-        assert [sizes.get(number, batch) for number, batch in enumerate(made)] == numbers
-
-
-def two_views(samples):
-    images = torch.stack([image for image, _ in samples])
-    return torch.cat([images, images])
 
 
 def test_samples_that_a_resumed_run_skips_are_not_counted():

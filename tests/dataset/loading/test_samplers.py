@@ -53,16 +53,6 @@ def test_shards_without_rounding_contain_each_sample_once(size, world):
     assert [len(shard) for shard in shards] == [len(sampler) for sampler in ranks]
 
 
-def test_order_depends_only_on_seed_and_epoch():
-    def order(seed, epoch):
-        (sampler,) = samplers_of_ranks(DefaultSampler, 50, 1, epoch, seed=seed)
-        torch.rand(1, generator=torch.Generator())
-        return list(sampler)
-
-    assert order(1, 2) == order(1, 2)
-    assert len({tuple(order(seed, epoch)) for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]}) == 4
-
-
 def test_infinite_sampler_reshuffles_each_pass():
     (sampler,) = samplers_of_ranks(InfiniteSampler, 10, 1, seed=3)
     stream = list(itertools.islice(sampler, 30))
@@ -151,13 +141,6 @@ def test_limit_keeps_the_first_batches_of_each_epoch(limit):
     cut = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10, limit=limit)
     assert batches(cut, 1) == batches(whole, 1)[:limit]
     assert len(cut) == min(limit, 3)
-
-
-def test_non_integer_keys_are_kept_and_tensors_become_indices():
-    sampler = EpochBatchSampler([["a", ("b", 1)], [torch.tensor(3)]], seed=0, samples=3)
-    first, second = list(sampler)
-    assert first == ["a", ("b", 1)]
-    assert (second[0], second[0].seed) == (3, 0)
 
 
 class Shuffled(Sampler):
@@ -255,9 +238,3 @@ def test_repeated_epochs_have_the_same_batches():
     first, second = epochs(made, 0, 1)
     assert first == second
     assert len(first) == 2
-
-
-@pytest.mark.parametrize(("round_up", "own", "total"), [(True, 4, 8), (False, 3, 7)])
-def test_sampler_attributes_contain_its_dataset_and_sample_counts(round_up, own, total):
-    last = samplers_of_ranks(DefaultSampler, 7, 2, round_up=round_up)[-1]
-    assert (last.num_samples, last.total_size, last.dataset) == (own, total, range(7))

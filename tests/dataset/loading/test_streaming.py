@@ -8,11 +8,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.dataset import build_dataloader, set_epoch
-from slipstream.errors import MissingPackageError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.preemption import Preempted
-from slipstream.registry import DATASETS
 from streams import COUNT, KINDS, augmented, use_package, write_stream
 from tiny_runs import run
 
@@ -54,19 +52,6 @@ def test_order_depends_only_on_seed_and_epoch(stream, workers):
     assert [ids(loader, epoch) for epoch in (1, 0)] == [shuffled(6), shuffled(5)]
     set_epoch(loader, 1, start=3)
     assert [int(number) for batch in loader for number in batch["id"]] == shuffled(6)[12:]
-
-
-@stand_in
-def test_shuffling_is_an_option_of_the_dataset_or_of_the_loader(stream):
-    def order(dataset, **options):
-        return ids(build_dataloader(dict(dataset=dataset, batch_size=4, **options), 5, "loader", True))
-
-    assert order(stream()) == list(range(COUNT))
-    assert order(stream(), shuffle=True) == shuffled(5)
-    assert order(stream(shuffle=True), shuffle=False) == list(range(COUNT))
-    assert order(stream(shuffle=True), sampler=dict(type="DefaultSampler", shuffle=False)) == list(
-        range(COUNT)
-    )
 
 
 @both
@@ -140,9 +125,3 @@ def test_configuration_can_name_the_dataset(package, tmp_path):
     folder = write_stream(tmp_path / "shards", package[0])
     options = dict(dataset=dict(type="StreamingDataset", local=str(folder), shuffle=True), batch_size=4)
     assert ids(build_dataloader(options, 5, "train_dataloader", True)) == shuffled(5)
-
-
-def test_error_names_the_command_that_installs_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "streaming", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'slipstream\[mosaicml\]'"):
-        DATASETS.build(dict(type="StreamingDataset", local="shards"))

@@ -8,7 +8,6 @@ from PIL import Image
 from slipstream.dataset import CityscapesDataset
 from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_CLASSES
 from slipstream.errors import DataError
-from slipstream.registry import DATASETS
 
 # Reference table from the Cityscapes benchmark: the ids of the scored labels, in the order of their train ids.
 SCORED = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
@@ -119,16 +118,6 @@ def test_unknown_label_id_error_names_its_file(tmp_path):
         dataset[1]
 
 
-def test_error_lists_every_missing_file_in_a_list(tmp_path):
-    list_file = make_list(make(tmp_path))
-    mask_path(tmp_path, *FRAMES[0]).unlink()
-    image_path(tmp_path, *FRAMES[2]).unlink()
-    with pytest.raises(DataError, match=r"files listed in '.*some\.lst' do not exist \(2\)") as caught:
-        CityscapesDataset(tmp_path, list_file=list_file)
-    assert str(mask_path(tmp_path, *FRAMES[0])) in str(caught.value)
-    assert str(image_path(tmp_path, *FRAMES[2])) in str(caught.value)
-
-
 @pytest.mark.parametrize(("labels", "images"), [(True, False), (False, True), (True, True), (False, False)])
 def test_cached_files_are_read_once(tmp_path, labels, images):
     make(tmp_path)
@@ -149,21 +138,3 @@ def test_disk_cache_depends_on_the_meaning_of_ids(tmp_path):
         CityscapesDataset(tmp_path / "data", split="val", cache=cache, ignore_label=99)[0]["targets"].max()
         == 99
     )
-
-
-def test_dataset_is_built_from_a_recipe(tmp_path):
-    list_file = make_list(make(tmp_path))
-    (tmp_path / "lists/labels.csv").write_text("id,trainId\n" + "".join(f"{i},255\n" for i in range(34)))
-    dataset = DATASETS.build(
-        {
-            "type": "CityscapesDataset",
-            "root_dir": str(tmp_path),
-            "list_file": list_file,
-            "labels_csv_path": "lists/labels.csv",
-            "cache_labels": False,
-            "cache_images": False,
-            "transforms": [{"type": "SegRescale", "scale_factor": 0.5}],
-        }
-    )
-    assert dataset[0]["inputs"].shape == (3, 1, 8)
-    assert dataset[0]["targets"].unique().tolist() == [19]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from slipstream.dataset import CoCoSegmentationDataSet
-from slipstream.errors import ConfigError
 from slipstream.training import dataloaders
 
 Image = pytest.importorskip("PIL.Image")
@@ -50,12 +49,6 @@ def folder(tmp_path, monkeypatch):
     for number in (7, 8, 9):
         Image.new("RGB", (WIDTH, HEIGHT), (number, 0, 0)).save(tmp_path / f"images/{number}.jpg", quality=100)
     return tmp_path
-
-
-def write_categories(folder, names):
-    path = folder / "annotations/instances.json"
-    categories = [{"id": number, "name": name} for number, name in names.items()]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "categories": categories}))
 
 
 def make(folder, classes=((0, "background"), (3, "car"), (1, "person")), **arguments):
@@ -124,18 +117,3 @@ def test_the_supergradients_loader_uses_the_pascal_voc_classes(folder):
         loader = dataloaders.get(f"coco_segmentation_{split}", own, {"batch_size": 2, "num_workers": 0})
         assert len(loader.dataset.metainfo["classes"]) == 21
         assert set(next(iter(loader))["targets"].unique().tolist()) == {0, 7, 9, 15}  # car, chair, person
-
-
-@pytest.mark.parametrize(
-    ("classes", "categories", "category"),
-    [
-        (None, {0: "cat", 1: "person"}, "category 0 "),
-        ([[1, "person"], [3, "car"]], {1: "person", 3: "car"}, "category 1 "),
-        ([[1, "person"], [3, "car"]], {}, "category 1"),
-    ],
-)
-def test_a_category_cannot_have_the_class_of_the_background(folder, classes, categories, category):
-    write_categories(folder, categories)
-    with pytest.raises(ConfigError, match=category):
-        make(folder, classes)
-    assert make(folder, [[63, "background"], [1, "person"]]).get_cat_ids(0) == [0, 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, features
+from PIL import Image
 
 from slipstream.dataset.sources import decode
 from slipstream.dataset.sources.decode import MAX_PIXELS, read_image, read_mask
@@ -97,19 +97,6 @@ def test_simplejpeg_decodes_rgb_and_grayscale_files(file, monkeypatch):
         assert read_image(file).shape == (30, 40, 3)
 
 
-def test_an_image_in_memory_is_decoded_like_a_file(file, monkeypatch):
-    file.write_bytes(jpeg(picture(40, 30)))
-    expected = read_image(file)
-    monkeypatch.setattr(decode, "_decode_with_pillow", None)
-    assert np.array_equal(read_image(decode.ImageBytes("a.jpg", file.read_bytes())), expected)
-
-
-def test_pillow_decodes_cmyk_files(file):
-    file.write_bytes(jpeg(picture(40, 30, "CMYK")))
-    assert decode._decode_fast(file, MAX_PIXELS, "RGB") is None
-    np.testing.assert_array_equal(read_image(file), np.asarray(Image.open(file).convert("RGB")))
-
-
 @pytest.mark.parametrize("orientation", range(10))
 def test_orientation_is_applied(file, orientation):
     exif = Image.Exif()
@@ -152,15 +139,3 @@ def test_damaged_files_have_the_same_result_as_with_pillow(file, data):
             outcome(lambda path, read=read: read(path, limit), file),
             by_pillow(lambda path, read=read: read(path, limit), file),
         )
-
-
-@pytest.mark.parametrize("version", [None, "2.1.5"])
-def test_another_jpeg_library_in_pillow_disables_simplejpeg(file, version, monkeypatch):
-    monkeypatch.setattr(features, "version_feature", lambda name: version)
-    decode._fast_formats.cache_clear()
-    try:
-        file.write_bytes(jpeg(picture(30, 20)))
-        assert decode._decode_fast(file, MAX_PIXELS, "RGB") is None
-        assert read_image(file).shape == (20, 30, 3)
-    finally:
-        decode._fast_formats.cache_clear()

@@ -85,11 +85,6 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
     assert not torch.equal(epoch(0), epoch(0, seed=2))
 
 
-def test_system_package_is_read_without_a_folder(tmp_path):
-    make(tmp_path / "system")
-    assert len(FashionMNIST()) == 5
-
-
 def served(monkeypatch, files, sums=True):
     urls = []
 
@@ -141,13 +136,3 @@ def test_damaged_image_file_error_names_the_file(tmp_path, spoil):
     with pytest.raises(DataError, match="download") as caught:
         FashionMNIST(tmp_path / "data")
     assert str(path) in str(caught.value)
-
-
-def test_a_small_file_that_expands_to_an_excessive_size_is_rejected(tmp_path):
-    folder = make(tmp_path / "data")
-    with gzip.open(folder / f"{IMAGES}.gz", "wb") as file:
-        for _ in range(60):
-            file.write(bytes(2**20))
-    assert (folder / f"{IMAGES}.gz").stat().st_size < 100_000
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz' is damaged"):
-        FashionMNIST(folder)

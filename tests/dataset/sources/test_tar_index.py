@@ -60,12 +60,6 @@ def test_consecutive_files_with_the_same_key_form_a_sample(tmp_path):
     assert files(path, tmp_path, "jpg;1.jpg") == [b"a/x.1.jpg", b"b/x.JPG"]
 
 
-def test_two_files_with_the_same_extension_raise_an_error(tmp_path):
-    path = write(tmp_path / "a.tar", [("x.jpg", b""), ("x.cls", b""), ("x.JPG", b"")])
-    with pytest.raises(DataError, match=r"'x' in '.*a\.tar' has two files with the extension 'JPG'"):
-        files(path, tmp_path)
-
-
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_links_and_devices_raise_an_error(tmp_path, kind):
     path = write(tmp_path / "a.tar", [("x.jpg", b"1")], changes=[special("y.jpg", kind, "/etc/passwd")])
@@ -149,9 +143,3 @@ def test_damaged_index_is_created_again(shard, tmp_path):
         path.write_bytes(damaged)
         assert files(shard, tmp_path / "cache") == [b"1", b"333"]
         assert path.read_bytes() != damaged
-
-
-def test_unwritable_folder_causes_a_warning(shard, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="cannot store the index"):
-        assert files(shard, tmp_path / "file/cache") == [b"1", b"333"]

@@ -59,13 +59,6 @@ def test_concat_and_repeat_are_built_from_configs():
     assert len(DATASETS.build(nested)) == 8
 
 
-def test_wrappers_copy_metainfo():
-    inner = Labels([0, 1])
-    for wrapped in (ConcatDataset([inner]), RepeatDataset(inner, 2), ClassBalancedDataset(inner, 0.1)):
-        assert wrapped.metainfo == inner.metainfo
-        assert wrapped.metainfo is not inner.metainfo
-
-
 def test_concat_compares_lists_and_tuples_and_skips_ignored_keys():
     ConcatDataset([Labels([0]), Labels([0], classes=["a", "b"], palette=np.array([[0, 0, 0], [1, 1, 1]]))])
     assert ConcatDataset([Labels([0], year=1), Labels([0], year=2)], ignore_keys="year").metainfo["year"] == 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.dataset import Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
+from slipstream.dataset import RandomCrop, RandomHorizontalFlip, ToTensor
 from slipstream.dataset.transforms.device_transforms import transform_images
 from slipstream.dataset.transforms.image_transforms import read_transforms
 from slipstream.errors import ConfigError
@@ -53,20 +53,3 @@ def test_parameters_normalize_as_in_torchvision():
     torch.testing.assert_close(transform_images(pixels, params[None]).double(), expected, rtol=0, atol=1e-5)
     _, only_scaled = read_transforms([ToTensor()])
     torch.testing.assert_close(transform_images(pixels, only_scaled[None]).double(), pixels.double() / 255)
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        [Normalize(MEAN, STD)],
-        [Normalize(MEAN, STD), ToTensor()],
-        [ToTensor(), RandomHorizontalFlip()],
-        [ToTensor(), ToTensor()],
-        [ToTensor(), Normalize(MEAN, STD), lambda image, rng: image],
-    ],
-)
-def test_invalid_order_of_transforms_raises_an_error(order):
-    with pytest.raises(
-        ConfigError, match="transforms: ToTensor, or ToTensor and Normalize, must be the last"
-    ):
-        read_transforms(order)

@@ -57,14 +57,6 @@ def test_enhancements_blend_with_a_degenerate_image(sections, sign, factor):
         np.testing.assert_allclose(found, blended(degenerate, factor), atol=2.0, err_msg=name)
 
 
-def test_sharpness_blends_with_a_smoothed_image():
-    kernel = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]]) / 13
-    smooth = image().astype(float)
-    windows = np.lib.stride_tricks.sliding_window_view(smooth.copy(), (3, 3), axis=(1, 2))
-    smooth[:, 1:-1, 1:-1] = (windows * kernel).sum((-2, -1))
-    np.testing.assert_allclose(applied("Sharpness", 2), blended(smooth, 0.46), atol=2)
-
-
 @pytest.mark.parametrize("sections", ["", "-inc1"])
 def test_color_tables_depend_on_the_magnitude(sections):
     pixels = image().astype(int)
@@ -145,17 +137,6 @@ def test_half_of_the_chosen_operations_are_applied_with_the_magnitude():
     assert {magnitude for _, magnitude in found} == {7.0}
     counts = [sum(name == other for name, _ in found) for other in NAMES]
     assert min(counts) > 0.5 * max(counts)
-
-
-def test_magnitudes_vary_within_their_range():
-    magnitudes = np.array([magnitude for _, magnitude in recorded("rand-m8-mstd3")])
-    assert magnitudes.max() == 10
-    assert magnitudes.min() >= 0
-    assert 7 < np.median(magnitudes) < 9
-    uniform = np.array([magnitude for _, magnitude in recorded("rand-m6-mstdinf")])
-    assert uniform.min() >= 0
-    assert uniform.max() <= 6
-    assert 2.7 < uniform.mean() < 3.3
 
 
 def test_weights_prefer_geometric_operations():

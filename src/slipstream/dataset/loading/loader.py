@@ -205,10 +205,9 @@ def count_samples(batch: Any) -> int | None:
 
 
 class RunLoader(DataLoader[Any]):
-    """A `DataLoader` with an optional limit on the number of batches per pass over an iterable dataset."""
+    """A `DataLoader` with an optional `limit` on the number of batches per pass over an iterable dataset."""
 
     limit: int | None = None
-    """Maximum number of batches. An `EpochBatchSampler` has its own limit."""
 
     def __iter__(self) -> Any:
         batches = super().__iter__()

@@ -106,10 +106,12 @@ class InfiniteSampler(_EpochSampler):
 
 
 class RepeatedIndex(int):
-    """Index of a sample, with its repetition number in the epoch."""
+    """Index of a sample, with its repetition number in the epoch.
+
+    `seed_offset` is added to the run's seed for the augmentation of this repetition.
+    """
 
     seed_offset: int
-    """Offset added to the run's seed for the augmentation of this repetition."""
 
     def __new__(cls, index: int, repeat: int) -> RepeatedIndex:
         """Create the index."""

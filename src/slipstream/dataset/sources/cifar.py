@@ -110,7 +110,7 @@ class _Cifar(ImageDataset):
                 f"into '{root}', or pass download=True"
             )
         root.mkdir(parents=True, exist_ok=True)
-        print_log(f"Downloading {self._name} (170 MB) from {url} to '{root}'", "current")
+        print_log(f"Downloading {self._name} from {url}", "current")
         with tempfile.TemporaryDirectory(prefix=f".{self._folder}-", dir=root) as temporary:
             archive = Path(temporary) / "archive.tar.gz"
             download_data(url, archive, self._md5, f"Download the archive and unpack it into '{root}'")
