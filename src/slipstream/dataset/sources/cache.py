@@ -104,9 +104,7 @@ class DecodeCache:
                         self._verified.add(digest)
             if digest in self._verified:
                 return header.views(data)
-        warnings.warn(
-            f"'{path}' is damaged; the sample will be decoded again and the file rewritten", stacklevel=2
-        )
+        warnings.warn(f"'{path}' is damaged; the sample will be decoded again", stacklevel=2)
         return None
 
     def write(self, key: Key, image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> None:
@@ -123,7 +121,7 @@ class DecodeCache:
             )
         pieces = [image.tobytes(), b"", mask.tobytes()]
         pieces[1] = bytes(-len(pieces[0]) % _PAGE)
-        header = _Header(*mask.shape, _digest(key), zlib.crc32(b"".join(pieces)))
+        header = _Header(mask.shape[0], mask.shape[1], _digest(key), zlib.crc32(b"".join(pieces)))
         path = self.path(key[0])
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary, temporary.open("wb") as file:

@@ -64,8 +64,9 @@ def as_map_style(dataset: Any) -> Any:
     kind: Any = getattr(sys.modules.get("streaming"), "StreamingDataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
         return dataset
-    selects = [part.choose for part in dataset.streams] != dataset.samples_per_stream.tolist()
-    if dataset.replication in (None, 1) and not selects:
+    stream: Any = dataset
+    selects = [part.choose for part in stream.streams] != stream.samples_per_stream.tolist()
+    if stream.replication in (None, 1) and not selects:
         return StreamingSamples(dataset)
     print_log(
         f"{type(dataset).__name__} sets `replication`, `epoch_size`, or a stream's `proportion`, `repeat` or `choose`, "

@@ -175,7 +175,7 @@ def _read_headers(path: Path) -> Index:
                 if member.isreg():
                     files.append((os.fsencode(member.name), member.offset_data, member.size))
                 tar.members = []  # type: ignore[attr-defined]
-            end = tar.offset  # type: ignore[attr-defined]
+            end = tar.offset
         with path.open("rb") as file:
             file.seek(end)
             # `tarfile` stops at a damaged header, and does not check that the archive is complete.
