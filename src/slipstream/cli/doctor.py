@@ -130,8 +130,7 @@ def _launcher() -> Row:
         placement = read_placement(launcher, os.environ)
     except DistributedError as error:
         return WARN, "launcher", str(error)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return OK, "launcher", ", ".join([launcher, *map(placement.describe, names)])
+    return OK, "launcher", ", ".join([launcher, *(f"{k}={v}" for k, v in placement.environ().items())])
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
