@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -18,7 +17,6 @@ __all__ = [
     "atomic_write",
     "check_name",
     "check_space",
-    "disk_problem",
     "download",
     "remove_temporary_files",
     "sync_folder",
@@ -130,19 +128,6 @@ def check_space(path: Path) -> None:
         for _ in range(_PROBED_BLOCKS):
             file.write(bytes(_PROBED_BYTES))
         os.fsync(file.fileno())
-
-
-def disk_problem(error: BaseException, folder: Path) -> str | None:
-    """Return a description if `error` reports a full disk or an exceeded quota in `folder`, otherwise None."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return None
-    if error.errno == errno.EDQUOT:  # the disk can have free space in this case
-        return f"the disk quota for {folder} is exceeded"
-    free = ""
-    if folder.is_dir():
-        usage = shutil.disk_usage(folder)
-        free = f" ({usage.free / 2**20:.0f} MiB of {usage.total / 2**20:.0f} MiB is free)"
-    return f"the disk containing {folder} is full{free}"
 
 
 def sync_folder(folder: Path) -> None:

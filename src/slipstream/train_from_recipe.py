@@ -76,6 +76,7 @@ def _train(
 def _run_hydra(args: argparse.Namespace, path: Path, trust: bool) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
+
     from slipstream.errors import SlipstreamError
     from slipstream.recipes.compose import hydra_overrides, register_resolvers
 

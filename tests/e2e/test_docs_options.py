@@ -51,8 +51,6 @@ def test_each_option_has_a_page_and_an_index_entry():
     assert sorted(INDEXED) == sorted(PAGES)
 
 
-
-
 @pytest.mark.parametrize(("page", "front_end", "code"), LINES)
 def test_setting_of_each_front_end_sets_an_option_of_its_page(page, front_end, code):
     settings = read_settings(code)

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 
 class Elements(HTMLParser):
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.anchors: set[str] = set()

@@ -145,5 +145,3 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
 
 
 # ---- invalid input ------------------------------------------------------------------------------------
-
-

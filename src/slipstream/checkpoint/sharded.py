@@ -21,7 +21,7 @@ from torch import Tensor
 from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint, verify
 from slipstream.dist import all_gather_object, get_rank, is_main_process
 from slipstream.errors import CheckpointError
-from slipstream.files import disk_problem, sync_folder
+from slipstream.files import sync_folder
 from slipstream.plain_values import plain
 from slipstream.sharding import full_tensor, is_sharded, local_shard, placements_on
 
@@ -325,16 +325,14 @@ def _agreed(action: Callable[[], None], path: Path, group: dist.ProcessGroup | N
         action()
     except Exception as error:
         failure = error
-    problems = all_gather_object(failure and _describe(failure, path.parent), group)
+    problems = all_gather_object(failure and _describe(failure), group)
     if any(problems):
         text = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
         raise CheckpointError(f"{path} cannot be written: {text}") from failure
 
 
-def _describe(error: BaseException, folder: Path) -> str:
-    if (problem := disk_problem(error, folder)) is None:
-        return str(error) if isinstance(error, CheckpointError) else repr(error)
-    return f"{problem}. Earlier checkpoints are kept. Free some space, then continue with resume=True"
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else repr(error)
 
 
 # ---- reading --------------------------------------------------------------------------------------------

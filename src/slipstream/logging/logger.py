@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.files import disk_problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -135,8 +134,7 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
         elif not self._reported:
             self._reported = True
-            problem = disk_problem(error, Path(self.baseFilename).parent) or str(error)
-            self._console.file.write(f"The log file {self.baseFilename} cannot be written: {problem}\n")
+            self._console.file.write(f"The log file {self.baseFilename} cannot be written: {error}\n")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # reported by `handleError`

@@ -15,7 +15,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
-from slipstream.files import check_name, disk_problem, write_text
+from slipstream.files import check_name, write_text
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -87,9 +87,7 @@ class _FileBackend(BaseVisBackend):
             from slipstream.logging import print_log
 
             self._reported.add(name)
-            on_disk = disk_problem(error, self.save_dir) if isinstance(error, OSError) else None
-            problem = on_disk or str(error)
-            message = f"Scalars cannot be written to {self.save_dir / name}: {problem}"
+            message = f"Scalars cannot be written to {self.save_dir / name}: {error}"
             print_log(message, "current", logging.WARNING)
 
 

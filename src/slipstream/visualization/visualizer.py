@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slipstream.errors import BackendError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
-from slipstream.files import disk_problem
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.typecheck import short_repr
 from slipstream.visualization.backends import BaseVisBackend
@@ -90,8 +89,6 @@ class Visualizer:
             except SlipstreamError:
                 raise
             except Exception as error:
-                if _is_disk_problem(error, backend):
-                    raise
                 raise BackendError(
                     f"visualizer.vis_backends: {name} cannot record the configuration: {type(error).__name__}: "
                     f"{error}. Correct the options of this backend, or remove it"
@@ -135,10 +132,3 @@ class Visualizer:
         """Close every backend."""
         for backend in self._backends.values():
             backend.close()
-
-
-def _is_disk_problem(error: Exception, backend: Any) -> bool:
-    return (
-        isinstance(error, OSError)
-        and disk_problem(error, Path(getattr(backend, "save_dir", "."))) is not None
-    )
