@@ -4,7 +4,6 @@ import pytest
 
 from faults import fuzz_files
 from faults.fuzz_config import inputs, prepare, tried
-from slipstream.cli.configure import load_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,17 +25,3 @@ def test_errors_for_damaged_files_name_the_file(seed):
 @pytest.mark.parametrize("seed", range(0, 30, 15))
 def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
     assert list(filter(None, map(fuzz_files.compose_with_overrides, range(seed, seed + 15)))) == []
-
-
-@pytest.mark.parametrize(
-    ("recipe", "given"),
-    [
-        ("cityscapes_regseg48", ["=" + "1" * 400]),  # too long for a file name
-        ("street_scenes_pp_lite_t", ["++=["]),
-        ("street_scenes_pp_lite_t", ["+=" + "1" * 400]),
-        ("street_scenes_pp_lite_t", ["@=["]),
-    ],
-)
-def test_overrides_found_by_the_fuzzer_raise_errors_that_name_them(recipe, given):
-    names = [recipe, given[0].partition("=")[0] or given[0]]
-    assert fuzz_files._tried(lambda: load_config(recipe, given), "", names) is None
