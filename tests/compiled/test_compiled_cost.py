@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from compiled_runs import (
     FALLS_BACK,
     STEPS,
-    TOLERANCE,
     Base,
     Case,
     Training,
@@ -206,32 +205,3 @@ def test_closed_step_is_released():
 def test_closed_step_releases_compiled_code():
     """PyTorch keeps a compiled function's code until torch._dynamo.reset() or reset_code() is called."""
     assert _alive(_train(), code=True) == []
-
-
-@pytest.mark.matrix
-def test_step_that_fell_back_is_released():
-    class Item(Base):
-        def change(self, x):
-            return x / (1 + abs(x.detach().mean().item()))
-
-    alive = _alive(_train(Item()))
-    assert not {"optimizer", "loss", "step", "moment"} & set(
-        alive
-    )  # torch keeps a reference to a compiled model
-
-
-@pytest.mark.matrix
-def test_many_consecutive_steps_remain_compiled():
-    """PyTorch counts graphs per code object. The ninth step must not fall back because of the first eight."""
-
-    def small():
-        model = nn.Linear(4, 3).double()
-        return Training(model, sgd(model), batches=batches(4))
-
-    for number in range(10):
-        seed(number)
-        hand = by_hand(small())
-        seed(number)
-        found, scope, warnings = by_step(small(), compile=dict(backend="aot_eager", cache=False))
-        assert_equal(found, hand, TOLERANCE)
-        assert (scope, warnings) == ("step", [])

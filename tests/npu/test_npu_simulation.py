@@ -34,13 +34,6 @@ def test_use_of_tensors_from_another_stream_without_synchronization_raises_an_er
     assert x.add_(y).cpu().tolist() == [3.0] * 4
 
 
-def test_copy_to_the_host_is_nan_until_the_host_waits():
-    found = torch.ones(4, device="npu").to("cpu", non_blocking=True)
-    assert found.isnan().all()
-    torch.accelerator.synchronize()
-    assert found.tolist() == [1.0] * 4
-
-
 def test_tensors_on_two_devices_raise_an_error():
     with pytest.raises(RuntimeError, match="at least two devices"):
         torch.ones(2, device="npu") + torch.ones(2)

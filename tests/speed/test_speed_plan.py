@@ -1,11 +1,9 @@
 """Tests of `SpeedPlan`: reading `speed=`, the options that `auto` selects, and invalid plans."""
 
 import pytest
-from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
-from slipstream.speed.auto import convolution_fraction
 
 CPU = Capabilities()
 H100 = Capabilities(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)
@@ -102,17 +100,3 @@ def test_auto_selects_options_for_the_device():
 def test_error_for_invalid_plan_contains_config_path_and_remedy(speed, capabilities, message):
     with pytest.raises(ConfigError, match=message):
         plan(speed, capabilities)
-
-
-# ---- capabilities ---------------------------------------------------------------------------------------------------
-
-
-def test_convolution_fraction_counts_parameters():
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Linear(3, 2))  # 54 of 62 parameters
-    assert convolution_fraction(model) == pytest.approx(54 / 62)
-    assert convolution_fraction(nn.ReLU()) == 0.0
-    shared = nn.Conv2d(2, 3, 3, bias=False)
-    assert convolution_fraction(nn.Sequential(shared, shared)) == 1.0
-    normalized = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 2, 3))  # 54 weights, 2 norms, 2 biases
-    parametrized = nn.utils.parametrize.register_parametrization(normalized, "bias", nn.Identity())
-    assert convolution_fraction(parametrized) == pytest.approx(56 / 58)

@@ -75,15 +75,6 @@ def test_eager_step_matches_a_plain_training_loop():
             torch.testing.assert_close(ours[name], value.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_train_step_of_a_model_matches_the_eager_step():
-    net, data = Net(), batches(3)
-    other = copy.deepcopy(net)
-    optim, other_optim = OptimWrapper(sgd(net)), OptimWrapper(sgd(other))
-    step = EagerStep(net.loss_step, net, optim)
-    for batch in data:
-        assert step(batch) == other.train_step(batch, other_optim)
-
-
 # ---- sum_losses --------------------------------------------------------------------------------------
 
 
