@@ -1,4 +1,4 @@
-"""The contenders from `slipstream.compare` that `overhead.py` measures, keyed by the names used in its results."""
+"""The contenders of `slipstream bench` that `overhead.py` measures, keyed by the names used in its results."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
-from slipstream.compare import CONTENDERS as ALL_CONTENDERS
-from slipstream.compare import Work
-from slipstream.compare.contenders import compiled_loop, hand_written, with_slipstream
+from slipstream.cli.peers import CONTENDERS as ALL_CONTENDERS
+from slipstream.cli.peers import Work, hand_written, with_slipstream
 
-CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
-    name: (ALL_CONTENDERS[key].package, ALL_CONTENDERS[key].train)
-    for name, key in {
-        "loop": "loop",
-        "Accelerate": "accelerate",
-        "Lightning": "lightning",
-        "MMEngine": "mmengine",
-        "Slipstream": "slipstream",
-    }.items()
+CONTENDERS: dict[str, tuple[str, Callable[[Work], None]]] = {
+    name: (package, ALL_CONTENDERS[key])
+    for name, package, key in (
+        ("loop", "torch", "loop"),
+        ("Accelerate", "accelerate", "accelerate"),
+        ("Lightning", "lightning", "lightning"),
+        ("MMEngine", "mmengine", "mmengine"),
+        ("Slipstream", "slipstream", "slipstream"),
+    )
 }
 """Maps each contender's name to the package that it requires and its training function."""
 
 
-COMPILED: dict[str, Callable[[Work], float]] = {
+COMPILED: dict[str, Callable[[Work], None]] = {
     "loop": hand_written,
-    "loop, torch.compile(model)": compiled_loop,
+    "loop, torch.compile(model)": partial(hand_written, compiled=True),
     "Slipstream, one graph": partial(with_slipstream, speed={"compile": {"scope": "step", "cache": False}}),
 }
 
 
-def installed_contenders() -> dict[str, Callable[[Work], float]]:
+def installed_contenders() -> dict[str, Callable[[Work], None]]:
     """Return the contenders whose packages are installed, and print which ones are skipped."""
     available = {}
     for name, (package, contender) in CONTENDERS.items():

@@ -20,6 +20,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,14 +30,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from contenders import COMPILED, CONTENDERS, installed_contenders
 from report import environment_info, table, write_result
-from slipstream.compare import Work
+from slipstream.cli.peers import Work
 
 BATCH_SIZE = 8
 CLASSES = 4
 GOAL_MS = 0.03
 CHECKED_STEPS = 50
 
-Contenders = dict[str, Callable[[Work], float]]
+Contenders = dict[str, Callable[[Work], None]]
 
 
 def mlp() -> nn.Module:
@@ -111,7 +112,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    contender: Callable[[Work], float],
+    contender: Callable[[Work], None],
     network: str,
     loader: DataLoader[Any],
     criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
@@ -120,13 +121,29 @@ def train(
     """Return the duration of the last epoch in seconds, and the trained network."""
     torch.manual_seed(0)
     net, threads = NETWORKS[network][0](), torch.get_num_threads()
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder, suppress_output():
         gc.collect()
-        seconds = contender(
-            Work(net, loader, lambda net, batch: criterion(net(batch[0]), batch[1]), sgd, folder, epochs)
-        )
+        loss = lambda net, batch: criterion(net(batch[0]), batch[1])  # noqa: E731
+        work = Work(net, loader, loss, sgd, folder, clock.after_step, epochs=epochs)
+        contender(work)
     assert torch.get_num_threads() == threads, "a framework changed the number of torch threads"
-    return seconds, net
+    return clock.seconds(len(loader)), net
+
+
+class Clock:
+    """Records the end of each step."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def after_step(self, loss: Tensor) -> None:
+        self.ends.append(perf_counter())
+
+    def seconds(self, steps: int) -> float:
+        """Return the duration of the last `steps` steps, extrapolated from all but the first of them."""
+        last = self.ends[-steps:]
+        return (last[-1] - last[0]) * steps / (steps - 1)
 
 
 @contextmanager

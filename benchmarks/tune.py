@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py --limit 25m --budget 4m --out benchmarks/results/tune.md
 
-For each recipe, the search runs once, without using its cache. Then the plan, the baseline, `speed="auto"` and each
+For each recipe, the search runs once, in its own processes. Then the plan, the baseline, `speed="auto"` and each
 option that the search measured run in separate processes that take turns. The order rotates between rounds, and ratios
 are computed within each round. Each recipe gets an equal part of the remaining time. Contenders that cannot be measured
 in that time are listed without a result.
@@ -152,7 +152,7 @@ def run(recipe: str, budget: float, end: float, options: Sequence[str] | None) -
     cfg = load_config(recipe, trust=Path(recipe).suffix == ".py").cfg
     print(f"{recipe}: search with a budget of {seconds:.0f} s", flush=True)
     start = time.monotonic()
-    result = tune_config(cfg, seconds, options, recipe, cache=False, start=start)
+    result = tune_config(cfg, seconds, options, recipe, start=start)
     search_seconds = time.monotonic() - start
     print(result, flush=True)
     entries = contenders(result)

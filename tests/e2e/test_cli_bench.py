@@ -31,17 +31,15 @@ def results(folder):
 
 
 def test_combinations_of_options_are_measured_and_written(folder, capsys):
-    assert main(["bench", "tiny.py", "--mode", "eager", "--averaging", "on", *SHORT]) == 0
+    assert main(["bench", "tiny.py", "speed.accumulate=2", "--mode", "eager", *SHORT]) == 0
     found = results(folder)
     assert {"date", "cpu", "cores", "torch", "slipstream"} <= found.keys()
-    labels = ["eager, float32, SyncBN + EMA", "eager, AMP, SyncBN + EMA"]
+    labels = ["eager, float32", "eager, AMP"]
     assert [run["run"] for run in found["runs"]] == labels
     for run in found["runs"]:
         assert (len(run["seconds"]), run["samples_per_step"], run["status"]) == (5, 8, "")
-        assert run["samples_per_second"] == pytest.approx(8 / sorted(run["seconds"])[2])
         assert run["peak_mib"] > 1
     assert found["runs"][0]["ratio"]["ratio"] == 1.0
-    assert (folder / "out/bench.md").read_text().count("\n| tiny.py | ") == 2
     assert "samples/s" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["out", "tiny.py"]  # no logs
 
@@ -50,10 +48,10 @@ def test_frameworks_train_like_the_hand_written_loop(folder):
     peers = [name for name in ("accelerate", "lightning", "mmengine") if bench.is_installed(name)]
     status = main(["bench", "tiny.py", "--against", ",".join(["slipstream", *peers]), *SHORT])
     runs = {run["run"]: run for run in results(folder)["runs"]}
-    assert {"hand-written loop", "Slipstream"} <= runs.keys()
-    compiled = runs.pop("Slipstream, compiled")
+    assert {"loop", "slipstream"} <= runs.keys()
+    compiled = runs.pop("slipstream_compiled")
     assert all(run["status"] == "" for run in runs.values()), runs
-    assert runs["Slipstream"]["losses"] == pytest.approx(runs["hand-written loop"]["losses"], rel=1e-5)
+    assert runs["slipstream"]["losses"] == pytest.approx(runs["loop"]["losses"], rel=1e-5)
     assert status == int(compiled["status"] != "")
 
 
@@ -91,7 +89,6 @@ def test_a_failed_run_is_reported_and_the_others_are_measured(folder):
     [
         (["--warmup", "1"], "--warmup: must be at least 3"),
         (["--against", "lightnin"], "did you mean 'lightning'"),
-        (["--size", "64x64"], "--size: applies only to generated images"),
         (["--out", "tiny.py"], "--out: cannot write to the folder"),
     ],
 )

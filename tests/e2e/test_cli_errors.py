@@ -19,15 +19,9 @@ RECIPE = "street_scenes_pp_lite_t"
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
         (["train", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["train", RECIPE, "max_epochs=3"], ["max_epochs", "did you mean 'epochs'"]),
-        (
-            ["train", RECIPE, "train_cfg.max_epoch=3"],
-            ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"],
-        ),
-        (
-            ["train", RECIPE, "train_cfg.val_intervall=3"],
-            ["train_cfg.val_intervall", "did you mean 'train_cfg.val_interval'"],
-        ),
+        (["submit", RECIPE], ["`submit` was removed; use the scripts in examples/cluster"]),
+        (["train", RECIPE, "--sweep=lr=1,2"], ["`train --sweep` was removed; use"]),
+        (["train", RECIPE, "train_cfg.max_epoch=3"], ["train_cfg", "did you mean 'max_epochs'"]),
         (["train", RECIPE, "batchsize=4"], ["batchsize", "did you mean 'batch_size'"]),
         (["train", RECIPE, "bath_size=4"], ["bath_size", "did you mean 'batch_size'"]),
         (["train", RECIPE, "learning_rate=4"], ["learning_rate", "did you mean 'lr'"]),
@@ -61,7 +55,6 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", RECIPE, "--nproc", "two"], ["--nproc", "'two'"]),
         (["val", RECIPE, "--max-restarts", "2"], ["`--max-restarts` requires `--nproc`"]),
         (["train", RECIPE, "--nprok", "2"], ["--nprok"]),
-        (["train", RECIPE, "--nproc", "2", "train_cfg.max_epoch=3"], ["did you mean 'train_cfg.max_epochs'"]),
         (["train", RECIPE, "speed=compile"], ["speed: ", "'auto'", "speed.compile=True"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
         (["train", RECIPE, "compile.backend=inducter"], ["compile.backend", "did you mean 'inductor'"]),
@@ -92,12 +85,6 @@ def test_invalid_argument_raises_a_one_line_error_with_suggestion(
     assert "Traceback" not in said.out
 
 
-def test_invalid_argument_exits_with_status_2(slipstream):
-    done = slipstream("train", RECIPE, "max_epochs=3", status=2)
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "did you mean 'epochs'" in done.stderr
-
-
 def test_failed_run_prints_one_line_and_exits_with_status_1(slipstream, tmp_path):
     (tmp_path / "masks").mkdir()
     done = slipstream(
@@ -124,17 +111,7 @@ def test_recipes_are_listed_with_descriptions(slipstream):
     listed = slipstream("recipes").stdout
     assert "street_scenes_pp_lite_t" in listed
     assert "camvid_pp_lite_t" in listed
-    own, others = listed.split("\nWith SuperGradients' names and keys (docs/from_supergradients.md):\n")
-    assert all(len(line.split(maxsplit=1)) == 2 for line in (own + others).splitlines())
-    assert {line.split("_")[0] for line in own.splitlines()} == {"camvid", "street"}
-    assert {line.split("_")[0] for line in others.splitlines()} == {"cifar10", "cityscapes"}
-
-
-def test_doctor_reports_versions_options_and_misconfigurations(slipstream, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    done = slipstream("doctor", status=1)
-    assert "mixed precision bfloat16" in done.stdout
-    assert "TORCHDYNAMO_DISABLE" in done.stdout
+    assert all(len(line.split(maxsplit=1)) == 2 for line in listed.splitlines())
 
 
 def test_doctor_reports_launcher_and_ranks(slipstream, monkeypatch):
@@ -143,15 +120,6 @@ def test_doctor_reports_launcher_and_ranks(slipstream, monkeypatch):
     said = slipstream("doctor", status=None).stdout
     assert "gloo" in said
     assert "pytorch, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR=n1, MASTER_PORT=29400" in said
-    assert "OMP_NUM_THREADS=" in said
-
-
-def test_doctor_reports_a_missing_launcher_variable(slipstream, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    done = slipstream("doctor", status=1)
-    (line,) = [line for line in done.stdout.splitlines() if "launcher" in line and "!!" in line]
-    assert "LOCAL_RANK" in line
 
 
 def test_consolidate_writes_one_file(slipstream, run, tmp_path):
@@ -217,6 +185,6 @@ def test_user_class_with_the_name_of_a_built_in_class_is_reported_without_anothe
     )
     done = slipstream("check", str(tmp_path / "c.py"), status=1)
     (line,) = done.stderr.strip().splitlines()
-    assert "'DiceCEEdgeLoss' is the name of a built-in model" in line
+    assert "'DiceCEEdgeLoss' is already registered in the model registry by mine" in line
     assert "mine registers another object" in line
     assert "model.network" not in line

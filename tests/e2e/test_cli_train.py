@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from slipstream.cli.train import summary
-from slipstream.config import Config
 from slipstream.logging import MessageHub
 
 SMALL = [
@@ -58,7 +57,6 @@ def test_last_line_has_output_paths_and_speed(slipstream, tmp_path):
     assert re.search(r"\d images/s", last)
     assert str(work_dir) in last
     for name in ("predictions.png", "epoch_1.pth"):
-        assert name in last
         assert (work_dir / name).exists()
 
 
@@ -70,16 +68,7 @@ def test_last_line_has_the_best_metric_if_it_is_not_the_last(tmp_path, last, sho
     hub.update_scalar("val/aAcc", 80)  # the best checkpoint is not selected by this metric
     hub.update_info("best_score/mIoU", 37.5)
     runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path), log_dir=str(tmp_path / "logs"))
-    assert summary(runner).startswith(f"Done: {shown}, aAcc 80.00. In ")
-
-
-def test_last_line_does_not_list_the_best_checkpoint_of_an_earlier_run(tmp_path):
-    for name in ("best_mIoU_epoch_2.pth", "best_mIoU_epoch_4.pth", "epoch_4.pth"):
-        (tmp_path / name).touch()
-    hub = MessageHub("run")
-    hub.update_info("best_ckpt/mIoU", str(tmp_path / "best_mIoU_epoch_2.pth"))
-    runner = SimpleNamespace(message_hub=hub, work_dir=str(tmp_path), log_dir=str(tmp_path / "logs"))
-    assert "best_mIoU_epoch_2.pth, epoch_4.pth; logs" in summary(runner)
+    assert summary(runner).startswith(f"Done: {shown}, aAcc 80.00. Checkpoints in ")
 
 
 def test_val_prints_the_metrics_of_the_last_validation(trained, capsys):
@@ -115,47 +104,6 @@ def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path)
         assert mask.size == (160, 96)
     assert colors <= {tuple(c) for c in CITYSCAPES_PALETTE}
     assert (tmp_path / "masks" / "street_overlay.png").is_file()
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda dataset: dataset,
-        lambda dataset: dict(type="AtLeast", dataset=dict(type="ConcatDataset", datasets=[dataset])),
-    ],
-)
-def test_predict_applies_transforms_and_crops_their_padding(wrap):
-    from slipstream.cli.predict import _predictor
-    from slipstream.dataset.prediction import validation_transforms
-    from slipstream.registry import MODELS, TRANSFORMS
-
-    class Brightness(torch.nn.Module):
-        def forward(self, images):
-            bright = images.mean(1, keepdim=True)
-            return torch.cat([50 - bright, bright - 50], 1)
-
-    transforms = [
-        dict(type="SegRescale", long_size=64),
-        dict(type="SegPadShortToCropSize", crop_size=(96, 96), fill_mask=255),
-        dict(type="SegStandardize", max_value=2),
-    ]
-    model = dict(type="Segmentor", network=dict(type=Brightness))
-    dataset = wrap(dict(transforms=transforms))
-    cfg = Config(dict(model=model, val_dataloader=dict(dataset=dataset)))
-    image = np.full((40, 128, 3), 200, np.uint8)
-    image[:, 100:] = 10
-    transforms = [TRANSFORMS.build(t) for t in validation_transforms(cfg)]
-    mask = _predictor(MODELS.build(cfg.model).eval(), transforms)(image)
-    np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
-
-
-def test_predict_rejects_images_with_equal_output_files(trained, capsys):
-    from slipstream.cli.main import main
-
-    arguments = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
-    assert main(arguments) == 1
-    error = capsys.readouterr().err
-    assert "one/street.png and two/street.png have the same output files" in error
 
 
 def test_predict_reports_an_invalid_output_folder(trained, capsys):

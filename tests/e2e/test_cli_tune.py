@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,10 +14,7 @@ import pytest
 from slipstream.cli import tune
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
-from slipstream.cli.parser import parse
-from slipstream.errors import ConfigError
-from slipstream.process_tree import descendants
-from slipstream.tune import batch_size, lr_range, search
+from slipstream.tune import lr_range, search
 
 RECIPE = "street_scenes_pp_lite_t"
 SMALL = ["train_dataloader.dataset.size=[32,64]", "train_dataloader.dataset.length=24"]
@@ -74,11 +69,11 @@ def test_other_options_of_the_recipe_are_kept(tuned):
             ["--options", "fusd"],
             "options: 'fusd' is not an option that can be measured; did you mean 'fused'?",
         ),
-        (["--options", ","], "options: is empty; choose from num_workers, "),
-        (["--out", "tuned.txt"], "--out: must be the path of a .yaml file, not 'tuned.txt'"),
-        (["--out", "no/such/folder/tuned.yaml"], "--out: the folder "),
+        (["--options", ","], "options: is empty"),
+        (["--out", "tuned.txt"], "--out: must be a .yaml file in an existing folder, not 'tuned.txt'"),
+        (["--out", "no/such/folder/tuned.yaml"], "--out: must be a .yaml file in an existing folder"),
         (["+speed=missing.yaml"], "speed: cannot read 'missing.yaml'"),
-        (["--find", "momentum"], "'momentum' is not a valid WHAT"),
+        (["--find", "momentum"], "'momentum' is not valid"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(arguments, message, capsys):
@@ -89,17 +84,12 @@ def test_invalid_arguments_are_reported_on_one_line(arguments, message, capsys):
     assert err.count("\n") == 1
 
 
-def test_overrides_may_follow_options():
-    args = parse(["tune", RECIPE, "--budget", "1m", "speed.accumulate=2"])
-    assert args.overrides == ["speed.accumulate=2"]
-
-
 @pytest.mark.slow
 def test_a_short_search_writes_both_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)
-    assert main(["tune", RECIPE, *SMALL, "--options", "fused,prefetch", "--budget", "5m", "--no-cache"]) == 0
+    assert main(["tune", RECIPE, *SMALL, "--options", "fused,prefetch", "--budget", "5m"]) == 0
     printed = capsys.readouterr().out
     assert "prefetch=2: skipped: batches are already in CPU memory" in printed
     rows = json.loads(Path("tuned.json").read_text())["outcome"]["rows"]
@@ -120,39 +110,20 @@ def test_sigterm_keeps_the_partial_table_and_leaves_no_temporary_files(tmp_path,
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(tune, "_print_row", terminate)
-    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,accumulate", "--budget", "5m", "--no-cache"]
+    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,fused", "--budget", "5m"]
     assert main(command) == 130
-    assert "The search is not complete, because it was interrupted." in capsys.readouterr().out
+    assert "The search is not complete: interrupted." in capsys.readouterr().out
     outcome = json.loads(Path("tuned.json").read_text())["outcome"]
     assert (outcome["stopped"], len(outcome["rows"])) == ("interrupted", 1)
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize("what", ["lr", "batch_size"])
-def test_the_budget_of_a_search_for_one_value_includes_the_startup_time(what, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    seen = []
-    configure = tune.configure
-    monkeypatch.setattr(tune, "configure", lambda args: seen.append(time.monotonic()) or configure(args))
-
-    def stop(*arguments):
-        seen.extend(arguments)
-        raise ConfigError("stop", "test")
-
-    monkeypatch.setattr(lr_range, "sweep_lr", stop)
-    monkeypatch.setattr(batch_size, "search_batch_sizes", stop)
-    assert main(["tune", RECIPE, *SMALL, "--find", what, "--budget", "5m"]) == 2
-    assert 300 in seen
-    assert seen[-1] < seen[0]  # the search receives the time at which the command started
-
-
 @pytest.mark.parametrize("words", [[], ["--find", "lr"], ["--find", "batch_size"]])
 def test_the_error_for_a_short_budget_names_the_minimum(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["tune", RECIPE, *SMALL, "--budget", "0.1s", "--no-cache", *words]) == 2
+    assert main(["tune", RECIPE, *SMALL, "--budget", "0.1s", *words]) == 2
     err = capsys.readouterr().err
     assert "budget: 0.1 s is too short" in err
-    assert "needs" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,7 +154,7 @@ def test_two_processes_find_a_batch_size_together(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=400)
     assert done.stdout.count("Largest that fits: 2") == 1
     # BatchNorm fails with batch size 1 on both ranks, and either rank may fail first.
-    assert re.search(r"rank [01]: ValueError: Expected more than 1 value per channel", done.stdout)
+    assert "failed: ValueError: Expected more than 1 value per channel" in done.stdout
 
 
 @pytest.mark.parametrize("words", [[], ["--find", "lr"]])
@@ -191,31 +162,3 @@ def test_two_processes_find_a_batch_size_together(tmp_path):
 def test_only_the_batch_size_is_found_in_several_processes(words, processes, capsys):
     assert main(["tune", RECIPE, *words, *processes]) == 2
     assert f"{processes[0]}: requires `--find batch_size`" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_partial_table_and_leaves_no_process(tmp_path):
-    command = ["tune", RECIPE, *SMALL, "--options", "prefetch,activation_checkpointing", "--budget", "10m"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *command, "--no-cache"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    try:
-        assert process.stdout.readline().startswith("prefetch=2: skipped")
-        children = descendants(process.pid)
-        assert children
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert "The search is not complete, because it was interrupted." in printed
-    assert json.loads((tmp_path / "tuned.json").read_text())["outcome"]["stopped"] == "interrupted"
-    end = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import shlex
 import sys
 import time
@@ -16,11 +15,10 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from slipstream.cli.configure import load_config
-from slipstream.cli.peers import CONTENDERS, PeerJob, read_subject
+from slipstream.cli.peers import CONTENDERS, FRAMEWORKS, PeerJob, read_subject
 from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table
 from slipstream.config import Config
@@ -44,26 +42,12 @@ _RECIPES = [
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
 _HEADER = ("recipe", "run", "ms per step (interval)", "speed (interval)", "samples/s", "peak MiB", "losses")
-_OVERRIDDEN = ("precision", "compile", "parallel", "ema", "sync_bn", "cuda_graph")
+_OVERRIDDEN = ("precision", "compile", "cuda_graph")
 """The speed options that a run overrides."""
-_PARAMS = (
-    "ema",
-    "ema_params",
-    "sync_bn",
-    "mixed_precision",
-    "torch_compile",
-    "torch_compile_options",
-    "speed",
-)
+_PARAMS = ("mixed_precision", "torch_compile", "torch_compile_options", "speed")
 """SuperGradients' keys for these options."""
 _MIN_WARMUP = 3  # the second step captures and verifies the graph of a compiled step
 _NUM_ROUNDS = 5
-_NOTE = (
-    "Each run has its own process. In each of {rounds} rounds, the runs of a recipe train in turn, in rotating order. "
-    "The time is the median of the rounds' mean step times; speed is relative to the first run of the recipe in the "
-    "same round. Each interval contains the median with a probability of at least 90%, if rounds are independent. "
-    "The losses of the first steps are compared with those of the first run."
-)
 
 
 @dataclass
@@ -105,12 +89,13 @@ def run(args: argparse.Namespace) -> int:
         if name not in CONTENDERS:
             known = f"{did_you_mean(name, CONTENDERS)} (choose from {', '.join(CONTENDERS)})"
             raise UnknownNameError(f"'{name}' is not a framework{known}", "--against")
-    recipes = args.recipes or (_RECIPES[:1] if args.against else _RECIPES)
-    configs = {name: load_config(name, (), args.config_dir, bool(args.trust)).cfg for name in recipes}
+    overrides = [word for word in args.recipes if "=" in word]
+    names = [word for word in args.recipes if "=" not in word] or (_RECIPES[:1] if args.against else _RECIPES)
+    configs = {name: load_config(name, overrides, args.config_dir, bool(args.trust)).cfg for name in names}
     if (launcher := infer_launcher()) != "none":
         setup_env(launcher, EnvOptions())
     out, finished = prepare_output_folder(Path(args.out)), list[_Run]()
-    environment = _environment(args)
+    environment = _environment()
     try:
         for name, cfg in configs.items():
             runs = (_contenders if args.against else _variants)(name, cfg, args)
@@ -121,60 +106,45 @@ def run(args: argparse.Namespace) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     finally:
-        files = _write(out, environment, finished)
+        file = _write(out, environment, finished)
         if is_main_process():
             print_table(_HEADER, [_cells(run, _first(run, finished)) for run in finished], 140)
-            print(f"Results: {', '.join(map(str, files))}")
+            print(f"Results: {file}")
     return int(any(run.status for run in finished))
 
 
 def _variants(name: str, cfg: Config, args: argparse.Namespace) -> list[_Run]:
-    """Return the runs of a recipe with each combination of options."""
+    """Return the runs of a recipe with each combination of compilation and precision."""
     modes = [False, True] if args.mode is None else [args.mode == "compiled"]
     precisions = [False, True] if args.precision is None else [args.precision == "amp"]
     runs = []
     for compiled, amp in itertools.product(modes, precisions):
-        averaging = args.averaging == "on"
-        parts = ["compiled" if compiled else "eager", "AMP" if amp else "float32"]
         speed: dict[str, Any] = {"precision": "bf16" if amp else "fp32"}
         if compiled:
             speed["compile"] = {"scope": "step"}
-        if averaging:
-            speed.update(ema={"type": "constant", "decay": 0.99}, sync_bn=True)
-        job = config_job(_configured(cfg, speed, args))(Setting(single_batch=args.synthetic))
-        label = ", ".join([*parts, *(["SyncBN + EMA"] if averaging else [])])
+        job = config_job(_configured(cfg, speed))(Setting(single_batch=args.synthetic))
+        label = f"{'compiled' if compiled else 'eager'}, {'AMP' if amp else 'float32'}"
         runs.append(_Run(name, label, job, LOW_PRECISION if amp else EXACT))
     return runs
 
 
-def _configured(cfg: Config, speed: Mapping[str, Any], args: argparse.Namespace) -> Config:
+def _configured(cfg: Config, speed: Mapping[str, Any]) -> Config:
     """Return the recipe's configuration with a run's options."""
     cfg = Config(dict(cfg))
     own = {k: v for k, v in merged_speed(cfg.get("speed"), {}).items() if k not in _OVERRIDDEN}
     params = {k: v for k, v in (cfg.get("training_params") or {}).items() if k not in _PARAMS}
-    cfg.update(speed={**own, **speed}, training_params=params or None, custom_hooks=[], load_from=None)
-    cfg.log_level = "WARNING"
-    if args.batch_size is not None:
-        cfg.train_dataloader.batch_size = args.batch_size
-    if args.size is not None:
-        dataset = cfg.train_dataloader.dataset
-        if not isinstance(dataset, Mapping) or dataset.get("type") != "StreetScenes":
-            raise ConfigError("applies only to generated images; remove this option", "--size")
-        cfg.train_dataloader.dataset.size = list(args.size)
+    cfg.update(speed={**own, **speed}, training_params=params or None, load_from=None, log_level="WARNING")
     return cfg
 
 
 def _contenders(name: str, cfg: Config, args: argparse.Namespace) -> list[_Run]:
     """Return the runs with each framework; the first one is the hand-written loop."""
     names = {"loop", "slipstream", "slipstream_compiled", *args.against}
-    subject = read_subject(_configured(cfg, {}, args))
+    subject = read_subject(_configured(cfg, {}))
+    missing = [key for key in FRAMEWORKS if not is_installed(key)]
     return [
-        _Run(name, contender.label, PeerJob(key, subject))
-        if is_installed(contender.package)
-        else _Run(
-            name, contender.label, PeerJob(key, subject), status=f"{contender.package} is not installed"
-        )
-        for key, contender in CONTENDERS.items()
+        _Run(name, key, PeerJob(key, subject), status="not installed" if key in missing else "")
+        for key in CONTENDERS
         if key in names
     ]
 
@@ -241,15 +211,14 @@ def _cells(run: _Run, baseline: _Run) -> list[str]:
     ]
 
 
-def _write(out: Path, environment: Mapping[str, Any], runs: Sequence[_Run]) -> list[Path]:
-    """Write `bench.json` and `bench.md`, and return their paths."""
+def _write(out: Path, environment: Mapping[str, Any], runs: Sequence[_Run]) -> Path:
+    """Write `bench.json`, and return its path."""
     entries = [
         {
             "recipe": run.recipe,
             "run": run.label,
             "seconds": run.seconds,
             "samples_per_step": run.warm.get("samples"),
-            "samples_per_second": run.warm["samples"] / median(run.seconds) if run.seconds else None,
             "ratio": ratio and asdict(ratio),
             "peak_mib": run.peak_mib,
             "losses": run.warm.get("losses"),
@@ -258,28 +227,20 @@ def _write(out: Path, environment: Mapping[str, Any], runs: Sequence[_Run]) -> l
         for run in runs
         for ratio in [_ratio(run, _first(run, runs))]
     ]
-    rows = [[cell.replace("|", "/") for cell in _cells(run, _first(run, runs))] for run in runs]
-    lines = ["# Training speed", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (_HEADER, ["---"] * len(_HEADER), *rows)]
-    texts = {
-        out / "bench.json": json.dumps({**environment, "runs": entries}, indent=1),
-        out / "bench.md": "\n".join([*lines, "", _NOTE.format(rounds=_NUM_ROUNDS)]),
-    }
-    for path, text in texts.items() if is_main_process() else ():
-        write_text(path, text + "\n")
-    return list(texts)
+    file = out / "bench.json"
+    if is_main_process():
+        write_text(file, json.dumps({**environment, "runs": entries}, indent=1) + "\n")
+    return file
 
 
-def _environment(args: argparse.Namespace) -> dict[str, Any]:
+def _environment() -> dict[str, Any]:
     """Return the command, the date, the machine details and the package versions."""
-    peers = [name for name in ("accelerate", "lightning", "mmengine") if name in (args.against or ())]
+    packages = ["slipstream", *(name for name in FRAMEWORKS if is_installed(name))]
     return {
         "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
         "cores": cores(),
-        "load": round(os.getloadavg()[0], 2),
         **collect_env(),
-        **{name: version(name) if is_installed(name) else "not installed" for name in ("slipstream", *peers)},
-        "timed steps": args.steps,
+        **{name: version(name) for name in packages},
     }

@@ -18,30 +18,15 @@ from slipstream.recipes.shortcuts import hints, runner_overrides, set_ema
 __all__ = ["LoadedConfig", "command_args", "configure", "load_config", "read_config"]
 
 # Sections whose builders accept keys that the recipe does not list.
-_OPEN_SECTIONS = (
-    "optim_wrapper.*",
-    "train_dataloader.*",
-    "val_dataloader.*",
-    "test_dataloader.*",
-    "default_hooks.*",
-    "speed.*",
-    "test_cfg.*",
-    "train_cfg.*",
-    "val_cfg.*",
-)
+_OPEN_SECTIONS = [
+    f"{name}.*"
+    for name in ("optim_wrapper", "default_hooks", "speed", "train_dataloader", "val_dataloader",
+                 "test_dataloader", "train_cfg", "val_cfg", "test_cfg")
+]  # fmt: skip
 
 # Options that `command_args` passes on to other processes.
-_OPTIONS = (
-    "config_dir",
-    "work_dir",
-    "launcher",
-    "checkpoint",
-    "resume",
-    "trust",
-    "budget",
-    "find",
-    "max_batch_size",
-)
+_OPTIONS = ("config_dir", "work_dir", "launcher", "checkpoint", "resume", "trust", "budget", "find",
+            "max_batch_size")  # fmt: skip
 
 # An override that specifies a file written by `slipstream tune`.
 _TUNED_OVERRIDE = re.compile(r"\+*speed=.+\.ya?ml['\"]?$")

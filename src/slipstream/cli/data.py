@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.cli.configure import configure
 from slipstream.cli.tables import print_table
@@ -37,7 +38,6 @@ T = TypeVar("T")
 RGB = NDArray[np.uint8]
 
 _ROOTS = ("data_root", "root_dir", "root")  # names of the datasets' data folder arguments
-_NUM_COLUMNS = 3  # number of images per row of a contact sheet if the samples have no masks
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,54 +113,22 @@ def _image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     image, target = tuple(sample)[:2] if isinstance(sample, tuple | list) else (None, None)
     if not isinstance(image, Tensor) or image.ndim != 3 or not isinstance(target, Tensor | int):
         raise ConfigError(
-            "for `slipstream data`, a sample must be {'inputs': tensor (C, H, W), 'targets': tensor or int} or a "
-            "tuple of these two values"
+            "a sample must be {'inputs': tensor (C, H, W), 'targets': tensor or int} or a tuple"
         )
     return image, torch.as_tensor(target)
 
 
-class _Calls(Dataset[Any]):
-    """Calls `function(dataset, index)` for each index."""
-
-    def __init__(self, function: Callable[[Any, int], Any], dataset: Any) -> None:
-        self.function, self.dataset = function, dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.function(self.dataset, index)
-
-
-def _map_samples(
-    function: Callable[[Any, int], T], dataset: Any, workers: int | None, title: str
-) -> Iterator[T]:
+def _map_samples(function: Callable[[Any, int], T], dataset: Any, workers: int | None) -> Iterator[T]:
     """Yield `function(dataset, i)` for all samples in order, computed in `workers` processes."""
-    from rich.console import Console
-    from rich.progress import track
-
-    workers = min(workers or cores(), len(dataset))
-    processes = workers if workers > 1 else 0
-    calls = DataLoader(_Calls(function, dataset), batch_size=None, num_workers=processes, collate_fn=_same)
-    console = Console(stderr=True)
-    yield from track(calls, title, len(dataset), console=console, disable=not console.is_terminal)
-
-
-def _same(result: Any) -> Any:
-    return result
+    workers, call = min(workers or cores(), len(dataset)), partial(function, dataset)
+    if workers <= 1:
+        yield from map(call, range(len(dataset)))
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        yield from pool.map(call, range(len(dataset)), chunksize=max(1, len(dataset) // (8 * workers)))
 
 
 # ---- stats -----------------------------------------------------------------------------------------------------
-
-
-class _Sample(NamedTuple):
-    """Statistics of one sample."""
-
-    size: tuple[int, int]
-    ids: dict[int, int]
-    """Pixel count of each class id; a single entry if the image has a class label instead of a mask."""
-    values: NDArray[np.int64] | None
-    """Histogram of each channel (C, 256), or None if the values are not uint8."""
 
 
 def _stats(args: argparse.Namespace, cfg: Config) -> int:
@@ -172,7 +140,7 @@ def _stats(args: argparse.Namespace, cfg: Config) -> int:
             faults.append(f"{split}: {error}")
             continue
         for part in parts:
-            found = list(_map_samples(_sample, part.dataset, args.workers, f"{part.config_path}: reading"))
+            found = list(_map_samples(_sample, part.dataset, args.workers))
             faults += [sample for sample in found if isinstance(sample, str)]
             results.append(_content(part, [sample for sample in found if not isinstance(sample, str)]))
             if not args.json:
@@ -184,45 +152,49 @@ def _stats(args: argparse.Namespace, cfg: Config) -> int:
     return 1 if faults else 0
 
 
+class _Sample(NamedTuple):
+    size: tuple[int, int]
+    pixels: dict[int, int]
+    """Pixel count of each class id; a single entry if the image has a class label instead of a mask."""
+    values: NDArray[np.int64] | None
+    """Histogram of each channel (C, 256), or None if the values are not uint8."""
+
+
 def _sample(dataset: Any, index: int) -> _Sample | str:
     """Return the statistics of a sample, or the error."""
     try:
         if isinstance(dataset, SegmentationDataset):
-            pixels, target = dataset.load(index)
-            image = pixels.transpose(2, 0, 1)
+            image, target = dataset.load(index)
+            image = image.transpose(2, 0, 1)
         else:
-            tensors = _image_and_target(dataset[index])
-            image, target = tensors[0].numpy(), tensors[1].numpy()
+            image, target = (tensor.numpy() for tensor in _image_and_target(dataset[index]))
     except DataError as error:
         return str(error)
     ids, counts = np.unique(target, return_counts=True)
-    found = dict(zip(ids.tolist(), counts.tolist(), strict=True))
+    pixels = dict(zip(ids.tolist(), counts.tolist(), strict=True))
     if isinstance(dataset, SegmentationDataset):
-        classes, ignored = len(dataset.metainfo["classes"]), dataset.metainfo["ignore_index"]
-        if unknown := [i for i in found if i >= classes and i != ignored]:
+        known = {*range(len(dataset.metainfo["classes"])), dataset.metainfo["ignore_index"]}
+        if unknown := pixels.keys() - known:
             return (
-                f"sample {index} of {type(dataset).__name__} has label ids without a class: {unknown}; "
-                "correct the mask, the classes or ignore_index"
+                f"sample {index} of {type(dataset).__name__} has label ids without a class: {sorted(unknown)}"
             )
-    values = None
-    if image.dtype == np.uint8:
-        values = np.stack([np.bincount(channel.ravel(), minlength=256) for channel in image])
-    return _Sample((image.shape[1], image.shape[2]), found, values)
+    is_uint8 = image.dtype == np.uint8
+    values = np.stack([np.bincount(c.ravel(), minlength=256) for c in image]) if is_uint8 else None
+    return _Sample(image.shape[1:], pixels, values)
 
 
 def _content(part: _Part, samples: Sequence[_Sample]) -> dict[str, Any]:
     """Return the statistics of a dataset as built-in Python values."""
     pixels, images = Counter[int](), Counter[int]()
     for sample in samples:
-        pixels.update(sample.ids)
-        images.update(sample.ids.keys())
+        pixels.update(sample.pixels)
+        images.update(sample.pixels.keys())
     meta: Mapping[str, Any] = getattr(part.dataset, "metainfo", None) or {}
     names = meta.get("classes") or [str(i) for i in sorted(pixels)]
     total, ignored = max(pixels.total(), 1), meta.get("ignore_index")
     sizes = Counter(sample.size for sample in samples).most_common()
     mean, std = _moments([sample.values for sample in samples if sample.values is not None])
     return {
-        "split": part.split,
         "place": part.config_path,
         "dataset": type(part.dataset).__name__,
         "samples": len(part.dataset),
@@ -245,8 +217,7 @@ def _moments(values: Sequence[NDArray[np.int64]]) -> tuple[list[float] | None, l
     counts = np.sum(values, axis=0)
     share = counts / counts.sum(1, keepdims=True)
     mean = share @ np.arange(256)
-    variance = (share * (np.arange(256) - mean[:, None]) ** 2).sum(1)
-    return mean.tolist(), np.sqrt(variance).tolist()
+    return mean.tolist(), np.sqrt((share * (np.arange(256) - mean[:, None]) ** 2).sum(1)).tolist()
 
 
 def _print_statistics(content: Mapping[str, Any]) -> None:
@@ -255,10 +226,7 @@ def _print_statistics(content: Mapping[str, Any]) -> None:
         f"{content['place']}: {content['samples']:,} samples of {content['dataset']} ({content['readable']:,} "
         f"readable), pixels (width x height): {', '.join(sizes) or 'none readable'}"
     )
-    rows = [
-        (str(entry["id"]), entry["name"], f"{entry['share']:.2%}", f"{entry['samples']:,}")
-        for entry in content["classes"]
-    ]
+    rows = [(str(c["id"]), c["name"], f"{c['share']:.2%}", f"{c['samples']:,}") for c in content["classes"]]
     if content["ignored"] is not None:
         rows.append(("", "(ignored)", f"{content['ignored']:.2%}", ""))
     print_table(("id", "class", "share", "samples"), rows, 80, right=("id", "share", "samples"))
@@ -276,7 +244,7 @@ def _print_statistics(content: Mapping[str, Any]) -> None:
 def _cache(args: argparse.Namespace, cfg: Config) -> int:
     if args.prune and args.split:
         raise ConfigError(
-            "removes files that no split uses, so it cannot be combined with --split", "--prune"
+            "cannot be combined with --split, because it removes files of all splits", "--prune"
         )
     caches = [
         (part, DecodeCache(_folder(args.folder, part, cfg)))
@@ -333,8 +301,7 @@ def _cache_keys(dataset: Any) -> Iterator[str]:
 
 def _fill_all(part: _Part, cache: DecodeCache, workers: int | None) -> list[str]:
     """Cache the samples of a dataset, print a summary, and return an error for each unreadable sample."""
-    title = f"{part.config_path}: caching"
-    results = list(_map_samples(partial(_fill, cache), part.dataset, workers, title))
+    results = list(_map_samples(partial(_fill, cache), part.dataset, workers))
     filled = [result for result in results if not isinstance(result, str)]
     decoded = sum(new for _, new in filled)
     print(
@@ -355,12 +322,8 @@ def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | st
                     f"'{cache.path(key[0])}' was not written correctly; check the disk for errors"
                 )
         return cache.path(key[0]).stat().st_size, new
-    except DataError as error:
+    except (DataError, OSError) as error:
         return str(error)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write to '{cache.folder}': {error.strerror or error}", "--folder"
-        ) from error
 
 
 # ---- show ------------------------------------------------------------------------------------------------------
@@ -373,6 +336,8 @@ def _show(args: argparse.Namespace, cfg: Config) -> int:
     loader = cfg[f"{split}_dataloader"]
     if isinstance(loader, Mapping):  # worker processes do not affect the samples
         loader = {**loader, "num_workers": 0, "multiprocessing_context": None}
+    if args.epoch < 0:
+        raise ConfigError(f"must be at least 0, not {args.epoch}", "--epoch")
     seed = (cfg.get("randomness") or {}).get("seed") or 0
     with _context(cfg):
         loader = build_dataloader(loader, seed, f"{split}_dataloader", training=split == "train")
@@ -395,29 +360,19 @@ def _show(args: argparse.Namespace, cfg: Config) -> int:
 
 def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, Any]) -> Any:
     pairs = [(_display_image(sample), _image_and_target(sample)[1].numpy()) for sample in samples]
-    classes, ignored = meta.get("classes") or (), meta.get("ignore_index")
+    classes, ignored = meta.get("classes") or range(256), meta.get("ignore_index")
     palette = meta.get("palette") or default_palette(256)
-    if pairs[0][1].ndim == 0:
-        return _labeled_sheet(pairs, captions, classes)
+    if pairs[0][1].ndim == 0:  # class labels
+        named = [
+            f"{caption}: {classes[int(label)]}" for (_, label), caption in zip(pairs, captions, strict=True)
+        ]
+        return contact_sheet([(image,) for image, _ in pairs], ("image",), named, ())
     rows = [
         (image, colorize(mask, palette, ignored), overlay(image, mask, palette, 0.55, ignored))
         for image, mask in pairs
     ]
-    legend = list(zip(classes, palette, strict=False))
+    legend = list(zip(map(str, classes), palette, strict=False)) if meta.get("classes") else ()
     return contact_sheet(rows, ("image", "mask", "overlay"), captions, legend)
-
-
-def _labeled_sheet(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
-    """Return a contact sheet of images, each with its class name below it."""
-    blank = np.full_like(pairs[0][0], 255)
-    images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _NUM_COLUMNS)
-    names = [
-        f"{caption.split(',')[0]}: {classes[int(label)] if classes else int(label)}"
-        for (_, label), caption in zip(pairs, captions, strict=True)
-    ]
-    starts = range(0, len(images), _NUM_COLUMNS)
-    rows = [images[start : start + _NUM_COLUMNS] for start in starts]
-    return contact_sheet(rows, [""] * _NUM_COLUMNS, [names[start : start + _NUM_COLUMNS] for start in starts])
 
 
 def _display_image(sample: Any) -> RGB:

@@ -20,8 +20,6 @@ from slipstream.cli.configure import load_config
 from slipstream.cores import cores
 from slipstream.devices import default_device
 from slipstream.dist import infer_launcher
-from slipstream.dist.placement import read_placement
-from slipstream.errors import DistributedError
 from slipstream.runner.environment import collect_env
 from slipstream.speed.compile import inductor_problem
 
@@ -86,13 +84,9 @@ def _packages() -> Iterator[Row]:
 
 
 def _options(device: torch.device) -> Iterator[Row]:
-    for name in ("bfloat16", "float16"):
-        problem = _autocast_problem(device, getattr(torch, name))
-        yield (
-            (NO if problem else OK),
-            f"mixed precision {name}",
-            problem or f"AmpOptimWrapper, dtype='{name}'",
-        )
+    for dtype in (torch.bfloat16, torch.float16):
+        supported = torch.amp.is_autocast_available(device.type)
+        yield OK if supported else NO, f"mixed precision {str(dtype).removeprefix('torch.')}", ""
     problem = _compile_problem(device)
     yield (NO if problem else OK), "compile", problem or "cfg=dict(compile=True), backend inductor"
     npu = importlib.util.find_spec("torch_npu") is not None
@@ -118,30 +112,10 @@ def _distributed(device: torch.device) -> Iterator[Row]:
     names = ("nccl", "gloo", "mpi", "xccl", "hccl") if dist.is_available() else ()
     backends = [name for name in names if dist.is_backend_available(name)]
     yield (OK if backends else NO), "backends", ", ".join(backends) or "torch.distributed is not available"
-    yield _launcher()
+    launcher, names = infer_launcher(), ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    yield OK, "launcher", ", ".join([launcher, *found])
     yield OK, "threads", f"{torch.get_num_threads()} on {cores()} cores"
-
-
-def _launcher() -> Row:
-    launcher = infer_launcher()
-    if launcher == "none":
-        return OK, "launcher", "none; see `slipstream train --nproc N` and `--launcher` (docs/distributed.md)"
-    try:
-        placement = read_placement(launcher, os.environ)
-    except DistributedError as error:
-        return WARN, "launcher", str(error)
-    return OK, "launcher", ", ".join([launcher, *(f"{k}={v}" for k, v in placement.environ().items())])
-
-
-def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Multiply two matrices under autocast. Return the error message, or None on success."""
-    try:
-        with torch.autocast(device.type, dtype=dtype):
-            a = torch.ones(8, 8, device=device)
-            supported = (a @ a).dtype == dtype
-    except (RuntimeError, TypeError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return None if supported else f"autocast on {device.type} does not support {dtype}"
 
 
 def problems(device: torch.device, workers: Mapping[str, int]) -> Iterator[Row]:

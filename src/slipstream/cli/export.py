@@ -60,17 +60,13 @@ def run(args: argparse.Namespace) -> int:
         load = (_write_onnx if args.to == "onnx" else _write_torch)(network, checks[0], dynamic, file)
         difference = _largest_difference(load, network, trained.model, params, checks)
         pairs = zip(trained.transform_configs, trained.transforms, strict=True)
+        sizes = ["N", shape[0], "H", "W"] if dynamic else ["N", *shape]
         content = {
             "checkpoint": str(trained.path),
-            "input": {
-                "name": "images",
-                "shape": ["N", shape[0], "H", "W"] if dynamic else ["N", *shape],
-                "dtype": "float32",
-                "values": "RGB, 0 to 255; the exported model normalizes them"
-                if network.normalizes
-                else "as the model's network expects them; the configuration contains no normalization",
-            },
-            "output": {"name": "scores", "meaning": _meaning(network, checks[1])},
+            "input": {"name": "images", "dtype": "float32", "shape": sizes},
+            "values": "RGB, 0 to 255" if network.normalizes else "as the network expects them",
+            "output": "scores; the class is the index of the largest score in dimension 1, or 1 where a single "
+            "score is at least 0",
             "classes": list(trained.classes),
             "palette": trained.palette,
             "transforms_before": [config for config, built in pairs if not isinstance(built, _INCLUDED)],
@@ -280,14 +276,3 @@ def _check_predictions(
         raise ModelError(
             "the exported model and validation predict different classes; use a different format"
         )
-
-
-@torch.no_grad()
-def _meaning(network: _ExportedNetwork, images: Tensor) -> str:
-    """Return a sentence that explains how to determine the class from the scores."""
-    scores = network(images)
-    if scores.ndim != 1 and scores.shape[1] != 1:
-        return "the class is the index of the largest score in dimension 1"
-    if network.is_segmentor and scores.ndim == 4:
-        return "the class is 1 where the score is at least 0, and 0 elsewhere"
-    return "one score per input; the model does not define a threshold"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from slipstream.cli.parser import parse
-from slipstream.cli.processes import announce, announce_preemption, enter_process, first_failure, in_launch
+from slipstream.cli.processes import announce, announce_preemption, enter_process, in_launch, is_first_failure
 from slipstream.errors import ConfigError, SlipstreamError
 
 __all__ = ["main"]
@@ -52,9 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _SIGPIPE
         if not in_launch():
             raise
-        with first_failure() as first:
-            if first:
-                sys.excepthook(type(error), error, error.__traceback__)
+        if is_first_failure():
+            sys.excepthook(type(error), error, error.__traceback__)
         return 1
 
 
@@ -74,9 +73,8 @@ def _is_stdout_closed() -> bool:
 def _fail(error: SlipstreamError, status: int) -> int:
     text = " ".join([str(error), *getattr(error, "__notes__", ())])
     announce(f"{type(error).__name__}: {text}")
-    with first_failure() as first:
-        if first:
-            print(f"slipstream: error: {text}", file=sys.stderr)
+    if is_first_failure():
+        print(f"slipstream: error: {text}", file=sys.stderr)
     return status
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,7 +31,6 @@ REMOVED_COMMANDS = {
 
 # Copied from `slipstream.dist`, so that --help does not import torch.
 _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
-_TRUST = "allow a YAML, JSON or TOML file to import modules, which executes code"
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     The attribute `function` contains the function that runs the command, such as `train.run`.
     """
     parser, commands = build_parser()
-    words = list(_arguments() if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     for word in words[:1] + [f"{words[0]} {word.partition('=')[0]}" for word in words[1:]]:
         if word in REMOVED_COMMANDS:
             parser.error(f"`{word}` was removed; {REMOVED_COMMANDS[word]}")
@@ -88,12 +88,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.resume = True  # an override, not a checkpoint
         args.overrides.append(resume)
     return args
-
-
-def _arguments() -> list[str]:
-    import sys
-
-    return sys.argv[1:]
 
 
 def build_parser() -> tuple[Parser, _Commands]:
@@ -201,20 +195,15 @@ def _add_measuring_commands(commands: _Commands) -> None:
 
 
 def _add_bench(parser: Parser) -> None:
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE",
-                        help="recipes to measure (default: the five street_scenes_* recipes)")  # fmt: skip
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="recipes to measure (default: the five "
+                        "street_scenes_* recipes), and key=value overrides for all of them")  # fmt: skip
     parser.option("--against", "compare the step with a hand-written loop and these frameworks: accelerate, "
                   "lightning, mmengine, loop_compiled", type=_words, metavar="NAME,NAME,...")  # fmt: skip
     parser.option("--synthetic", "train on a single batch, without loading data", action="store_true")
     parser.number("--steps", 20, "steps to time")
     parser.number("--warmup", 5, "untimed steps at the start, at least 3")
-    parser.number("--batch-size", None, "samples per process (default: the recipe's)")
-    parser.option("--size", "size of generated images (default: the recipe's)", type=_size, metavar="HxW")
     parser.option("--mode", "measure only eager or only compiled", choices=("eager", "compiled"))
     parser.option("--precision", "measure only float32 or only AMP", choices=("fp32", "amp"))
-    parser.option(
-        "--averaging", "measure with or without SyncBN and EMA (default: off)", choices=("on", "off")
-    )
     parser.option("--timeout", "time limit in seconds for each run (default: 900)", type=float, default=900.0)
     parser.option("--out", "default: work_dirs/bench", default="work_dirs/bench", metavar="DIR")
     _add_config_dir(parser)
@@ -302,7 +291,8 @@ def _add_json(parser: Parser) -> None:
 
 
 def _add_trust(parser: Parser) -> None:
-    parser.option("--trust", _TRUST, action="store_const", const=True, default=None)
+    text = "allow a YAML, JSON or TOML file to import modules, which executes code"
+    parser.option("--trust", text, action="store_const", const=True, default=None)
 
 
 def _add_launcher(parser: Parser) -> None:
@@ -332,10 +322,3 @@ def _words(text: str) -> list[str]:
 
 def _shape(text: str) -> tuple[int, ...]:
     return tuple(_count(word) for word in text.split("x"))
-
-
-def _size(text: str) -> tuple[int, ...]:
-    shape = _shape(text)
-    if len(shape) != 2:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size; use HEIGHTxWIDTH, such as 512x1024")
-    return shape

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from slipstream.step.eager import sum_losses
 from slipstream.tune.jobs import RepeatedBatches, RunnerJob, Setting
 from slipstream.tune.observer import Observer
 
-__all__ = ["CONTENDERS", "Contender", "PeerJob", "Work", "hand_written", "read_subject", "with_slipstream"]
+__all__ = ["CONTENDERS", "FRAMEWORKS", "PeerJob", "Work", "hand_written", "read_subject", "with_slipstream"]
 
 _NUM_BATCHES = 6
 """Maximum number of distinct batches. Training repeats these batches."""
@@ -56,6 +56,7 @@ class Work:
     """Folder for the files that the framework writes."""
     after_step: Callable[[Tensor], None]
     """Called with the detached loss after each step."""
+    epochs: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # devices are immutable
     """The device of the network and the batches."""
 
@@ -65,7 +66,7 @@ def hand_written(work: Work, compiled: bool = False) -> None:
     optimizer = work.make_optimizer(work.net)
     net: Any = torch.compile(work.net) if compiled else work.net
     net.train()
-    for batch in work.loader:
+    for batch in chain.from_iterable(work.loader for _ in range(work.epochs)):
         loss = work.loss(net, batch)
         optimizer.zero_grad()
         loss.backward()
@@ -80,7 +81,7 @@ def with_accelerate(work: Work) -> None:
     accelerator = Accelerator(cpu=work.device.type == "cpu")
     net, optimizer, loader = accelerator.prepare(work.net, work.make_optimizer(work.net), work.loader)
     net.train()
-    for batch in loader:
+    for batch in chain.from_iterable(loader for _ in range(work.epochs)):
         loss = work.loss(net, batch)
         optimizer.zero_grad()
         accelerator.backward(loss)
@@ -111,7 +112,7 @@ def with_lightning(work: Work) -> None:
             work.after_step(loss.detach())
 
     trainer = pl.Trainer(
-        accelerator="cpu" if work.device.type == "cpu" else "auto", devices=1, max_epochs=1, logger=False,
+        accelerator="cpu" if work.device.type == "cpu" else "auto", devices=1, max_epochs=work.epochs, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=work.folder,
     )  # fmt: skip
@@ -170,7 +171,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
         model=Model(),
         work_dir=work.folder,
         train_dataloader=work.loader,
-        train_cfg={"by_epoch": True, "max_epochs": 1},
+        train_cfg={"by_epoch": True, "max_epochs": work.epochs},
         optim_wrapper={"optimizer": work.make_optimizer(work.net)},
         default_hooks=hooks,
         custom_hooks=[Steps()],
@@ -180,28 +181,18 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
     run.visualizer.close()
 
 
-class Contender(NamedTuple):
-    """A framework, optionally with special options, that performs the training run."""
-
-    label: str
-    package: str
-    """Name of the required package."""
-    train: Callable[[Work], None]
-
-
-_STEP = {"compile": {"scope": "step"}}
-CONTENDERS = {
-    "loop": Contender("hand-written loop", "torch", hand_written),
-    "loop_compiled": Contender("loop, torch.compile(model)", "torch", partial(hand_written, compiled=True)),
-    "accelerate": Contender("Accelerate", "accelerate", with_accelerate),
-    "lightning": Contender("Lightning", "lightning", with_lightning),
-    "mmengine": Contender("MMEngine", "mmengine", with_mmengine),
-    "slipstream": Contender("Slipstream", "slipstream", with_slipstream),
-    "slipstream_compiled": Contender(
-        "Slipstream, compiled", "slipstream", partial(with_slipstream, speed=_STEP)
-    ),
+CONTENDERS: dict[str, Callable[[Work], None]] = {
+    "loop": hand_written,
+    "loop_compiled": partial(hand_written, compiled=True),
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+    "mmengine": with_mmengine,
+    "slipstream": with_slipstream,
+    "slipstream_compiled": partial(with_slipstream, speed={"compile": {"scope": "step"}}),
 }
 """Maps the names that `slipstream bench --against` accepts to the contenders."""
+FRAMEWORKS = ("accelerate", "lightning", "mmengine")
+"""The contenders that require a package of the same name."""
 
 
 class _Subject(NamedTuple):
@@ -227,8 +218,8 @@ class PeerJob:
         loader = DataLoader(RepeatedBatches(batches, 10**9), batch_size=None)
         observer.describe = lambda: {"samples": samples, "problem": None, "buffered": 0}
         device = next(model.parameters()).device
-        CONTENDERS[self.name].train(
-            Work(model, loader, _model_loss, lambda net: optimizer, str(folder), observer.after_step, device)
+        CONTENDERS[self.name](
+            Work(model, loader, _model_loss, lambda net: optimizer, str(folder), observer.after_step, device=device)
         )
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import command_args
 from slipstream.cores import cores
@@ -25,13 +25,13 @@ __all__ = [
     "announce",
     "announce_preemption",
     "enter_process",
-    "first_failure",
     "in_launch",
     "interrupt_on_sigterm",
+    "is_first_failure",
     "launch",
     "needs_launch",
     "restarted_with_progress",
-]
+]  # fmt: skip
 
 # Environment variable that contains the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
@@ -71,7 +71,8 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
 
     config = _launch_config(_count(args.nproc), args.max_restarts)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // config.nproc_per_node)))
-    _silence_launcher()
+    # The failed process or `_report` reports failures.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     # The launcher replaces $local_rank in the arguments, so each $ must be escaped.
     argv = [word.replace("$", "$$") for word in command_args(args, launcher="pytorch")]
     with _shared_folder(work_dir) as folder:
@@ -79,8 +80,8 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
         try:
             elastic_launch(config, sys.executable)("-m", "slipstream", *argv)
         except ChildFailedError as error:
-            marker = Path(folder) / f"failed-{args.max_restarts}"
-            return _report(error.failures, printed=marker.is_file() and bool(marker.read_text()))
+            printed = (Path(folder) / f"failed-{args.max_restarts}").is_file()
+            return _report(error.failures, printed)
         except SignalException as stopped:
             if (Path(folder) / _PREEMPTED).is_file():
                 return EXIT_STATUS  # rank 0 has logged how to resume
@@ -92,52 +93,26 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
 
 
 def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
+    """Return torchrun's configuration; with PET_NNODES, for several machines, otherwise for this one."""
     from torch.distributed.launcher.api import LaunchConfig
 
-    if (nodes := _machines(os.environ)) is not None:
-        return LaunchConfig(
-            min_nodes=nodes.total,
-            max_nodes=nodes.total,
-            nproc_per_node=count,
-            max_restarts=max_restarts,
-            run_id="slipstream",
-            rdzv_backend="static",
-            rdzv_endpoint=nodes.endpoint,
-            rdzv_configs={"rank": nodes.rank},
-        )
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        max_restarts=max_restarts,
-        run_id="slipstream",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",  # avoids host name resolution
-    )
-
-
-class _Machines(NamedTuple):
-    total: int
-    rank: int
-    """Rank of this machine."""
-    endpoint: str
-    """HOST:PORT on which the first machine's launcher listens."""
-
-
-def _machines(environ: Mapping[str, str]) -> _Machines | None:
-    """Return the job's machines from torchrun's environment variables, or None if this is the only machine."""
-    if environ.get("PET_NNODES", "1") == "1":
-        return None
     from slipstream.dist.placement import DEFAULT_PORT, read_int, read_str
 
-    count, rank = (read_int(environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
-    if rank >= count:
-        raise DistributedError(
-            f"PET_NODE_RANK={rank} must be less than PET_NNODES={count}; node ranks start at 0"
-        )
-    port = read_int(environ, "PET_MASTER_PORT", "pytorch") if environ.get("PET_MASTER_PORT") else DEFAULT_PORT
-    return _Machines(count, rank, f"{read_str(environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}")
+    common: dict[str, Any] = {"nproc_per_node": count, "max_restarts": max_restarts, "run_id": "slipstream"}
+    if os.environ.get("PET_NNODES", "1") == "1":
+        # Port 0 selects a free port, and the local address avoids host name resolution.
+        address = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+        return LaunchConfig(min_nodes=1, max_nodes=1, rdzv_backend="c10d", **address, **common)
+    nodes, rank = (read_int(os.environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
+    if rank >= nodes:
+        raise DistributedError(f"PET_NODE_RANK={rank} must be less than PET_NNODES={nodes}; ranks start at 0")
+    port = os.environ.get("PET_MASTER_PORT") or DEFAULT_PORT
+    endpoint = f"{read_str(os.environ, 'PET_MASTER_ADDR', 'pytorch')}:{port}"
+    configs = {"rank": rank}
+    return LaunchConfig(
+        min_nodes=nodes, max_nodes=nodes, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs=configs,
+        **common,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -158,16 +133,7 @@ def _count(text: str) -> int:
         count: int = determine_local_world_size(text)
     except ValueError as error:
         raise ConfigError(f"`--nproc` must be a number, gpu, auto or cpu, not '{text}': {error}") from None
-    if count < 1:
-        raise ConfigError(f"`--nproc` must be at least 1, not {text}")
     return count
-
-
-def _silence_launcher() -> None:
-    """Discard the launcher's log messages. Failures are reported by the failed process or by `_report`."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
 
 
 def _report(failures: Mapping[int, Any], printed: bool) -> int:
@@ -233,20 +199,15 @@ def announce_preemption(error: SystemExit) -> None:
             (Path(os.environ[_FOLDER]) / _PREEMPTED).touch()
 
 
-@contextmanager
-def first_failure() -> Iterator[bool]:
-    """Yield whether this process is the first process in its launch to fail. Only that process prints its error."""
+def is_first_failure() -> bool:
+    """Return whether this process is the first process in its launch to fail. Only that process prints its error."""
     if not in_launch():
-        yield True
-        return
-    marker = Path(os.environ[_FOLDER]) / f"failed-{_attempt()}"
+        return True
     try:
-        marker.touch(exist_ok=False)
+        (Path(os.environ[_FOLDER]) / f"failed-{_attempt()}").touch(exist_ok=False)
     except FileExistsError:
-        yield False
-    else:
-        yield True
-        marker.write_text("printed")
+        return False
+    return True
 
 
 def restarted_with_progress(work_dir: str) -> bool:

@@ -15,7 +15,6 @@ from slipstream.recipes import compose, find_recipe, is_composed, recipes
 
 __all__ = ["new", "run"]
 
-_SUPERGRADIENTS = "With SuperGradients' names and keys (docs/from_supergradients.md)"
 _STARTER_FILES = ("recipe.py", "shapes.py", "README.md")
 
 
@@ -28,33 +27,21 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(descriptions, indent=1))
         return 0
     width = max(map(len, descriptions))
-    lines: dict[bool, list[str]] = {False: [], True: []}
-    for name, purpose in descriptions.items():
-        lines[_is_composed(name, args.config_dir)].append(f"{name:{width}}  {purpose}")
-    print("\n".join([*lines[False], *(["", f"{_SUPERGRADIENTS}:", *lines[True]] if lines[True] else [])]))
+    print(*(f"{name:{width}}  {purpose}" for name, purpose in descriptions.items()), sep="\n")
     return 0
-
-
-def _is_composed(name: str, config_dir: str | None) -> bool:
-    try:
-        return is_composed(find_recipe(name, config_dir))
-    except ConfigError:  # an invalid file must not prevent listing the others
-        return False
 
 
 def _show(args: argparse.Namespace) -> int:
     """Print the recipe with its own keys, after resolving its defaults list and applying the overrides."""
     path = find_recipe(args.config, args.config_dir)
-    composed = is_composed(path)
-    if composed:
+    if is_composed(path):
         cfg = Config(compose(args.config, args.overrides, args.config_dir, bool(args.trust)))
     else:
         from slipstream.cli.configure import load_config
 
         cfg = load_config(args.config, args.overrides, args.config_dir, bool(args.trust)).cfg
     text = to_text(cfg.redacted(), ".json" if args.json else ".yaml")
-    header = f"# {path}\n" + (f"# {_SUPERGRADIENTS}\n" if composed else "")
-    print(text if args.json else header + text, end="" if text.endswith("\n") else "\n")
+    print(text if args.json else f"# {path}\n{text}", end="" if text.endswith("\n") else "\n")
     return 0
 
 

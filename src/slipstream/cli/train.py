@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure, read_config
@@ -47,11 +46,11 @@ def validate(args: argparse.Namespace) -> int:
     from slipstream.training.config_paths import at_user_paths
     from slipstream.training.recipe import has_full_checkpoint
 
-    cfg = configure(args)
+    must_launch, cfg = needs_launch(args), configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
     if checkpoint is None and not has_full_checkpoint(cfg):
         raise CheckpointError(f"no checkpoint found in {cfg.work_dir}; train first or set `--checkpoint`")
-    if needs_launch(args):
+    if must_launch:
         return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
     with at_user_paths(cfg):
@@ -110,7 +109,7 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
 
 def summary(runner: Runner) -> str:
     """Return one line with the last and best metrics, the speed, and the folder."""
-    hub, folder = runner.message_hub, Path(runner.work_dir)
+    hub, folder = runner.message_hub, runner.work_dir
     metrics = [
         _with_best(name.removeprefix("val/"), history.current(), hub)
         for name, history in hub.log_scalars.items()
@@ -118,12 +117,7 @@ def summary(runner: Runner) -> str:
     ]
     speed = hub.get_info("images_per_second")
     results = [*metrics[:3], *([f"{speed:.1f} images/s including the first step"] if speed else [])]
-    found = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
-    best = {Path(str(path)).name for key, path in hub.runtime_info.items() if key.startswith("best_ckpt")}
-    # An earlier run in the same folder may have saved its own best checkpoint.
-    files = [name for name in found if name in best or not name.startswith("best_")]
-    logs = Path(runner.log_dir).relative_to(folder)
-    return f"Done: {', '.join(results)}. In {folder}: {', '.join(files)}; logs in {logs}/"
+    return f"Done: {', '.join(results)}. Checkpoints in {folder}, logs in {runner.log_dir}"
 
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
