@@ -87,7 +87,7 @@ class Contender:
             if failure.status != "timed out":
                 self.problem = f"{failure.status}: {failure.reason}"
             return False
-        self.seconds.append(timed["seconds"] * self.setting.split)
+        self.seconds.append(timed["seconds"])
         return True
 
 

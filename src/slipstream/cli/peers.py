@@ -219,7 +219,15 @@ class PeerJob:
         observer.describe = lambda: {"samples": samples, "problem": None, "buffered": 0}
         device = next(model.parameters()).device
         CONTENDERS[self.name](
-            Work(model, loader, _model_loss, lambda net: optimizer, str(folder), observer.after_step, device=device)
+            Work(
+                model,
+                loader,
+                _model_loss,
+                lambda net: optimizer,
+                str(folder),
+                observer.after_step,
+                device=device,
+            )
         )
 
 
