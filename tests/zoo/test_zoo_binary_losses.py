@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 from slipstream.training.losses import loss_config
-from slipstream.zoo import BCEDiceLoss, FocalLoss, ShelfNetOHEMLoss
+from slipstream.zoo import FocalLoss
 
 
 def mask_batch(seed=0, dtype=torch.float64):
@@ -93,24 +92,3 @@ def test_shelfnet_ohem_sums_over_all_outputs(spread):
     assert list(found) == ["loss_main", "loss_aux0", "loss_aux1"]
     wanted = [hard_pixels(output, targets, 255, 0.05, 0.7) for output in outputs]
     assert [value.item() for value in found.values()] == pytest.approx(wanted, rel=1e-9)
-
-
-def test_shelfnet_ohem_has_the_supergradients_defaults():
-    loss = ShelfNetOHEMLoss()
-    assert (loss.ignore_index, loss.ohem.mining_percent) == (255, 1e-4)
-    assert loss.ohem.hard_loss == pytest.approx(-math.log(0.7))
-    assert ShelfNetOHEMLoss(ignore_lb=-1).ignore_index == -100
-    single = loss(torch.zeros(1, 3, 4, 4), torch.zeros(1, 4, 4, dtype=torch.uint8))
-    assert single["loss_main"].item() == pytest.approx(math.log(3))
-
-
-def test_other_outputs_and_arguments_are_rejected():
-    logits, targets = mask_batch()
-    with pytest.raises(ModelError, match=r"but the output has shape \(3, 2, 5, 4\); set num_classes=1"):
-        BCEDiceLoss()(logits.expand(3, 2, 5, 4), targets)
-    with pytest.raises(ModelError, match=r"network returns 2 in training.*use_aux_heads=False"):
-        BCEDiceLoss()((logits, logits), targets)
-    with pytest.raises(ConfigError, match="must contain two numbers"):
-        BCEDiceLoss([1.0])
-    with pytest.raises(ConfigError, match=r"must be an nn\.BCEWithLogitsLoss, not CrossEntropyLoss"):
-        FocalLoss(nn.CrossEntropyLoss())

@@ -140,16 +140,6 @@ def test_logits_have_the_size_of_the_input(size):
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_gradient_reaches_every_parameter_in_training():
-    torch.manual_seed(0)
-    network = ddrnet_23_slim(num_classes=4)
-    sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
-    # A bias before BatchNorm has no effect and therefore no gradient.
-    inert = {"_backbone.stem.0.0.bias", "_backbone.stem.1.0.bias"}
-    grads = {n: p.grad for n, p in network.named_parameters() if n not in inert}
-    assert [n for n, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
-
-
 @pytest.mark.slow
 def test_network_compiles_as_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)

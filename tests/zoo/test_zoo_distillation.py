@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 from slipstream.training.losses import loss_config
 from slipstream.zoo import (
     ChannelWiseKnowledgeDistillationLoss,
     KDklDivLoss,
-    KDLogitsLoss,
     KDOutput,
     NormalizationAdapter,
-    SegKDLoss,
 )
 
 
@@ -100,25 +97,6 @@ def test_seg_kd_loss_weights_each_output():
     torch.testing.assert_close(found, wanted)
 
 
-def test_task_losses_that_return_several_values_are_supported():
-    student, teacher = outputs(2, 3, seed=4)
-    targets = torch.tensor([0, 2])
-
-    class Pair(nn.Module):
-        def forward(self, scores, labels):
-            loss = nn.functional.cross_entropy(scores, labels)
-            return loss, torch.stack([loss, loss]).detach()
-
-    class Named(nn.Module):
-        def forward(self, scores, labels):
-            loss = nn.functional.cross_entropy(scores, labels)
-            return {"loss_a": 0.25 * loss, "loss_b": 0.75 * loss, "accuracy": loss * 0}
-
-    plain = KDLogitsLoss(nn.CrossEntropyLoss())(KDOutput(student, teacher), targets)
-    for loss in (Pair(), Named()):
-        torch.testing.assert_close(KDLogitsLoss(loss)(KDOutput(student, teacher), targets), plain)
-
-
 def test_the_adapter_converts_one_normalization_to_the_other():
     pixels = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     first, second = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), ([0.5, 0.4, 0.3], [0.5, 0.6, 0.7])
@@ -128,18 +106,3 @@ def test_the_adapter_converts_one_normalization_to_the_other():
     ]
     found = NormalizationAdapter(*first, *second)(normalized[0].float())
     torch.testing.assert_close(found, normalized[1].float(), rtol=1e-5, atol=1e-5)
-
-
-def test_invalid_arguments_and_missing_teachers_are_rejected():
-    ce, kd = nn.CrossEntropyLoss(), ChannelWiseKnowledgeDistillationLoss()
-    with pytest.raises(ConfigError, match="must be between 0 and 1"):
-        KDLogitsLoss(ce, distillation_loss_coeff=2)
-    with pytest.raises(ConfigError, match="must be 'channel_wise' or 'spatial_wise'"):
-        ChannelWiseKnowledgeDistillationLoss("pixel_wise")
-    with pytest.raises(ConfigError, match="must contain two numbers"):
-        SegKDLoss(kd, ce, [1.0], [1.0])
-    logits, targets = torch.zeros(1, 2, 2, 2), torch.zeros(1, 2, 2, dtype=torch.long)
-    with pytest.raises(ModelError, match="train with KDTrainer"):
-        KDLogitsLoss(ce)(logits, targets)
-    with pytest.raises(ModelError, match=r"one output per weight \(2\), but the student returns 1 and"):
-        SegKDLoss(kd, ce, [1.0, 1.0], [1.0, 1.0])(KDOutput(logits, logits), targets)

@@ -97,13 +97,6 @@ def test_only_convolutions_whose_unchanged_output_has_one_consumer_are_fused():
     torch.testing.assert_close(network(x).detach(), expected)
 
 
-def test_a_prepared_network_can_be_exported():
-    network = models.get("ddrnet_23_slim", 4, use_aux_heads=True)
-    network.prep_model_for_conversion([64, 64])
-    x = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(torch.export.export(network, (x,)).module()(x), network(x))
-
-
 @pytest.mark.parametrize(("name", "kept"), [(name, rest[0]) for name, rest in NETWORKS.items()])
 def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone(name, kept):
     heads = WITH_HEADS.get(name, {})
@@ -118,17 +111,6 @@ def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone
     network(torch.randn(2, 3, 64, 64))
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         network.replace_head(0)
-
-
-def test_the_layers_that_supergradients_replaces_are_initialized_again():
-    network = models.get("ddrnet_23_slim", 5)
-    before = network.final_layer.conv1.weight.detach().clone()
-    network.replace_head(5)
-    assert not torch.equal(network.final_layer.conv1.weight, before)
-    network = models.get("pp_lite_t_seg", 5)
-    before = network.seg_head[0].seg_head[0].seq.conv.weight.detach().clone()
-    network.replace_head(5)
-    assert torch.equal(network.seg_head[0].seg_head[0].seq.conv.weight, before)
 
 
 def test_classification_returns_the_class_and_its_probability(tmp_path):
@@ -222,16 +204,3 @@ def test_predict_uses_the_normalization_of_the_data_preprocessor(tmp_path, name,
     loaded.predict(image)
     torch.testing.assert_close(seen[0][0], (torch.from_numpy(image).permute(2, 0, 1) - mean) / std)
     assert not logged
-
-
-def test_predict_warns_if_the_data_preprocessor_cannot_be_applied(monkeypatch):
-    network = models.get("regseg48", 3)
-    model = {"data_preprocessor": {**PREPROCESSOR, "bgr_to_rgb": True}}
-    cfg = {"model": model, "val_dataloader": {"dataset": {"transforms": []}}}
-    meta = {"cfg": yaml.safe_dump(cfg), "dataset_meta": {"classes": ["a", "b", "c"]}}
-    network.set_processing_from_checkpoint(meta)
-    logged = []
-    monkeypatch.setattr(predicting, "print_log", lambda *arguments: logged.append(arguments))
-    found = network.predict(np.zeros((64, 64, 3), np.uint8))
-    assert tuple(found.class_names) == ("a", "b", "c")
-    assert "predict normalizes images as in the recipes" in logged[0][0]

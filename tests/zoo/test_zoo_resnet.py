@@ -11,20 +11,6 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4,
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-def torchvision_keys(name):
-    """Return the keys of torchvision's state dict. A block that changes the shape has a projection."""
-    convs = 3 if name == "resnet50" else 2
-    keys = {"conv1.weight", *(f"bn1.{n}" for n in NORM), "fc.weight", "fc.bias"}
-    for stage, depth in enumerate(DEPTHS[name], start=1):
-        for block in range(depth):
-            prefix = f"layer{stage}.{block}"
-            for i in range(1, convs + 1):
-                keys |= {f"{prefix}.conv{i}.weight", *(f"{prefix}.bn{i}.{n}" for n in NORM)}
-            if block == 0 and (stage > 1 or convs == 3):
-                keys |= {f"{prefix}.downsample.0.weight", *(f"{prefix}.downsample.1.{n}" for n in NORM)}
-    return keys
-
-
 def reference_forward(name, state, x):
     """Compute the output of the network in evaluation mode, with weights from a state dict with torchvision's keys."""
 

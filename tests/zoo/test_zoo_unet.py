@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ModelError
 from slipstream.zoo import models
 
 # SHA-256 of the names and shapes in the state dict of SuperGradients' `unet` with one class, in order.
@@ -66,8 +66,3 @@ def test_images_of_at_least_16_x_16_pixels_are_accepted():
         assert network(torch.zeros(1, 3, 33, 50)).shape == (1, 3, 33, 50)
         with pytest.raises(ModelError, match="at least 16 x 16 pixels, not 15 x 50"):
             network(torch.zeros(1, 3, 15, 50))
-
-
-def test_auxiliary_heads_raise_an_error():
-    with pytest.raises(ConfigError, match="must be False"):
-        models.get("unet", 1, arch_params={"use_aux_heads": True})

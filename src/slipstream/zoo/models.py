@@ -23,7 +23,7 @@ from slipstream.logging import print_log
 from slipstream.model.weight_init import load_pretrained
 from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
-from slipstream.zoo.timm_networks import PREFIX, import_timm
+from slipstream.zoo.timm_networks import PREFIX, TimmClassifier, add_prefix, import_timm
 
 __all__ = ["get", "load", "missing_weights", "names", "network_config", "network_hint", "unknown_network"]
 
@@ -207,6 +207,8 @@ def load(
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
     state = revise(state, [(r"^(network\.)?((module|_orig_mod)\.)*" + inner, "")])
+    if isinstance(part, TimmClassifier):
+        add_prefix(part, state, "")  # the shapes are compared by name
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()
     if strict == "no_key_matching" and not matching:

@@ -15,7 +15,7 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.network import Network
 
-__all__ = ["PREFIX", "TimmClassifier", "import_timm"]
+__all__ = ["PREFIX", "TimmClassifier", "add_prefix", "import_timm"]
 
 PREFIX = "timm:"
 """Prefix of the names of timm's networks in `models.get` and in `architecture`."""
@@ -71,7 +71,7 @@ class TimmClassifier(Network, PretrainedWeights):
         self._arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
         self.model: nn.Module = timm.create_model(name, pretrained=False, **self._arguments)
         self.pretrained_pending = pretrained
-        self.register_load_state_dict_pre_hook(_add_prefix)
+        self.register_load_state_dict_pre_hook(add_prefix)
 
     def init_weights(self) -> None:
         """Load timm's weights if `pretrained` is True. Subsequent calls have no effect.
@@ -141,7 +141,7 @@ def import_timm() -> ModuleType:
     return module
 
 
-def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Prepend `model.` to the names in a checkpoint that uses timm's own names."""
     inner = f"{prefix}model."
     if any(key.startswith(inner) for key in state_dict):
