@@ -138,10 +138,12 @@ def _decode_fast(path: Path | ImageBytes, max_pixels: int | None, mode: str) -> 
         with open_image(ImageBytes(str(path), data), max_pixels) as image:
             decode, kind = formats.get(image.format or ""), (image.format, image.mode, mode)
             supported = kind in (("PNG", mode, mode), ("JPEG", "RGB", "RGB"), ("JPEG", "L", "RGB"))
-            converted = any(
-                ";" in str(args) for _, _, _, args in image.tile
-            )  # such as 4 or 16 bits per channel
-            if decode is None or not supported or converted or _orientation(image) is not None:
+            # Pillow converts other depths, such as 4 or 16 bits per channel.
+            converted = any(";" in str(args) for _, _, _, args in image.tile)
+            if decode is None or not supported or converted:
+                return None
+            # For a PNG, Pillow decodes the pixels to find the orientation; its decoder checks the metadata.
+            if image.format == "JPEG" and _orientation(image) is not None:
                 return None
             shape = (image.height, image.width, 3) if mode == "RGB" else (image.height, image.width)
         pixels: NDArray[np.uint8] | None = decode(data, shape)
