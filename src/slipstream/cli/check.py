@@ -95,5 +95,5 @@ def _check(cfg: Config) -> dict[str, dict[str, Any]]:
 
 def _samples(loader: Any) -> Mapping[str, Any]:
     """Return the number of samples, if known."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     return {"samples": len(dataset)} if hasattr(dataset, "__len__") else {}

@@ -221,7 +221,12 @@ class ReportHook(Hook):
             max_epochs=runner.max_epochs if trained and runner.by_epoch else 0,
             start_iteration=self._start or 0,
             resumed_from=resumed.name if resumed else "",
-            phases=PhaseSplit(dict(phases.seconds), dict(phases.first), phases.steps, phases.samples),
+            phases=PhaseSplit(
+                {str(name): seconds for name, seconds in phases.seconds.items()},
+                {str(name): seconds for name, seconds in phases.first.items()},
+                phases.steps,
+                phases.samples,
+            ),
             curves=self._curves,
             confusions=list(self._confusions.values()),
             examples=self._examples,

@@ -49,7 +49,8 @@ def fuse_batch_norms(network: nn.Module, example: Tensor) -> int:
 
 def _fuse(network: nn.Module, conv: str, norm: str) -> None:
     replaced: Any = network.get_submodule(conv)
-    fused: Any = fuse_conv_bn_eval(replaced, network.get_submodule(norm), isinstance(replaced, _TRANSPOSED))
+    statistics: Any = network.get_submodule(norm)
+    fused: Any = fuse_conv_bn_eval(replaced, statistics, isinstance(replaced, _TRANSPOSED))
     network.set_submodule(conv, fused)
     network.set_submodule(norm, nn.Identity())
 

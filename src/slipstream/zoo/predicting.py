@@ -190,7 +190,7 @@ def _build_transforms(transforms: Any, task: str) -> list[Any]:
         raise ConfigError(f"must be a list of transforms, not {transforms!r}", "image_processor")
     built = []
     for entry in transforms:
-        cfg = {"type": entry} if isinstance(entry, str) else entry
+        cfg: Any = {"type": entry} if isinstance(entry, str) else entry
         if not isinstance(cfg, Mapping):
             built.append(entry)
             continue

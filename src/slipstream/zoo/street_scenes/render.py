@@ -55,8 +55,8 @@ def render(
     blend, shade, z = _textures(scene, ids, materials, table, clouds)
     first, second = (np.moveaxis(table[i : i + 3].take(ids, 1), 0, -1) for i in (3, 6))
     color = (first + (second - first) * blend[..., None]) * (shade * (0.92 + 0.16 * clouds))[..., None]
-    color += (np.float32(scene.haze) - color) * (z / (z + np.float32(scene.reach)))[..., None]
-    color *= 255 * np.float32(scene.tint)
+    color += (np.asarray(scene.haze, np.float32) - color) * (z / (z + np.float32(scene.reach)))[..., None]
+    color *= 255 * np.asarray(scene.tint, np.float32)
     color *= 1.25 - color * np.float32(0.25 / 255)  # compress highlights smoothly
     image = Image.fromarray(np.clip(color, 0, 255).astype(np.uint8))
     # A slight blur, as of a lens, and sensor noise.
@@ -98,7 +98,8 @@ def _tile(smooth: bool) -> Floats:
     gain = frequency**-0.75 * (np.exp(-((frequency / 24) ** 2)) if smooth else 1.0)
     tile = np.fft.irfft2(np.fft.rfft2(white) * gain, (256, 256))
     # Rounded, because the last bits of the transform differ between platforms.
-    return (np.round((tile - tile.mean()) / tile.std() * 64) / 64).astype(np.float32).ravel()
+    noise: Floats = (np.round((tile - tile.mean()) / tile.std() * 64) / 64).astype(np.float32).ravel()
+    return noise
 
 
 def _noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
