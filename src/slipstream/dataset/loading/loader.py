@@ -34,8 +34,8 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.samples import SeededDataset, TensorBatches
+from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
 from slipstream.dataset.loading.workers import worker_init
-from slipstream.dataset.sources.streaming import StreamingSamples, as_map_style
 from slipstream.dist import get_local_size, get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS

@@ -13,8 +13,8 @@ from torch.utils.data import ConcatDataset as TorchConcatDataset
 from torch.utils.data import Dataset
 
 from slipstream.dataset.loading.generators import SampleIndex
+from slipstream.dataset.loading.streaming import as_map_style
 from slipstream.dataset.sources.base import check_index
-from slipstream.dataset.sources.streaming import as_map_style
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
