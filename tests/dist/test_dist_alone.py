@@ -1,10 +1,8 @@
 """Test that functions of `slipstream.dist` behave as in a single-process run if there is no process group."""
 
-import pytest
 import torch
 
 from slipstream import dist
-from slipstream.errors import DistributedError
 
 
 def test_single_process_is_the_main_process(monkeypatch):
@@ -42,8 +40,6 @@ def test_results_are_truncated_to_the_size_of_the_dataset():
     assert dist.collect_results([1, 2, 3], 2) == [1, 2]
     assert dist.collect_results([1], 5) == [1]
     assert dist.collect_results_cpu([1, 2, 3], 2) == dist.collect_results_gpu([1, 2, 3], 2) == [1, 2]
-    with pytest.raises(DistributedError, match="not 'disk'"):
-        dist.collect_results([1], 1, "disk")
 
 
 def test_master_only_runs_only_on_rank_0_and_keeps_the_function_name(monkeypatch):
