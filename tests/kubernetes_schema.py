@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 _FOLDER = Path(__file__).parent
-_SCHEMAS = {"PyTorchJob": "pytorchjob_schema.yaml", "TrainJob": "trainjob_schema.yaml"}
+_SCHEMAS = {"TrainJob": "trainjob_schema.yaml"}
 _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 _KNOWN = {
     "type",
@@ -33,7 +33,7 @@ _KNOWN = {
 
 
 def faults(job: Any) -> list[str]:
-    """Return the fields of a PyTorchJob or TrainJob that the API server would reject, with the reasons."""
+    """Return the fields of a TrainJob that the API server would reject, with the reasons."""
     schema = yaml.safe_load((_FOLDER / _SCHEMAS[job["kind"]]).read_text())
     return list(_faults(job, schema, ""))
 
