@@ -101,7 +101,7 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
     common: dict[str, Any] = {"nproc_per_node": count, "max_restarts": max_restarts, "run_id": "slipstream"}
     if os.environ.get("PET_NNODES", "1") == "1":
         # Port 0 selects a free port, and the local address avoids host name resolution.
-        address = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
+        address: dict[str, Any] = {"rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
         return LaunchConfig(min_nodes=1, max_nodes=1, rdzv_backend="c10d", **address, **common)
     nodes, rank = (read_int(os.environ, name, "pytorch") for name in ("PET_NNODES", "PET_NODE_RANK"))
     if rank >= nodes:
