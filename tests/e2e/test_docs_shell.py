@@ -85,18 +85,10 @@ def small(arguments: list[str]) -> list[str]:
     return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
-@pytest.mark.parametrize(
-    "diff",
-    [
-        pytest.param(DIFFS[0], id="accelerate", marks=pytest.mark.slow),
-        pytest.param(DIFFS[1], id="a Runner"),
-    ],
-)
-def test_both_sides_of_the_diff_run(run, diff):
-    for own, other in (("-", "+"), ("+", "-")):
-        lines = [line[1:] for line in diff.splitlines() if not line.startswith(other)]
-        run("-c", "\n".join(lines))
-        assert own in diff
+@pytest.mark.slow
+def test_both_sides_of_the_diff_run(run):
+    for other in ("+", "-"):
+        run("-c", "\n".join(line[1:] for line in DIFFS[0].splitlines() if not line.startswith(other)))
 
 
 def test_custom_loop_requires_five_changed_lines():
