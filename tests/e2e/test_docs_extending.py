@@ -12,15 +12,12 @@ PAGE = "docs/extending.md"
 TEXT = text_of(PAGE)
 
 
-def test_page_shows_the_source_code_of_the_module():
-    source = Path(gradient_centralization.__file__).read_text(encoding="utf-8")
-    assert source in [block.text for block in blocks("python", PAGE)]
-
-
-def test_line_on_the_page_is_in_the_plan():
-    (line,) = [block.text for block in blocks("text", PAGE)]
-    plan = Path(gradient_centralization.__file__).with_name("plan.py").read_text(encoding="utf-8")
-    assert re.sub(r"\s", "", line) in re.sub(r"\s", "", plan)
+def test_lines_on_the_page_are_in_the_source_code():
+    source = Path(gradient_centralization.__file__)
+    code = source.read_text(encoding="utf-8") + source.with_name("plan.py").read_text(encoding="utf-8")
+    for block in blocks("text", PAGE):
+        for line in block.text.splitlines()[1:]:
+            assert line.strip() in code
 
 
 def test_table_lists_every_method_of_the_protocol():
