@@ -332,28 +332,6 @@ def checkpoint() -> str:
     )
 
 
-def compare() -> str:
-    info = result("compare")
-    rows = []
-    for entry in info["entries"]:
-        cells = ["", ""]
-        if entry["ratio"] is not None:
-            step, speed = (
-                [entry[key][part] for part in ("ratio", "low", "high")] for key in ("step", "ratio")
-            )
-            cells = [f"{1e3 * step[0]:.1f} ({1e3 * step[1]:.1f} to {1e3 * step[2]:.1f})"]
-            cells += [f"{speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f})"]
-        status = f"{entry['status']}: {entry['reason']}" if entry["reason"] else entry["status"]
-        rows.append([entry["label"], *cells, status])
-    versions = ", ".join(f"{name} {info[name]}" for name in ("torch", "accelerate", "lightning", "mmengine"))
-    header = [info["name"], "ms per step (interval)", "speed relative to the loop (interval)", "losses"]
-    return (
-        f"{text_table(header, rows)}\n\n`{info['command']}`, {machine('compare', info['cpu_threads'])}, load "
-        f"average at start: {info['load']}; {versions}; medians of {info['rounds']} interleaved rounds."
-        + (" The machine was busy, so the intervals are wide." if info["load"] > info["cores"] else "")
-    )
-
-
 def openmmlab() -> str:
     from openmmlab import summary
 
@@ -419,7 +397,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
 
 
 FUNCTIONS = (readme, overhead, one_graph_tiny, one_graph, gpu, host_time, data, fused,
-             sync_bn, compile_cache, checkpoint, compare,
+             sync_bn, compile_cache, checkpoint,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 

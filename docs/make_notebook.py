@@ -80,7 +80,7 @@ from pathlib import Path
 from slipstream.report import read_run
 
 accuracy = read_run(Path(runner.log_dir)).curves["val/accuracy"]
-print(f"{len(accuracy)} validations, accuracy {accuracy.last():.2f}")
+print(f"{len(accuracy.x)} validations, accuracy {accuracy.newest:.2f}")
 """
 CELLS = [("markdown", TITLE), ("code", DATA), ("code", TRAIN), ("markdown", RESULT_TEXT), ("code", RESULT)]
 

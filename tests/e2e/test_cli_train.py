@@ -116,7 +116,7 @@ def test_predict_reports_an_invalid_output_folder(trained, capsys):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("meta", [1]), ("dataset_meta", 3), ("palette", "red"), ("palette", [[1, 2]]), ("state_dict", None)],
+    [("meta", [1]), ("dataset_meta", 3), ("state_dict", None)],
 )
 def test_predict_names_an_invalid_entry_in_the_checkpoint(trained, tmp_path, capsys, key, value):
     from slipstream.cli.main import main

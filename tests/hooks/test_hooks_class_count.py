@@ -74,5 +74,5 @@ def test_a_model_with_one_class_is_valid_for_a_dataset_with_two(tmp_path):
 
 def test_a_network_with_one_output_channel_trains_on_a_dataset_with_two_classes(tmp_path):
     runner(tmp_path, Segmentor(nn.Conv2d(3, 1, 1), BCEDiceLoss()), train="ab", val="ab").train()
-    with pytest.raises(ModelError, match="1 class, but the dataset has 3"):
+    with pytest.raises(ModelError, match="1 classes, but the dataset has 3"):
         runner(tmp_path / "three", Segmentor(nn.Conv2d(3, 1, 1)), train="abc").train()

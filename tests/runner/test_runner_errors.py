@@ -11,7 +11,6 @@ from slipstream.config import Config
 from slipstream.errors import (
     CheckpointError,
     LossError,
-    ModelError,
     NonFiniteLossError,
     SlipstreamError,
     UnknownNameError,
@@ -102,7 +101,6 @@ class Returning(Net):
         (lambda loss: {"loss_a": 3.0}, LossError, "'loss_a'"),
         (lambda loss: {"acc": loss}, LossError, "no entry has 'loss' in its name"),
         (lambda loss: loss, LossError, "dict"),
-        (lambda loss: {"loss": loss.detach()}, ModelError, "no trainable parameter"),
         (lambda loss: {"loss_a": loss, "loss_b": loss * math.nan}, NonFiniteLossError, "nan at iteration 1"),
     ],
 )  # fmt: skip

@@ -224,7 +224,7 @@ def test_all_streamed_batches_of_the_batch_size_finder_have_the_tried_size(tmp_p
         assert process.wait_for("warm", 60)["losses"] == [32] * 4
     with Process(RunnerJob(cfg, Setting(batch_size=64))) as process, pytest.raises(TrialError) as caught:
         process.wait_for("warm", 20)
-    assert "yields no batches" in caught.value.reason
+    assert "ended after 0 of 1 batches" in caught.value.reason
 
 
 class Recorder(Hook):
