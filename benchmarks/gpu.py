@@ -32,10 +32,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from flops import peak_flops, training_flops, without_data
 from gpu_contenders import COMPILED, EAGER, Clock, Setting, Train, contenders
 from networks import RECIPES
 from report import environment_info, table, write_result
-from slipstream.speed.flops import peak_flops, training_flops, without_data
 
 SHAPES = {
     "pp_lite_t_seg75": ((768, 768), 8),

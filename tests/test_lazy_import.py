@@ -47,7 +47,6 @@ def test_runner_does_not_import_modules_that_only_some_runs_need():
         "slipstream.report",  # until a run starts
         "slipstream.speed.compile_report",
         "slipstream.speed.compiled_modules",
-        "slipstream.speed.flops",
         "slipstream.speed.graph_step",
         "slipstream.step.graph",
         "slipstream.tune",

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -71,60 +70,6 @@ def page(runner):
 
 
 # ---- model FLOPs utilization --------------------------------------------------------------------------
-
-
-def test_utilization_is_the_models_operations_per_second_divided_by_the_peak(tmp_path):
-    runner = classifying(tmp_path, dict(peak_tflops=0.25))
-    record = made(runner)
-    assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR  # images have no gradient
-    assert record.compute.peak_flops == 0.25e12
-    assert record.compute.precision == "fp32"
-    speed = record.images_per_second
-    assert record.utilization == pytest.approx((2 * CONVOLUTION + 3 * LINEAR) * speed / 0.25e12)
-    assert "0.25 TFLOP/s in fp32" in page(runner)
-
-
-def test_utilization_is_unknown_without_a_peak(tmp_path):
-    runner = classifying(tmp_path)
-    record = made(runner)
-    assert record.utilization is None
-    assert record.compute.flops_per_sample == 0
-    assert "unknown, because the peak throughput of cpu in fp32" in page(runner)
-
-
-@pytest.mark.parametrize(
-    "speed",
-    [
-        dict(compile=dict(scope="step", backend="eager")),
-        dict(compile=dict(scope="model", backend="eager")),
-        dict(channels_last=True, activation_checkpointing=["network.0"]),
-        dict(ema=dict(decay=0.9), accumulate=2),
-    ],
-)
-def test_options_do_not_change_the_operation_count_of_the_model(tmp_path, speed):
-    record = made(classifying(tmp_path, dict(peak_tflops=1.0), speed=speed))
-    assert record.status == "finished"
-    assert record.compute.problem == ""
-    assert record.compute.flops_per_sample == 2 * CONVOLUTION + 3 * LINEAR
-
-
-def test_gradients_of_parameters_outside_the_optimizer_are_not_counted(tmp_path):
-    model = Classifier(network())
-    head = torch.optim.SGD(model.network[-1].parameters(), lr=0.1)
-    record = made(classifying(tmp_path, dict(peak_tflops=1.0), model=model, optim_wrapper=head))
-    assert record.compute.flops_per_sample == CONVOLUTION + 2 * LINEAR
-
-
-def test_loss_that_reads_values_makes_the_utilization_unknown(tmp_path):
-    class Selective(nn.Module):
-        def forward(self, scores, targets):
-            losses = F.cross_entropy(scores, targets, reduction="none")
-            return losses[losses >= losses.median().item()].mean()
-
-    record = made(classifying(tmp_path, dict(peak_tflops=1.0), model=Classifier(network(), Selective())))
-    assert record.status == "finished"
-    problem = "the operations cannot be counted: Tensor.item()"
-    assert problem in record.compute.problem
 
 
 # ---- example predictions ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from slipstream.report.advice import advice
 from slipstream.report.chart import line_chart
 from slipstream.report.files import flat_config
 from slipstream.report.page import page
-from slipstream.report.record import Compute, Confusion, Example, LogMessage, OptionRow
+from slipstream.report.record import Confusion, Example, LogMessage, OptionRow
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -44,7 +44,6 @@ def test_record_is_read_as_it_was_written(tmp_path):
         curves={"val/mIoU": curve([10.0, math.nan])},
         confusions=[Confusion("IoUMetric", "val", 3, ["a"], [[1]])],
         examples=[Example("a", "b", None, "AAAA")],
-        compute=Compute(1.0, 2.0),
         options=[OptionRow("ema", "on", "speed.ema")],
         messages=[LogMessage("now", "WARNING", "text")],
     )
@@ -100,7 +99,6 @@ def test_all_text_of_a_run_is_escaped(tmp_path):
         curves={f"train/{EVIL}": curve([1.0, math.nan]), f"val/{EVIL}": curve([1.0])},
         confusions=[Confusion(EVIL, EVIL, 3, [EVIL, "b"], [[1, 2], [3, 4]])],
         examples=[Example(EVIL, EVIL, 0.5, EVIL)],
-        compute=Compute(problem=EVIL),
         options=[OptionRow(EVIL, EVIL, EVIL, EVIL)],
         messages=[LogMessage(EVIL, EVIL, EVIL)],
         config={EVIL: EVIL},
@@ -134,8 +132,3 @@ def test_class_table_matches_the_confusion_matrix():
         "road sky 2 25.0",
     ):
         assert row in text, row
-
-
-def test_utilization_is_computed_for_all_devices():
-    # The run trains on 797 samples in 60 s. The two devices have a combined peak of 4e9 operations per second.
-    assert record(compute=Compute(6e7, 2e9, 2, "bf16")).utilization == pytest.approx(6e7 * 797 / 60 / 4e9)

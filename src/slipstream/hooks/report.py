@@ -24,13 +24,12 @@ from slipstream.preemption import Preempted
 from slipstream.registry import HOOKS
 from slipstream.scalars import is_learning_rate
 from slipstream.step import CompiledStep, EagerStep
-from slipstream.typecheck import Positive, check, matches
+from slipstream.typecheck import matches
 from slipstream.version import __version__
 
 if TYPE_CHECKING:  # imported when a run starts, because the import of the Runner must stay fast
-    from slipstream.hooks.report_compute import ComputeCount
     from slipstream.hooks.report_examples import ExampleSelection
-    from slipstream.report.record import Compute, Confusion, Curve, Example, RunRecord, Status
+    from slipstream.report.record import Confusion, Curve, Example, RunRecord, Status
     from slipstream.runner import Runner
 
 __all__ = ["ReportHook"]
@@ -48,20 +47,12 @@ class ReportHook(Hook):
 
     The hook does not add a device synchronization to training steps. It copies values from the message hub when the
     Runner reads the losses, and after each evaluation. The report is described in docs/report.md.
-
-    Args:
-        peak_tflops: the peak throughput of the device in 10^12 operations per second at the run's precision, used to
-            compute the model FLOPs utilization. Default: the value in `slipstream.speed.flops.PEAKS`.
     """
 
     priority = "VERY_LOW"
     reads_phases = True
 
-    def __init__(self, peak_tflops: Positive | None = None) -> None:
-        check(peak_tflops, Positive | None, "peak_tflops")
-        self._peak_tflops = peak_tflops
-        self._counter: ComputeCount | None = None
-        self._compute: Compute | None = None
+    def __init__(self) -> None:
         self._selection: ExampleSelection | None = None
         self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
@@ -79,17 +70,14 @@ class ReportHook(Hook):
 
         The curves of a resumed run begin with those of the run that wrote the checkpoint.
         """
-        from slipstream.hooks.report_compute import ComputeCount
 
         self._start, self._training = runner.iter, True
         self._speed_start = runner.phases.samples, _seconds_of_steps(runner.phases)
         self._num_read = {key: history.total for key, history in runner.message_hub.log_scalars.items()}
-        if is_main_process():
-            if runner.checkpoints.resumed_from is not None:
-                earlier = _earlier_curves(runner)
-                self._curves |= earlier
-                self._inherited = set(earlier)
-            self._counter = ComputeCount(runner, self._peak_tflops)
+        if is_main_process() and runner.checkpoints.resumed_from is not None:
+            earlier = _earlier_curves(runner)
+            self._curves |= earlier
+            self._inherited = set(earlier)
 
     def read_logs(self, runner: Runner) -> None:
         """Extend the curves with the values recorded since the last call. All values are on the host."""
@@ -152,8 +140,6 @@ class ReportHook(Hook):
                     "failed" if isinstance(error, Exception) else "interrupted" if error else "finished"
                 )
                 self._status = kind, f"{type(error).__name__}: {error}".removesuffix(": ") if error else ""
-            if self._counter is not None and self._training:
-                self._compute = self._counter.result(runner)
             write_report(self._record(runner, *self._status), Path(runner.log_dir))
         except Exception as error:  # a failed report must neither stop the run nor hide an error in it
             runner.logger.warning(
@@ -198,7 +184,7 @@ class ReportHook(Hook):
 
     def _record(self, runner: Runner, status: Status, error: str) -> RunRecord:
         from slipstream.report.files import flat_config, read_log
-        from slipstream.report.record import Compute, OptionRow, PhaseSplit, RunRecord
+        from slipstream.report.record import OptionRow, PhaseSplit, RunRecord
         from slipstream.speed.plan import option_rows
 
         log, phases, trained = read_log(Path(runner.log_dir)), runner.phases, self._start is not None
@@ -230,7 +216,6 @@ class ReportHook(Hook):
             curves=self._curves,
             confusions=list(self._confusions.values()),
             examples=self._examples,
-            compute=self._compute or Compute(),
             options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
             messages=log.messages,
             config=flat_config(runner.user_config),

@@ -117,14 +117,6 @@ def _head(record: RunRecord) -> str:
         tiles.append(("train/loss, last step", number(loss.newest), _spread(loss)))
     if (speed := record.images_per_second) is not None:
         tiles.append(("images/s", number(speed), "mean, without the first step"))
-    if record.utilization is not None:
-        tiles.append(
-            (
-                "model FLOPs utilization",
-                f"{record.utilization:.1%}",
-                f"of the {record.compute.precision} peak",
-            )
-        )
     for name, label in (("memory/device_peak_mib", "device memory"), ("memory/host_mib", "host memory")):
         if name in record.curves:
             tiles.append((label, f"{number(record.curves[name].highest(), 3)} MiB", "maximum recorded"))
@@ -196,14 +188,6 @@ def _time_breakdown(record: RunRecord) -> str:
         notes.append(
             "A step compiled as one graph is not split; its time includes compilation after the first step."
         )
-    if record.utilization is not None:
-        compute = record.compute
-        notes.append(
-            f"Model FLOPs utilization: {record.utilization:.1%} ({number(compute.flops_per_sample / 1e9)} GFLOP per "
-            f"sample; peak {compute.devices} x {number(compute.peak_flops / 1e12)} TFLOP/s in {compute.precision})."
-        )
-    elif record.compute.problem:
-        notes.append(f"Model FLOPs utilization: unknown, because {record.compute.problem}.")
     return (
         f"<table><thead><tr><th>host time</th><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
         + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)

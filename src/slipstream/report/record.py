@@ -10,7 +10,6 @@ from typing import Any, Literal
 from slipstream.errors import DataError
 
 __all__ = [
-    "Compute",
     "Confusion",
     "Curve",
     "Example",
@@ -121,24 +120,6 @@ class PhaseSplit:
 
 
 @dataclass
-class Compute:
-    """The operations per sample and the device's peak throughput, which determine the model FLOPs utilization.
-
-    Attributes:
-        flops_per_sample: operations of matrix products and convolutions in both passes; 0 if unknown.
-        peak_flops: peak throughput of one device at `precision`, in operations per second; 0 if unknown.
-        precision: `fp32`, `tf32`, `bf16`, `fp16` or `fp8`.
-        problem: why the utilization is unknown.
-    """
-
-    flops_per_sample: float = 0.0
-    peak_flops: float = 0.0
-    devices: int = 1
-    precision: str = ""
-    problem: str = ""
-
-
-@dataclass
 class Confusion:
     """The confusion matrix from the last evaluation of a metric.
 
@@ -222,7 +203,6 @@ class RunRecord:
     curves: dict[str, Curve] = field(default_factory=dict)
     confusions: list[Confusion] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
-    compute: Compute = field(default_factory=Compute)
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -253,13 +233,6 @@ class RunRecord:
     def training_seconds(self) -> float:
         """Time for training, validation and checkpoints, excluding the first step."""
         return sum(s for phase, s in self.phases.seconds.items() if phase not in NON_TRAINING_PHASES)
-
-    @property
-    def utilization(self) -> float | None:
-        """Operations per second divided by the peak throughput of all devices; None if unknown."""
-        peak, speed = self.compute.peak_flops * self.compute.devices, self.images_per_second
-        flops = self.compute.flops_per_sample
-        return flops * speed / peak if flops and peak and speed else None
 
     def to_json(self) -> dict[str, Any]:
         """Return nested dicts and lists of built-in values. NaN and infinity become strings."""
@@ -300,6 +273,6 @@ VALUES = ("name", "status", "started", "iteration", "epoch", "seconds", "step", 
 NON_TRAINING_PHASES = ("other", "test")
 """The phases of a run that are not part of training."""
 _NESTED: dict[str, Any] = {
-    "phases": PhaseSplit, "compute": Compute, "confusions": Confusion, "examples": Example, "options": OptionRow,
+    "phases": PhaseSplit, "confusions": Confusion, "examples": Example, "options": OptionRow,
     "messages": LogMessage,
 }  # fmt: skip
