@@ -192,7 +192,7 @@ def by_iter() -> dict[str, Any]:
             layer_decay=dict(),
             sam=dict(rho=0.05),
             ema=dict(decay=0.9, type="exp", beta=5.0, interval=1, begin_iter=1),
-            nan_guard=dict(action="skip", locate=False, max_skipped=5),
+            nan_guard=dict(action="skip", max_skipped=5),
             prefetch=2,
             channels_last=True,
             fused=False,

@@ -19,7 +19,6 @@ torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 OTHERS = {
     "auto": "auto",
     "nan_guard=skip": dict(nan_guard="skip"),
-    "nan_guard=locate": dict(nan_guard=dict(locate=True)),
     "prefetch": dict(prefetch=2),
     "offload": dict(activation_checkpointing=dict(modules=["Block"], offload=True)),
     "gc": dict(gc=5),

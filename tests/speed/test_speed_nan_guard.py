@@ -9,7 +9,6 @@ from torch import nn
 from slipstream.errors import NonFiniteLossError
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import (
-    Locator,
     StepGuard,
 )
 from slipstream.step import EagerStep
@@ -125,44 +124,3 @@ def test_too_many_consecutive_skips_stop_the_run():
     guard.max_skipped = 2
     with pytest.raises(NonFiniteLossError, match=r"the last 3 steps were skipped.*max_skipped"):
         guard.read()
-
-
-# ---- locator ---------------------------------------------------------------------------------------
-
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.neck = nn.ModuleDict({"log": Log(), "lin": nn.Linear(4, 4)})
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x, *, weight=None):
-        y = self.neck["lin"](self.neck["log"](self.stem(x), floor=1e-3 if weight is None else weight))
-        return {"scores": self.head(y), "name": "kept"}
-
-
-class Log(nn.Module):
-    def forward(self, x, floor):
-        return (x + floor).log()
-
-
-def watched(batches, compiled=False):
-    model = Deep()
-    locator = Locator(model)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    for x, options in batches:
-        call(x, **options)["scores"].sum().backward()
-    return model, locator
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_locator_names_the_first_module_with_a_nonfinite_output(compiled):
-    weight = torch.tensor(-1.0)  # log of a negative number
-    model, locator = watched([(good(1), {}), (good(2), {"weight": weight}), (bad(), {})], compiled)
-    report = locator.report()
-    assert "'neck.log' (Log); the module's inputs were finite" in report
-    assert "outputs of all modules were finite" in locator.report()  # reading resets the report
-    locator.close()
-    assert not any(module._forward_hooks for module in model.modules())

@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
     "compile.budget": "compile a smaller scope, such as compile='block', or a part of the model with compile.blocks",
     "compile.wait": "training always waits for compilations",
     "parallel.min_params": "list the classes of the blocks in parallel.wrap",
+    "nan_guard.locate": "check the outputs with forward hooks, or use torch.autograd.set_detect_anomaly(True)",
     "nan_guard.max_rollbacks": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
     "nan_guard.skip_before": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
 }

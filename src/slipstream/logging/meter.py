@@ -31,8 +31,6 @@ class Meter:
         self.max_pending = max_pending
         self.tolerant = False
         """Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped."""
-        self.locate: Callable[[], str] | None = None
-        """Function that returns the location in the model where a loss became non-finite."""
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
         """Functions that `flush` calls with the iteration and outputs of each step that was read."""
         self.newest = 0
@@ -73,7 +71,7 @@ class Meter:
         values = _read(pending)
         non_finite = self._record(pending, values)
         if non_finite and not self.tolerant:
-            raise _first_error(non_finite, self.locate)
+            raise _first_error(non_finite)
         if self.on_read:
             steps = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
             for function in self.on_read:
@@ -95,10 +93,10 @@ class Meter:
         return non_finite
 
 
-def _first_error(non_finite: Sequence[_NonFinite], locate: Callable[[], str] | None) -> NonFiniteLossError:
+def _first_error(non_finite: Sequence[_NonFinite]) -> NonFiniteLossError:
     # If a loss term is non-finite, so is the sum `loss`; report the term instead of the sum.
     term = min((b for b in non_finite if b[0] == non_finite[0][0]), key=lambda b: b[1] == "loss")
-    return _non_finite(*term, locate() if locate else "")
+    return _non_finite(*term)
 
 
 def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
@@ -128,9 +126,9 @@ def _not_a_scalar(name: str, value: object, iteration: int) -> LossError:
     )
 
 
-def _non_finite(iteration: int, name: str, value: float, where: str) -> NonFiniteLossError:
+def _non_finite(iteration: int, name: str, value: float) -> NonFiniteLossError:
     return NonFiniteLossError(
-        f"'{name}' became {value} at iteration {iteration}. {where}{'. ' if where else ''}"
+        f"'{name}' became {value} at iteration {iteration}. "
         "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0), or a smaller "
         "max_norm), check the data for NaN or wrong labels, or use bf16 instead of fp16",
         iteration,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,14 +15,13 @@ from torch.optim.optimizer import _get_capturable_supported_devices
 from slipstream.config import optional
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.sharding import is_sharded, local_shard
-from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, restore_unless
 from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["Locator", "NanGuardOptions", "StepGuard", "guard_step", "poison", "read_nan_guard"]
+__all__ = ["NanGuardOptions", "StepGuard", "guard_step", "poison", "read_nan_guard"]
 
 _ACTIONS = ("stop", "skip")
 
@@ -34,8 +32,6 @@ class NanGuardOptions:
 
     action: Literal["stop", "skip"] = "stop"
     """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights."""
-    locate: bool = False
-    """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
     max_skipped: PositiveInt = 50
     """Maximum number of consecutive skipped steps (`skip`). If the limit is exceeded, the run stops."""
 
@@ -192,8 +188,7 @@ class StepGuard:
             raise NonFiniteLossError(
                 f"the {steps} skipped because the loss or a gradient was NaN or infinite. "
                 f"nan_guard allows at most {self.max_skipped} in a row (max_skipped). Lower the learning rate, add a "
-                "warm-up, check the data for NaN or wrong labels, or find the module with "
-                "nan_guard=dict(action='stop', locate=True)"
+                "warm-up, or check the data for NaN or wrong labels"
             )
         return int(total)
 
@@ -301,67 +296,3 @@ def _store_counts_on_device(optimizer: Optimizer) -> None:
                 state = optimizer.state.get(param, {})
                 if "step" in state:
                     state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
-
-
-class Locator:
-    """Finds the first module with a non-finite output, using forward hooks that cause no device synchronization.
-
-    If gradients are enabled, the hooks run a few small kernels per module and step.
-    `torch.compile(fullgraph=True)` can trace them.
-
-    Args:
-        model: the model, unwrapped and on its device.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = list(model.named_modules())
-        device = next(model.parameters()).device
-        self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the clock at its first non-finite output (0 if there is none), and whether that call had a
-        # non-finite input.
-        self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
-        self._hooks = [
-            module.register_forward_hook(partial(self._check, index), with_kwargs=True)
-            for index, (_, module) in enumerate(self.modules)
-        ]
-
-    def _check(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        with torch.no_grad():
-            self._clock.add_(1)
-            found = self._found[index]
-            observation = torch.stack([self._clock, self._not_finite((args, kwargs)).to(torch.int64)])
-            found.copy_(torch.where(self._not_finite(output) & (found[0] == 0), observation, found))
-
-    def _not_finite(self, values: Any) -> Tensor:
-        tensors = [
-            local_shard(value)
-            for value in leaves_of(values)
-            if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
-        ]
-        found = torch.zeros_like(self._clock, dtype=torch.bool)
-        for group in _group_by_kind(tensors):  # a data preprocessor's inputs are on the host
-            found = found | ~all_finite(group)  # a 0-dim CPU tensor is passed to the kernel by value
-        return found
-
-    def report(self) -> str:
-        """Return a message about the steps since the last report. This synchronizes with the device."""
-        found = self._found.tolist()
-        self._found.zero_()
-        times = {time: index for index, (time, _) in enumerate(found) if time}
-        if not times:
-            return "The outputs of all modules were finite; check the gradients and the labels"
-        index = times[min(times)]
-        name, module = self.modules[index]
-        where = f"module '{name}'" if name else "the model"
-        inputs = "were not finite either" if found[index][1] else "were finite"
-        return (
-            f"The first non-finite output came from {where} ({type(module).__name__}); "
-            f"the {'module' if name else 'model'}'s inputs {inputs}"
-        )
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
