@@ -139,7 +139,8 @@ def _configured(cfg: Config, speed: Mapping[str, Any]) -> Config:
 
 def _contenders(name: str, cfg: Config, args: argparse.Namespace) -> list[_Run]:
     """Return the runs with each framework; the first one is the hand-written loop."""
-    names = {"loop", "slipstream", "slipstream_compiled", *args.against}
+    skipped = {"eager": "slipstream_compiled", "compiled": "slipstream"}.get(args.mode)
+    names = {"loop", "slipstream", "slipstream_compiled", *args.against} - {skipped}
     subject = read_subject(_configured(cfg, {}))
     missing = [key for key in FRAMEWORKS if not is_installed(key)]
     return [
