@@ -14,10 +14,10 @@ from two_processes import run_in_two
 
 import tiny_runs
 from slipstream.dist import all_reduce, get_rank, init_dist
-from slipstream.process_tree import descendants
 from slipstream.tune import find_batch_size
 from slipstream.tune.api import config_job
 from slipstream.tune.batch_size import search_batch_sizes
+from slipstream.tune.process import descendants
 
 pytestmark = pytest.mark.slow
 

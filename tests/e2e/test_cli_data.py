@@ -162,29 +162,18 @@ def test_damaged_cache_file_is_rewritten(folder, capsys):
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("more", [[], ["--prune"]])
-def test_broken_links_are_listed_and_other_samples_are_cached(folder, capsys, more):
+def test_broken_links_are_listed_and_other_samples_are_cached(folder, capsys):
     for i in (1, 4):
         (folder / f"data/img/{i}.png").unlink()
         (folder / f"data/img/{i}.png").symlink_to("nowhere.png")
-    printed = ran(capsys, "cache", "recipe.yaml", *more, status=1)
+    printed = ran(capsys, "cache", "recipe.yaml", status=1)
     assert "train_dataloader.dataset: 5 samples" in printed
     assert "Not cached (2)" in printed
-
-
-def test_prune_keeps_the_files_that_the_recipe_uses(folder, capsys):
-    ran(capsys, "cache", "recipe.yaml", "--folder", "c")
-    for kind in ("img", "ann"):
-        (folder / f"data/{kind}/6.png").unlink()
-    printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--prune")
-    assert f"{folder / 'c'}: 1 files removed" in printed
-    assert "0 decoded now, 6 already cached" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with --split"),
         (["cache", "street_scenes_pp_lite_t"], "set `--folder`"),
         (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (available splits: train, val)"),
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),

@@ -1,12 +1,10 @@
 """Tests of `slipstream doctor`."""
 
-import json
-
 import pytest
 import torch
 
 from slipstream.cli import doctor
-from slipstream.cli.doctor import NO, WARN, problems
+from slipstream.cli.doctor import WARN, problems
 from slipstream.cli.main import main
 
 CPU = torch.device("cpu")
@@ -17,9 +15,8 @@ def healthy(monkeypatch):
     """Simulate a machine with 8 cores, without problems."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", *doctor._DEBUGGING):
         monkeypatch.delenv(name, raising=False)
-    for name, value in dict(cores=8, infer_launcher="none", memory_limit=None, _has_bf16=True).items():
+    for name, value in dict(cores=8, infer_launcher="none", memory_limit=None).items():
         monkeypatch.setattr(doctor, name, lambda value=value: value)
-    monkeypatch.setattr(doctor, "quotas", list)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None if name == "nvidia-smi" else f"/bin/{name}")
     return monkeypatch
@@ -39,14 +36,11 @@ def test_each_problem_is_reported_with_its_remedy(healthy):
     healthy.setenv("OMP_NUM_THREADS", "2")
     healthy.setenv("TORCH_COMPILE_DISABLE", "1")
     healthy.setattr(doctor, "memory_limit", lambda: 2**30)
-    healthy.setattr(doctor, "quotas", lambda: [2.5])
-    healthy.setattr(doctor, "_has_bf16", lambda: False)
     reported = found({"train_dataloader.num_workers": 16})
     assert {name for name, (mark, _) in reported.items() if mark == WARN} == {
         "GPU not used", "OMP_NUM_THREADS", "train_dataloader.num_workers", "cgroup memory",
         "TORCH_COMPILE_DISABLE",
     }  # fmt: skip
-    assert {name for name, (mark, _) in reported.items() if mark == NO} == {"cgroup cpu.max", "bfloat16"}
     assert "16 workers on 8 cores: set num_workers=auto" in reported["train_dataloader.num_workers"][1]
 
 
@@ -55,10 +49,8 @@ def test_the_report_has_all_sections_and_the_status_depends_on_warnings(healthy,
     text = capsys.readouterr().out
     assert all(f"\n{title}\n" in f"\n{text}" for title in ("Machine", "Packages", "Options", "Distributed"))
     healthy.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert main(["doctor", "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)["Configuration"]
-    assert rows[-1]["name"] == "CUDA_LAUNCH_BLOCKING"
-    assert rows[-1]["state"] == "warning"
+    assert main(["doctor"]) == 1
+    assert "!!  CUDA_LAUNCH_BLOCKING" in capsys.readouterr().out
 
 
 def test_workers_of_a_recipe_are_checked(healthy, capsys):

@@ -16,7 +16,7 @@ RECIPE = "street_scenes_pp_lite_t"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], ["'trian'", "did you mean 'train'"]),
+        (["trian"], ["'trian'", "choose from 'new', 'check', 'train'"]),
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
         (["train", "nowhere.yaml"], ["nowhere.yaml"]),
         (["submit", RECIPE], ["`submit` was removed; use the scripts in examples/cluster"]),
@@ -50,7 +50,7 @@ RECIPE = "street_scenes_pp_lite_t"
             ["train", RECIPE, "model.network.type=pp_lite_x_seg"],
             ["model.network", "did you mean 'pp_lite_t_seg'"],
         ),
-        (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
+        (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "'slurm'"]),
         (["train", RECIPE, "--nproc", "2", "--launcher", "slurm"], ["--launcher", "--nproc"]),
         (["train", RECIPE, "--nproc", "two"], ["--nproc", "'two'"]),
         (["val", RECIPE, "--max-restarts", "2"], ["`--max-restarts` requires `--nproc`"]),

@@ -72,11 +72,10 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_message(argume
 
 def test_check_runs_one_batch_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["check", RECIPE, *SMALL, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["train"]["samples"], found["val"]["samples"]) == (40, 6)
-    assert 1 < found["train"]["loss"] < 20
-    assert 0 <= found["val"]["mIoU"] <= 100
+    assert main(["check", RECIPE, *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^train: samples 40, checked_batches 1, loss \d", printed, re.MULTILINE)
+    assert re.search(r"^val: samples 6, .*mIoU \d", printed, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,20 +112,15 @@ def test_check_reports_unknown_metrics_arguments_and_backends(
 
 def test_check_fails_if_the_loss_is_nonfinite(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["check", RECIPE, *SMALL, "model.loss.weights=[1e300,0.4,0.4,0.4]", "--json"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "became inf at iteration 1" in printed.err
+    assert main(["check", RECIPE, *SMALL, "model.loss.weights=[1e300,0.4,0.4,0.4]"]) == 1
+    assert "became inf at iteration 1" in capsys.readouterr().err
 
 
 # ---- json ------------------------------------------------------------------------------------------------
 
 
-def test_doctor_explain_and_runs_print_json(tmp_path, monkeypatch, capsys):
+def test_explain_and_runs_print_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", "--json"]) in (0, 1)
-    found = json.loads(capsys.readouterr().out)
-    assert dict(state="ok", name="torch", text=torch.__version__) in found["Packages"]
     assert main(["explain", RECIPE, "speed.precision=bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (precision,) = (row for row in found["options"] if row["option"] == "precision")
@@ -158,7 +152,7 @@ def test_a_new_project_trains_and_predicts(slipstream, tmp_path):
     assert score > 45, "the mIoU is too close to 27, the mIoU of predicting only the background"
     slipstream("data", "show", "recipe.py", "--out", "sheet.png", cwd=folder)
     done = slipstream("predict", "sheet.png", cwd=folder)
-    assert "best mIoU" in done.stdout
+    assert "best_mIoU" in done.stdout
     assert (folder / "predictions/sheet_mask.png").is_file()
 
 

@@ -1,6 +1,5 @@
 """Tests of `slipstream predict` with a network that predicts class 0 for dark pixels and class 1 for bright pixels."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +76,7 @@ def test_the_best_checkpoint_of_the_newest_run_is_used_and_printed(capsys):
     Image.fromarray(half_bright()).save("a.png")
     assert main(["predict", "a.png"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == f"Checkpoint: {RUN}/best_mIoU_epoch_2.pth (best mIoU: 61.25, epoch 2)"
+    assert first == f"Checkpoint: {RUN}/best_mIoU_epoch_2.pth (epoch 2)"
 
 
 def test_a_run_without_a_best_checkpoint_uses_the_last_one(tmp_path, capsys):
@@ -152,21 +151,6 @@ def test_class_statistics_are_fractions_of_pixels(tmp_path, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["dark", "60.00%", "2", "of", "2"] in rows
     assert ["bright", "40.00%", "1", "of", "2"] in rows
-
-
-def test_json_contains_files_class_fractions_and_errors(capsys):
-    Image.fromarray(half_bright()).save("half.png")
-    assert main(["predict", "half.png", "missing.png", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["checkpoint"] == f"{RUN}/best_mIoU_epoch_2.pth"
-    assert found["files"] == [
-        dict(
-            file="half.png",
-            written=["predictions/half_mask.png", "predictions/half_overlay.png"],
-            classes=dict(dark=0.5, bright=0.5),
-        )
-    ]
-    assert [failed["file"] for failed in found["failed"]] == ["missing.png"]
 
 
 def write_best(network, palette=PALETTE, model="Segmentor"):

@@ -114,8 +114,8 @@ def test_settings_can_be_columns(runs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sort", "mIou"], "did you mean 'mIoU'"),
-        (["--filter", "statsu=failed"], "did you mean 'status'"),
+        (["--sort", "mIou"], "no run has a value for 'mIou'"),
+        (["--filter", "statsu=failed"], "no run has a value for 'statsu'"),
         (["--filter", "failed"], "KEY=VALUE"),
     ],
 )

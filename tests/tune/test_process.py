@@ -11,9 +11,8 @@ import pytest
 import torch
 from fakes import alive
 
-from slipstream.process_tree import descendants
 from slipstream.tune import process as module
-from slipstream.tune.process import WARMUP, Process, TrialError
+from slipstream.tune.process import WARMUP, Process, TrialError, descendants
 
 
 class Job:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure
@@ -31,16 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         SlipstreamError: the recipe is invalid, or a batch fails.
     """
-    with redirect_stdout(sys.stderr):  # keep log lines out of the JSON output
-        results = _check(configure(args))
-    if args.json:
-        for values in results.values():  # JSON has no NaN
-            values.update(
-                {k: None for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-            )
-        print(json.dumps(results, indent=1, allow_nan=False))
-        return 0
-    for part, values in results.items():
+    for part, values in _check(configure(args)).items():
         print(f"{part}: {', '.join(f'{k} {v:.4g}' for k, v in values.items())}")
     print(f"{args.config} is valid")
     return 0

@@ -242,10 +242,6 @@ def _print_statistics(content: Mapping[str, Any]) -> None:
 
 
 def _cache(args: argparse.Namespace, cfg: Config) -> int:
-    if args.prune and args.split:
-        raise ConfigError(
-            "cannot be combined with --split, because it removes files of all splits", "--prune"
-        )
     caches = [
         (part, DecodeCache(_folder(args.folder, part, cfg)))
         for split in _splits(cfg, args.split)
@@ -257,10 +253,6 @@ def _cache(args: argparse.Namespace, cfg: Config) -> int:
     faults: list[str] = []
     for part, cache in caches:
         faults += _fill_all(part, cache, args.workers)
-    for folder in dict.fromkeys(cache.folder for _, cache in caches) if args.prune else ():
-        datasets = [part.dataset for part, cache in caches if cache.folder == folder]
-        count, size = DecodeCache(folder).prune([key for data in datasets for key in _cache_keys(data)])
-        print(f"{folder}: {count:,} files removed, {size / 1e6:.1f} MB")
     if faults:
         print(f"Not cached ({len(faults)}):", *faults, sep="\n  ")
     composed = is_composed(find_recipe(args.config, args.config_dir))
@@ -289,14 +281,6 @@ def _folder(option: str | None, part: _Part, cfg: Config) -> Path:
     raise ConfigError(
         "the dataset has no data folder next to which to cache; set `--folder`", part.config_path
     )
-
-
-def _cache_keys(dataset: Any) -> Iterator[str]:
-    for i in range(len(dataset)):
-        try:
-            yield dataset.cache_key(i)[0]
-        except DataError:
-            continue  # reported by `_fill_all`
 
 
 def _fill_all(part: _Part, cache: DecodeCache, workers: int | None) -> list[str]:

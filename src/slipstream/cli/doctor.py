@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -15,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from slipstream.cgroups import memory_limit, quotas
+from slipstream.cgroups import memory_limit
 from slipstream.cli.configure import load_config
 from slipstream.cores import cores
 from slipstream.devices import default_device
@@ -34,7 +32,6 @@ _EXTRAS = {
     "jpeg": "simplejpeg", "video": "av", "export": "onnxruntime",
 }  # fmt: skip
 """Maps the optional dependencies in pyproject.toml to a module of each."""
-_STATES = {OK: "ok", NO: "not available", WARN: "warning"}
 _MIN_SHM, _MIN_MEMORY = 256 * 2**20, 2 * 2**30
 _DEBUGGING = ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
@@ -49,14 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "Distributed": list(_distributed(device)),
         "Configuration": list(problems(device, _recipe_workers(args))) or [(OK, "no problems found", "")],
     }
-    if args.json:
-        names = ("state", "name", "text")
-        rows = {
-            title: [dict(zip(names, (_STATES[mark], name, text), strict=True)) for mark, name, text in found]
-            for title, found in sections.items()
-        }
-        print(json.dumps(rows, indent=1))
-    for title, found in sections.items() if not args.json else ():
+    for title, found in sections.items():
         print(title)
         width = max(len(name) for _, name, _ in found)
         for mark, name, text in found:
@@ -89,8 +79,6 @@ def _options(device: torch.device) -> Iterator[Row]:
         yield OK if supported else NO, f"mixed precision {str(dtype).removeprefix('torch.')}", ""
     problem = _compile_problem(device)
     yield (NO if problem else OK), "compile", problem or "cfg=dict(compile=True), backend inductor"
-    npu = importlib.util.find_spec("torch_npu") is not None
-    yield (OK if npu else NO), "NpuFused* optimizers", "torch_npu" if npu else "pure PyTorch implementation"
 
 
 def _compile_problem(device: torch.device) -> str | None:
@@ -127,11 +115,8 @@ def problems(device: torch.device, workers: Mapping[str, int]) -> Iterator[Row]:
     """
     threads, available = torch.get_num_threads(), cores()
     if device.type == "cpu" and shutil.which("nvidia-smi"):
-        yield (
-            WARN,
-            "GPU not used",
-            "torch finds no GPU: install torch with CUDA, or check CUDA_VISIBLE_DEVICES",
-        )
+        text = "torch finds no GPU: install torch with CUDA, or check CUDA_VISIBLE_DEVICES"
+        yield WARN, "GPU not used", text
     alone = device.type == "cpu" and infer_launcher() == "none"
     if alone and "OMP_NUM_THREADS" in os.environ and threads < available:
         yield WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {available} cores: unset this variable"
@@ -141,17 +126,9 @@ def problems(device: torch.device, workers: Mapping[str, int]) -> Iterator[Row]:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for path, count in workers.items():
         if (total := count * processes) > available:
-            yield (
-                WARN,
-                path,
-                f"{total} workers on {available} cores: set num_workers=auto, or request more cores",
-            )
+            text = f"{total} workers on {available} cores: set num_workers=auto, or request more cores"
+            yield WARN, path, text
     yield from _memory_problems()
-    quota = min(quotas(), default=None)
-    if quota is not None and quota < available:
-        yield NO, "cgroup cpu.max", f"{quota:g} cores, so {available} busy threads are throttled"
-    if device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64") and not _has_bf16():
-        yield NO, "bfloat16", "this CPU emulates bfloat16: measure before you set precision='bf16'"
     for name in _DEBUGGING:
         if os.environ.get(name) not in (None, "", "0"):
             yield WARN, name, "is set and slows down training: unset it unless you are debugging"
@@ -168,7 +145,3 @@ def _memory_problems() -> Iterator[Row]:
             f"{limit / 2**30:.1f} GiB, including workers and /dev/shm; above this limit, processes are killed"
         )
         yield WARN if limit < _MIN_MEMORY else NO, "cgroup memory", text
-
-
-def _has_bf16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

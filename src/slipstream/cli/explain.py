@@ -18,14 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_MACHINE_BOUND = (
-    ("precision", "fp8"),
-    ("precision", "tf32"),
-    ("cuda_graph", True),
-    ("cudnn_benchmark", True),
-    ("expandable_segments", True),
-    ("prefetch", 2),
-)
+_MACHINE_BOUND = (("precision", "fp8"), ("precision", "tf32"), ("cuda_graph", True), ("cudnn_benchmark", True),
+                  ("expandable_segments", True), ("prefetch", 2))  # fmt: skip
 _HEADER = ("option", "value", "from", "why")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import select
 import sys
 import time
 from collections.abc import Sequence
@@ -48,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted; all written files are complete", file=sys.stderr)
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+        if isinstance(
+            error, BrokenPipeError
+        ):  # the reader has closed the pipe, as in `slipstream recipes | head -1`
+            # Python flushes stdout again at exit, which would fail on the closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _SIGPIPE
         if not in_launch():
             raise
@@ -59,15 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_stdout_closed() -> bool:
     """Return whether the reader of the output has closed the pipe, as in `slipstream recipes | head -1`."""
-    if not hasattr(select, "poll"):
-        return False
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    # Python flushes stdout again at exit, which would fail on the closed pipe.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes stdout again at exit, which would fail on the closed pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _fail(error: SlipstreamError, status: int) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slipstream.errors import did_you_mean
-
 __all__ = ["REMOVED_COMMANDS", "Parser", "build_parser", "parse"]
 
 if TYPE_CHECKING:
@@ -26,6 +24,11 @@ REMOVED_COMMANDS = {
     "train --sweep": "use `python -m slipstream.train_from_recipe --multirun` (docs/sweep.md)",
     "train --multirun": "use `python -m slipstream.train_from_recipe --multirun` (docs/sweep.md)",
     "tune --no-cache": "leave it out; results are no longer stored",
+    "data --prune": "delete the folder of the cache, and run `slipstream data cache` again",
+    "predict --json": "read classes.csv in the output folder",
+    "check --json": "read the exit status: 0 if the recipe is valid",
+    "doctor --json": "read the exit status: 1 if something is misconfigured",
+    "profile --stacks": "use torch.profiler with with_stack=True",
 }
 """Maps each removed command or option to its replacement."""
 
@@ -42,19 +45,13 @@ class Parser(argparse.ArgumentParser):
 
     def fail_unknown(self, words: Sequence[str], takes_overrides: bool) -> NoReturn:
         """Exit with an error that suggests an option or an override for the first unknown argument."""
-        name, equals, value = words[0].partition("=")
+        name, _, value = words[0].partition("=")
         near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.75)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         if not hint and takes_overrides and name.startswith("--"):
             key = name.strip("-").replace("-", "_")
-            hint = f"; recipe values are set without dashes: {key}={value if equals else 'VALUE'}"
+            hint = f"; recipe values are set without dashes: {key}={value or 'VALUE'}"
         self.error(f"unrecognized arguments: {' '.join(words)}{hint}")
-
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        if action.choices is not None and value not in action.choices:
-            choices = [str(choice) for choice in action.choices]
-            hint = did_you_mean(str(value), choices)
-            raise argparse.ArgumentError(action, f"'{value}' is not valid{hint} ({', '.join(choices)})")
 
     def option(self, name: str, help: str, **settings: Any) -> None:
         """Add an option; a `metavar` without a `type` or `action` denotes a string."""
@@ -130,7 +127,6 @@ def _add_project_commands(commands: _Commands) -> None:
         commands, "check", "check.run", "validate a recipe, and run one training and one validation batch"
     )
     _add_recipe(check)
-    _add_json(check)
 
 
 def _add_training_commands(commands: _Commands) -> None:
@@ -155,7 +151,6 @@ def _add_model_commands(commands: _Commands) -> None:
     predict.option("--checkpoint", newest, metavar="RUN")
     predict.option("--out", "output folder (default: predictions)", default="predictions")
     predict.number("--every", 1, "process every Nth frame of a video")
-    _add_json(predict)
     export = _command(
         commands, "export", "export.run", "write a trained model in a format that runs without Slipstream"
     )
@@ -180,7 +175,6 @@ def _add_measuring_commands(commands: _Commands) -> None:
     _add_recipe(profile)
     profile.number("--steps", 5, "steps to record")
     profile.number("--warmup", 5, "untimed steps at the start")
-    profile.option("--stacks", "record Python stacks (slows down the steps)", action="store_true")
     profile.option("--out", "output folder (default: work_dirs/NAME/profile)", metavar="DIR")
     _add_bench(_command(commands, "bench", "bench.run", "measure training speed (docs/bench.md)"))
     tune = _command(commands, "tune", "tune.run", "find the fastest options by measuring them (docs/tune.md)")
@@ -224,7 +218,6 @@ def _add_data(commands: _Commands) -> None:
         action.number("--workers", None, "processes (default: one per core)")
     _add_json(stats)
     cache.option("--folder", "cache folder (default: the recipe's, or next to the data)")
-    cache.option("--prune", "remove cached files that the recipe does not use", action="store_true")
     show.option("--out", "default: SPLIT_epoch_E.png", metavar="FILE")
     show.number("--count", 8, "number of samples")
     show.option("--epoch", "epoch, starting at 0 (default: 0)", type=int, default=0, metavar="E")
@@ -256,7 +249,6 @@ def _add_information_commands(commands: _Commands) -> None:
         commands, "doctor", "doctor.run", "show versions and supported options, and report misconfigurations"
     )
     _add_recipe(doctor, nargs="?")
-    _add_json(doctor)
     recipes = _command(
         commands, "recipes", "recipes.run", "list the recipes, or show one with `recipes show NAME`"
     )

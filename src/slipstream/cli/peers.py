@@ -218,17 +218,9 @@ class PeerJob:
         loader = DataLoader(RepeatedBatches(batches, 10**9), batch_size=None)
         observer.describe = lambda: {"samples": samples, "problem": None, "buffered": 0}
         device = next(model.parameters()).device
-        CONTENDERS[self.name](
-            Work(
-                model,
-                loader,
-                _model_loss,
-                lambda net: optimizer,
-                str(folder),
-                observer.after_step,
-                device=device,
-            )
-        )
+        after_step, make_optimizer = observer.after_step, lambda net: optimizer
+        work = Work(model, loader, _model_loss, make_optimizer, str(folder), after_step, device=device)
+        CONTENDERS[self.name](work)
 
 
 def _model_loss(net: Any, batch: Any) -> Tensor:

@@ -6,7 +6,6 @@ import argparse
 import csv
 import glob
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.cli.profile import prepare_output_folder
 from slipstream.cli.tables import print_table, printable
 from slipstream.cli.trained import TrainedModel, find_checkpoint, load_trained
 from slipstream.dataset.prediction import prepare_image
-from slipstream.devices import default_device, is_out_of_memory
-from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, SlipstreamError
+from slipstream.devices import default_device
+from slipstream.errors import CheckpointError, DataError, ModelError, SlipstreamError
 from slipstream.extras import extra
 from slipstream.files import atomic_write, write_text
 from slipstream.model import Classifier
@@ -55,12 +55,9 @@ def run(args: argparse.Namespace) -> int:
     inputs = _find_inputs(args.images, out)
     trained = load_trained(path, args.config, bool(args.trust), default_device())
     _check_segmentation(trained)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create the folder: {error}; choose a different folder", "--out") from error
-    job = _Job(trained, out, args.every, quiet=args.json)
-    job.log(f"Checkpoint: {trained.description}")
+    prepare_output_folder(out)
+    job = _Job(trained, out, args.every)
+    print(printable(f"Checkpoint: {trained.description}"), flush=True)
     try:
         for stem, source in inputs.items():
             job.process(source, out / stem)
@@ -103,9 +100,9 @@ def _find_inputs(names: Sequence[str], out: Path) -> dict[Path, Path]:
         else:
             root, files = path.parent, [path]
         selected = [p for p in files if p == path or (p.suffix.lower() in _IMAGES + _VIDEOS and p.is_file())]
-        selected = [p for p in selected if out.resolve() not in p.resolve().parents and not _is_prediction(p)]
+        selected = [p for p in selected if out.resolve() not in p.resolve().parents]
         if not selected:
-            raise DataError(f"{name} matches no image or video, or only results of `predict`; check the path")
+            raise DataError(f"{name} matches no image or video; check the path")
         for file in selected:
             stem = file.relative_to(root).with_suffix("")
             if (first := inputs.setdefault(stem, file)) != file:
@@ -115,42 +112,26 @@ def _find_inputs(names: Sequence[str], out: Path) -> dict[Path, Path]:
     return inputs
 
 
-def _is_prediction(path: Path) -> bool:
-    """Return whether `predict` wrote this file, in an earlier call with another output folder."""
-    is_named = path.stem.endswith(("_mask", "_overlay")) or path.parent.name.endswith("_mask")
-    return is_named and any((folder / _TABLE).is_file() for folder in path.parents)
-
-
 class _Job:
-    """Predicts masks for files, and collects the results. With `quiet`, it prints JSON at the end instead of text."""
+    """Predicts masks for files, and collects the results."""
 
-    def __init__(self, trained: TrainedModel, out: Path, every: int, quiet: bool) -> None:
-        self.trained, self.out, self.every, self.quiet = trained, out, every, quiet
+    def __init__(self, trained: TrainedModel, out: Path, every: int) -> None:
+        self.trained, self.out, self.every = trained, out, every
         self.palette = trained.palette or ()
         self.counts: dict[str, NDArray[np.int64]] = {}
-        self.written: dict[str, list[str]] = {}
         self.failed: dict[str, str] = {}
 
-    def log(self, text: str) -> None:
-        """Print a line, unless `--json` is set."""
-        if not self.quiet:
-            print(printable(text), flush=True)
-
     def process(self, path: Path, stem: Path) -> None:
-        """Write the results for one file. If the file cannot be processed, or memory runs out, store the error."""
+        """Write the results for one file. If the file cannot be processed, store the error."""
         stem.parent.mkdir(parents=True, exist_ok=True)
         try:
             is_video = path.suffix.lower() in _VIDEOS
             written = self._video(path, stem) if is_video else self._picture(path, stem)
-        except Exception as error:
+        except SlipstreamError as error:
             self.counts.pop(str(path), None)  # a video may fail after some of its frames were counted
-            if not (isinstance(error, SlipstreamError) or is_out_of_memory(error)):
-                raise
-            own = isinstance(error, SlipstreamError)
-            self.failed[str(path)] = str(error) if own else f"'{path}': out of memory; reduce its size"
+            self.failed[str(path)] = str(error)
             return
-        self.written[str(path)] = [str(file) for file in written]
-        self.log(f"{path} -> {', '.join(self.written[str(path)])}")
+        print(printable(f"{path} -> {', '.join(map(str, written))}"), flush=True)
 
     def finish(self) -> None:
         """Write the class statistics, then print the statistics and the errors."""
@@ -159,17 +140,7 @@ class _Job:
         writer.writerow(["file", *classes])
         writer.writerows([name, *(f"{x:.6f}" for x in _shares(n))] for name, n in self.counts.items())
         write_text(self.out / _TABLE, table.getvalue(), "surrogateescape")
-        if self.quiet:
-            shares = {name: dict(zip(classes, _shares(n), strict=True)) for name, n in self.counts.items()}
-            files = [
-                {"file": name, "written": written, "classes": shares[name]}
-                for name, written in self.written.items()
-            ]
-            failed = [{"file": name, "error": error} for name, error in self.failed.items()]
-            print(
-                json.dumps({"checkpoint": str(self.trained.path), "files": files, "failed": failed}, indent=1)
-            )
-        elif self.counts:
+        if self.counts:
             total = _shares(np.sum(list(self.counts.values()), axis=0))
             found = np.sum([counts > 0 for counts in self.counts.values()], axis=0)
             rows = zip(classes, total, found, strict=True)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if cfg.get("launcher", "none") != "none":
         raise ConfigError("only a single process can be profiled; set launcher=none", "launcher")
     out = prepare_output_folder(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
-    hook = _StepProfiler(args.warmup, args.steps, args.stacks)
+    hook = _StepProfiler(args.warmup, args.steps)
     with (
         interrupt_on_sigterm(),
         tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
@@ -88,14 +88,11 @@ class _StepProfiler(Hook):
     priority = "LOWEST"
     reads_phases = True
 
-    def __init__(self, warmup: int, steps: int, stacks: bool) -> None:
+    def __init__(self, warmup: int, steps: int) -> None:
         self.profile = profile(
-            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-            record_shapes=True,
-            profile_memory=True,
-            with_stack=stacks,
+            schedule=schedule(wait=0, warmup=1, active=steps, repeat=1), record_shapes=True, profile_memory=True,
             acc_events=True,
-        )
+        )  # fmt: skip
         self.needed = warmup + 2 * steps + 1
         self.done = 0
         """Number of finished steps."""

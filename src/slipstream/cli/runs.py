@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.tables import print_table, printable
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError
 from slipstream.typecheck import is_real
 
 if TYPE_CHECKING:
@@ -64,21 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_keys(rows: Sequence[RunRow], keys: dict[str, Any]) -> None:
-    from slipstream.report.record import VALUES
-
-    records = [row.record for row in rows if row.record is not None]
     for option, names in keys.items():
         for name in names:
-            if records and all(row.value(name) is None for row in rows):
-                known = {*VALUES, "run", "folder", "status"}
-                for record in records:
-                    known |= {
-                        *record.config,
-                        *record.curves,
-                        *(curve.partition("/")[2] for curve in record.curves),
-                    }
+            if any(row.record for row in rows) and all(row.value(name) is None for row in rows):
                 raise ConfigError(
-                    f"no run has a value for '{name}'{did_you_mean(name, sorted(known))}", option
+                    f"no run has a value for '{name}'; use a column, a scalar or a setting", option
                 )
 
 

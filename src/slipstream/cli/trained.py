@@ -145,15 +145,8 @@ def _newest_run() -> Path:
 
 
 def _description(path: Path, checkpoint: Mapping[str, Any]) -> str:
-    details = []
-    info = (checkpoint.get("message_hub") or {}).get("runtime_info") or {}
-    for key, value in info.items():
-        metric = str(key).removeprefix("best_score/")
-        is_best = metric != key and Path(str(info.get(f"best_ckpt/{metric}"))).name == path.name
-        if is_best and isinstance(value, int | float):
-            details.append(f"best {metric}: {value:.4g}")
-    if (epoch := (checkpoint.get("meta") or {}).get("epoch")) is not None:
-        details.append(f"epoch {epoch}")
+    epoch = (checkpoint.get("meta") or {}).get("epoch")
+    details = [] if epoch is None else [f"epoch {epoch}"]
     if "ema_state_dict" in checkpoint or step_average(checkpoint):
         details.append("average of the weights")
     return f"{path} ({', '.join(details)})" if details else str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -343,6 +343,10 @@ class Runner:
     def test(self) -> dict[str, float]:
         """Test the model and return the metrics; see `val`."""
         return self._evaluate("test")
+
+    def tune(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise an error that names the replacement of this method."""
+        raise ConfigError("was removed; use slipstream.tune(runner)", "Runner.tune")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
         self.loops.require(mode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -188,12 +187,6 @@ def parse_budget(budget: float | str) -> float:
 def _objects_job(
     model: Any, loader: Any, optimizer: Any, loss_fn: Any, speed: Any
 ) -> Callable[[Setting], ObjectsJob]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"must be a torch.nn.Module, not {type(model).__name__}", "model")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"must be a torch.optim.Optimizer, not {type(optimizer).__name__}", "optimizer")
-    if not hasattr(loader, "__iter__"):
-        raise ConfigError(f"must be an iterable of batches, not {type(loader).__name__}", "loader")
     if any(value.is_cpu and value.is_shared() for value in model.state_dict().values()):
         raise ConfigError("must not be in shared memory, because the trials would train it", "model")
     state = get_random_state()

@@ -32,19 +32,8 @@ LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
 
 _MAX_WORKERS = 8
 
-OPTIONS = (
-    "num_workers",
-    "channels_last",
-    "fused",
-    "precision",
-    "prefetch",
-    "cudnn_benchmark",
-    "compile",
-    "compile_mode",
-    "compile_dynamic",
-    "cuda_graph",
-    "activation_checkpointing",
-)
+OPTIONS = ("num_workers", "channels_last", "fused", "precision", "prefetch", "cudnn_benchmark", "compile",
+           "compile_mode", "compile_dynamic", "cuda_graph", "activation_checkpointing")  # fmt: skip
 """The options in order of measurement. Compilation takes minutes, so it is measured after the options that are often
 adopted and would require another compilation."""
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -29,7 +29,6 @@ import torch.distributed as dist
 from slipstream.devices import is_out_of_memory
 from slipstream.dist import all_gather_object, init_dist, is_distributed
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.process_tree import descendants, kill, kill_group
 from slipstream.tune.observer import Finished, Observer, Timer
 
 __all__ = ["WARMUP", "Job", "Process", "TrialError", "forks", "format_seconds"]
@@ -69,6 +68,22 @@ class TrialError(Exception):
 def format_seconds(seconds: float) -> str:
     """Return a duration with two significant digits, or in whole seconds if it is 10 s or longer."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's descendants; an empty list on systems other than Linux."""
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, file.read_text().split())
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+def kill(processes: Iterable[int]) -> None:
+    """Kill the processes, some of which may have ended, such as Inductor's workers."""
+    for pid in processes:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def forks() -> bool:
@@ -162,8 +177,7 @@ class Process:
         if self._connection.closed:
             return  # the process id may already belong to another process
         if self._process.pid is not None:
-            kill_group(self._process.pid, descendants(self._process.pid))
-            self._process.kill()  # until the process starts a session, it belongs to its parent's process group
+            kill([*descendants(self._process.pid), self._process.pid])
             self._process.join()
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -6,10 +6,9 @@ import hashlib
 import mmap
 import os
 import struct
-import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -29,7 +28,6 @@ _FORMAT_VERSION = 1
 _FIELDS = struct.Struct("<8sIII16sI")  # magic, format version, fields of _Header; their CRC-32 follows
 _PAGE = 4096  # image and mask start at page boundaries
 _SUFFIX = ".decoded"
-_MAX_TEMPORARY_AGE = 3600  # seconds after which a temporary file counts as abandoned
 
 
 class DecodeCache:
@@ -137,24 +135,6 @@ class DecodeCache:
     def file_size(shape: tuple[int, int]) -> int:
         """Return the size in bytes of the file for a sample with this (height, width)."""
         return _Header(*shape, b"", 0).file_size
-
-    def prune(self, keep: Iterable[str]) -> tuple[int, int]:
-        """Remove abandoned temporary files and the files of all samples except those listed in `keep`.
-
-        The result is the number of removed files and their total size in bytes.
-        """
-        kept_paths = {self.path(name) for name in keep}
-        count = size = 0
-        for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue  # another process has just renamed its temporary file
-            abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _MAX_TEMPORARY_AGE
-            if abandoned or (path.name.endswith(_SUFFIX) and path not in kept_paths):
-                path.unlink()
-                count, size = count + 1, size + stat.st_size
-        return count, size
 
 
 class _Header(NamedTuple):
