@@ -289,5 +289,5 @@ def test_transfer_learning_for_persons_runs(tmp_path):
     assert printed["batch"] == "torch.float32 torch.int64"
     assert 0 <= float(printed["best"]) <= 1
     assert printed["shape"] == "(1, 1, 64, 64)"
-    recorded = list((tmp_path / "checkpoints").rglob("batch_0_images*"))
+    recorded = list((tmp_path / "checkpoints").rglob("predictions*.png"))
     assert recorded, "the callback recorded no images"
