@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure, read_config
@@ -117,7 +118,9 @@ def summary(runner: Runner) -> str:
     ]
     speed = hub.get_info("images_per_second")
     results = [*metrics[:3], *([f"{speed:.1f} images/s including the first step"] if speed else [])]
-    return f"Done: {', '.join(results)}. Checkpoints in {folder}, logs in {runner.log_dir}"
+    pictures = Path(folder) / "predictions.png"
+    more = f", pictures in {pictures}" if pictures.is_file() else ""
+    return f"Done: {', '.join(results)}. Checkpoints in {folder}, logs in {runner.log_dir}{more}"
 
 
 def _with_best(name: str, value: float, hub: MessageHub) -> str:
