@@ -111,7 +111,7 @@ def test_predict_reports_an_invalid_output_folder(trained, capsys):
 
     file = str(trained / "epoch_2.pth")
     assert main(["predict", "street.png", "--checkpoint", file, "--out", file]) == 2
-    assert capsys.readouterr().err.startswith("slipstream: error: --out: cannot create the folder")
+    assert capsys.readouterr().err.startswith("slipstream: error: --out: cannot write to the folder")
 
 
 @pytest.mark.parametrize(
