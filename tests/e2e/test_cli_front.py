@@ -98,7 +98,7 @@ def test_check_reports_an_error_in_validation(tmp_path, monkeypatch, capsys):
         ("default_hooks.checkpoint.save_best=accuracy", "unknown metric 'accuracy'"),
         ("default_hooks.checkpoint.save_bst=mIoU", "did you mean 'save_best'"),
         ("default_hooks.checkpont={interval: 1}", "default_hooks.checkpont"),
-        ("visualizer.vis_backends=[{type: CSVVisBackends}]", "did you mean 'CSVVisBackend'"),
+        ("visualizer.vis_backends=[{type: LocalVisBackends}]", "did you mean 'LocalVisBackend'"),
     ],
 )
 def test_check_reports_unknown_metrics_arguments_and_backends(

@@ -1,18 +1,13 @@
 """Tests of a run's report: model FLOPs utilization, example predictions, and recommended workers and options."""
 
-import base64
-import io
 import time
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from slipstream.hooks.report_examples import ExampleSelection
 from slipstream.model import Classifier
 from slipstream.report import read_run
 from tiny_runs import loader, run, validation
@@ -73,64 +68,6 @@ def page(runner):
 
 
 # ---- example predictions ------------------------------------------------------------------------------
-
-
-def pixels(example):
-    image = np.array(pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(example.picture))))
-    return torch.from_numpy(image.reshape(-1) if image.ndim == 2 else image.reshape(-1, 3))
-
-
-def test_examples_are_the_most_confident_errors_then_the_least_confident_correct_predictions(tmp_path):
-    runner = classifying(tmp_path, **validating())
-    record, data = made(runner), Images()
-    with torch.no_grad():
-        sure, guesses = runner.model.eval()(data.images).softmax(1).max(1)
-    wrong = guesses != data.targets
-    order = sorted(range(40), key=lambda i: (not wrong[i], -sure[i] if wrong[i] else sure[i]))[:12]
-    names = data.metainfo["classes"]
-    found = [(each.label, each.prediction) for each in record.examples]
-    assert found == [(names[data.targets[i]], names[guesses[i]]) for i in order]
-    assert [each.probability for each in record.examples] == pytest.approx(
-        [sure[i].item() for i in order], abs=1e-5
-    )
-    image = data.images[order[0]].flatten()
-    scaled = (image - image.min()) * 255 / (image.max() - image.min())
-    assert torch.allclose(pixels(record.examples[0])[:, 0].float(), scaled, atol=0.51)
-    text = page(runner)
-    assert text.count("data:image/png;base64,") == 12
-    assert f"label: {names[data.targets[order[0]]]}" in text
-
-
-def selected(images, outputs, names=(), batches=1):
-    selection = ExampleSelection(batches)
-    selection.add(0, images, outputs)
-    return selection.examples(names)
-
-
-def test_color_images_keep_their_values_and_large_ones_are_reduced():
-    image = torch.randint(0, 256, (3, 5, 7), dtype=torch.uint8)
-    (small,) = selected([image[None], torch.tensor([0])], (torch.tensor([[2.0, 1.0]]), torch.tensor([0])))
-    assert torch.equal(pixels(small), image.permute(1, 2, 0).reshape(-1, 3))
-    large = torch.full((1, 3, 224, 448), 9, dtype=torch.uint8)
-    (shown,) = selected(dict(inputs=large), dict(preds=torch.tensor([[2.0, 1.0]]), targets=torch.tensor([0])))
-    assert pixels(shown).shape == (112 * 56, 3)
-    assert pixels(shown).unique().tolist() == [9]
-
-
-@pytest.mark.parametrize(
-    ("batch", "outputs"),
-    [
-        (None, None),
-        ([torch.rand(2, 4, 4, 4)], (torch.rand(2, 3), torch.tensor([0, 1]))),  # four channels
-        ([torch.rand(2, 3, 4, 4)], (torch.rand(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long))),
-        ([torch.rand(3, 3, 4, 4)], (torch.rand(2, 3), torch.tensor([0, 1]))),
-        ([torch.rand(2, 3, 4, 4)], (torch.rand(2, 0), torch.tensor([0, 1]))),
-        ([torch.rand(2, 3, 4, 4)], "text"),
-        ([], (torch.rand(2, 3), torch.tensor([0, 1]))),
-    ],
-)
-def test_other_outputs_are_ignored(batch, outputs):
-    assert selected(batch, outputs) == []
 
 
 def test_accuracy_produces_a_confusion_matrix_if_the_dataset_names_its_classes(tmp_path):

@@ -11,7 +11,7 @@ from slipstream.report.advice import advice
 from slipstream.report.chart import line_chart
 from slipstream.report.files import flat_config
 from slipstream.report.page import page
-from slipstream.report.record import Confusion, Example, LogMessage, OptionRow
+from slipstream.report.record import Confusion, LogMessage, OptionRow
 
 EVIL = "<script>alert(1)</script>&\"'"
 
@@ -43,7 +43,6 @@ def test_record_is_read_as_it_was_written(tmp_path):
     made = record(
         curves={"val/mIoU": curve([10.0, math.nan])},
         confusions=[Confusion("IoUMetric", "val", 3, ["a"], [[1]])],
-        examples=[Example("a", "b", None, "AAAA")],
         options=[OptionRow("ema", "on", "speed.ema")],
         messages=[LogMessage("now", "WARNING", "text")],
     )
@@ -98,7 +97,6 @@ def test_all_text_of_a_run_is_escaped(tmp_path):
         step=EVIL,
         curves={f"train/{EVIL}": curve([1.0, math.nan]), f"val/{EVIL}": curve([1.0])},
         confusions=[Confusion(EVIL, EVIL, 3, [EVIL, "b"], [[1, 2], [3, 4]])],
-        examples=[Example(EVIL, EVIL, 0.5, EVIL)],
         options=[OptionRow(EVIL, EVIL, EVIL, EVIL)],
         messages=[LogMessage(EVIL, EVIL, EVIL)],
         config={EVIL: EVIL},

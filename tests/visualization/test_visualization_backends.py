@@ -1,4 +1,3 @@
-import csv
 import json
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slipstream.errors import ConfigError
-from slipstream.visualization import BaseVisBackend, CSVVisBackend, LocalVisBackend, TensorboardVisBackend
+from slipstream.visualization import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
 
 
 class FakeConfig:
@@ -39,30 +38,6 @@ def test_local_backend_writes_scalars_as_json_lines_that_are_readable_during_the
         {"step": 2, "val/mIoU": 0.25},
     ]
     backend.close()
-
-
-def csv_rows(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_csv_backend_has_a_column_for_each_name_and_continues_an_existing_file(tmp_path):
-    path = tmp_path / "vis" / "scalars.csv"
-    backend = CSVVisBackend(tmp_path / "vis")
-    backend.add_scalars({"loss": torch.tensor(0.5), "note": "text"}, step=1)
-    backend.add_scalars({"loss": 0.25, 'lr, "head"': 0.1}, step=2)
-    assert csv_rows(path) == [
-        {"step": "1", "loss": "0.5", 'lr, "head"': ""},
-        {"step": "2", "loss": "0.25", 'lr, "head"': "0.1"},
-    ]
-    CSVVisBackend(tmp_path / "vis").add_scalar("val/mIoU", 3, step=1)
-    assert csv_rows(path)[1:] == [
-        {"step": "2", "loss": "0.25", 'lr, "head"': "0.1", "val/mIoU": ""},
-        {"step": "1", "loss": "", 'lr, "head"': "", "val/mIoU": "3.0"},
-    ]
-    path.unlink()
-    backend.add_scalar("loss", 1, step=3)
-    assert csv_rows(path)[0]["loss"] == "1.0"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.dataset.loading.loader import length
 from slipstream.dist import is_main_process
 from slipstream.errors import DataError
 from slipstream.hooks.checkpoint import CheckpointHook
@@ -28,8 +26,7 @@ from slipstream.typecheck import matches
 from slipstream.version import __version__
 
 if TYPE_CHECKING:  # imported when a run starts, because the import of the Runner must stay fast
-    from slipstream.hooks.report_examples import ExampleSelection
-    from slipstream.report.record import Confusion, Curve, Example, RunRecord, Status
+    from slipstream.report.record import Confusion, Curve, RunRecord, Status
     from slipstream.runner import Runner
 
 __all__ = ["ReportHook"]
@@ -53,8 +50,6 @@ class ReportHook(Hook):
     reads_phases = True
 
     def __init__(self) -> None:
-        self._selection: ExampleSelection | None = None
-        self._examples: list[Example] = []
         self._curves: dict[str, Curve] = {}
         self._inherited: set[str] = set()  # curves of the earlier run to which no value has been added
         self._num_read: dict[str, int] = {}
@@ -101,25 +96,8 @@ class ReportHook(Hook):
             for name, mebibytes in _memory(runner.device).items():
                 self._curve(f"memory/{name}").add(iteration, [mebibytes])
 
-    def before_val_epoch(self, runner: Runner) -> None:
-        """Start selecting example predictions."""
-        from slipstream.hooks.report_examples import ExampleSelection
-
-        batches = length(runner.val_dataloader) if hasattr(runner.val_loop, "dataloader") else None
-        self._selection = ExampleSelection(batches) if is_main_process() else None
-
-    def after_val_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        """Select example predictions of a classifier."""
-        if self._selection is not None:
-            self._selection.add(batch_idx, data_batch, outputs)
-
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Add the metrics to their curves, and keep the confusion matrices and the example predictions."""
-        if self._selection is not None:
-            self._examples = self._selection.examples(_class_names(runner.val_loop))
-            self._selection = None
+        """Add the metrics to their curves, and keep the confusion matrices."""
         self._read_metrics(runner, "val", runner.val_loop, metrics)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
@@ -215,7 +193,6 @@ class ReportHook(Hook):
             ),
             curves=self._curves,
             confusions=list(self._confusions.values()),
-            examples=self._examples,
             options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
             messages=log.messages,
             config=flat_config(runner.user_config),
@@ -241,15 +218,6 @@ def _earlier_curves(runner: Runner) -> dict[str, Curve]:
         if key.startswith(("train/", "val/")) and not key.endswith("time") and curve.x:
             curves[key] = curve
     return curves
-
-
-def _class_names(loop: Any) -> list[str]:
-    """Return the class names of a loop's dataset, or an empty list if they are unknown."""
-    dataset = getattr(getattr(loop, "dataloader", None), "dataset", None)
-    meta = getattr(dataset, "metainfo", None)
-    names = meta.get("classes") if isinstance(meta, Mapping) else None
-    names = names or getattr(dataset, "classes", None)  # torchvision datasets have this attribute
-    return list(map(str, names)) if isinstance(names, list | tuple) else []
 
 
 def _seconds_of_steps(phases: PhaseTimes) -> float:

@@ -38,12 +38,11 @@ body{margin:0 auto;max-width:1180px;padding:24px;font:15px/1.5 system-ui,sans-se
 h2{margin:32px 0 10px;border-bottom:1px solid var(--rule)} h3{font-size:14px;margin:0 0 4px} p{margin:6px 0}
 .note,small{color:var(--soft)} .finished{color:#0a7d43} .failed{color:#c62f26} .interrupted,.incomplete{color:#a86500}
 ul{padding:0;list-style:none} .advice{padding-left:20px;list-style:disc} pre{white-space:pre-wrap;margin:2px 0}
-.tiles,.charts,.examples{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
+.tiles,.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(150px,1fr))}
 .charts{grid-template-columns:repeat(auto-fill,minmax(min(440px,100%),1fr))}
-.tiles li,figure,.examples li{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:8px}
-.tiles li,figure,.examples li{padding:8px 12px}
-.tiles b{display:block;font-size:20px} .tiles small,.examples small{display:block}
-.examples img{width:100%;height:112px;object-fit:contain;image-rendering:pixelated} .wrong b{color:#c62f26}
+.tiles li,figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:8px}
+.tiles li,figure{padding:8px 12px}
+.tiles b{display:block;font-size:20px} .tiles small{display:block}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{padding:3px 10px;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)} th{color:var(--soft)}
 .num{text-align:right;white-space:nowrap} .wide{width:38%}
@@ -63,7 +62,7 @@ def page(record: RunRecord, folder: Path | None = None) -> str:
         ("Time", _time_breakdown(record)),
         ("Curves", _curves(record)),
         *((f"Classes ({each.metric}, {each.mode})", _classes(each)) for each in record.confusions),
-        ("Predictions", _examples(record) + _picture(folder)),
+        ("Predictions", _picture(folder)),
         ("Messages", "".join(f"<pre>{escape(f'{m.time} {m.level} {m.text}')}</pre>" for m in record.messages)),
         ("Speed options", _table(["option", "value", "from", "reason or effect"], [
             [row.option, row.value, row.source, row.reason] for row in record.options])),
@@ -239,19 +238,6 @@ def _classes(confusion: Confusion) -> str:
         + ("<h3>Most frequent confusions</h3>" if confused else "")
         + _table(["target", "predicted as", "count", "% of target"], confused, 2)
     )
-
-
-def _examples(record: RunRecord) -> str:
-    items = []
-    for each in record.examples:
-        mark, sign = ("correct", "✓") if each.label == each.prediction else ("wrong", "✗")
-        probability = "" if each.probability is None else f" {each.probability:.0%}"
-        items.append(
-            f'<li class="{mark}"><img alt="{mark}" src="data:image/png;base64,{escape(each.picture)}">'
-            f"<b>{sign} {escape(each.prediction)}{probability}</b><small>label: {escape(each.label)}</small></li>"
-        )
-    note = '<p class="note">The most confident errors, then the least confident correct predictions.</p>'
-    return f'<ul class="examples">{"".join(items)}</ul>{note}' if items else ""
 
 
 def _picture(folder: Path | None) -> str:

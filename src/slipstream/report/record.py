@@ -12,7 +12,6 @@ from slipstream.errors import DataError
 __all__ = [
     "Confusion",
     "Curve",
-    "Example",
     "LogMessage",
     "OptionRow",
     "PhaseSplit",
@@ -138,16 +137,6 @@ class Confusion:
 
 
 @dataclass
-class Example:
-    """A prediction of a classifier, with its picture as a base64-encoded PNG file."""
-
-    label: str
-    prediction: str
-    probability: float | None
-    picture: str
-
-
-@dataclass
 class OptionRow:
     """A speed option; see `slipstream.speed.plan.option_rows`."""
 
@@ -180,7 +169,6 @@ class RunRecord:
         step: how the training step was executed at the end of the run, for example eagerly or as one graph.
         start_iteration: the iteration that a resumed run started from.
         curves: scalars over iterations: `train/loss`, `val/mIoU`, `speed/images_per_second`, `memory/host_mib`, ...
-        examples: predictions from a classifier's last validation run, errors first.
         config: the configuration, keyed by dotted path.
     """
 
@@ -202,7 +190,6 @@ class RunRecord:
     phases: PhaseSplit = field(default_factory=PhaseSplit)
     curves: dict[str, Curve] = field(default_factory=dict)
     confusions: list[Confusion] = field(default_factory=list)
-    examples: list[Example] = field(default_factory=list)
     options: list[OptionRow] = field(default_factory=list)
     messages: list[LogMessage] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -273,6 +260,6 @@ VALUES = ("name", "status", "started", "iteration", "epoch", "seconds", "step", 
 NON_TRAINING_PHASES = ("other", "test")
 """The phases of a run that are not part of training."""
 _NESTED: dict[str, Any] = {
-    "phases": PhaseSplit, "confusions": Confusion, "examples": Example, "options": OptionRow,
+    "phases": PhaseSplit, "confusions": Confusion, "options": OptionRow,
     "messages": LogMessage,
 }  # fmt: skip

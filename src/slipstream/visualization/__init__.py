@@ -2,7 +2,6 @@
 
 from slipstream.visualization.backends import (
     BaseVisBackend,
-    CSVVisBackend,
     LocalVisBackend,
     TensorboardVisBackend,
     default_backends,
@@ -12,6 +11,6 @@ from slipstream.visualization.trackers import MLflowVisBackend, WandbVisBackend
 from slipstream.visualization.visualizer import Visualizer
 
 __all__ = [
-    "BaseVisBackend", "CSVVisBackend", "LocalVisBackend", "MLflowVisBackend", "TensorboardVisBackend",
+    "BaseVisBackend", "LocalVisBackend", "MLflowVisBackend", "TensorboardVisBackend",
     "Visualizer", "WandbVisBackend", "colorize", "contact_sheet", "default_backends", "overlay",
 ]  # fmt: skip

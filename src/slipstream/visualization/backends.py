@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,7 +13,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
-from slipstream.files import check_name, write_text
+from slipstream.files import check_name
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 _SAVE_DIR = "the backend's save_dir"
 
-__all__ = ["BaseVisBackend", "CSVVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
+__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
 
 
 def default_backends() -> list[dict[str, str]]:
@@ -166,60 +164,6 @@ class LocalVisBackend(_FileBackend):
             # Line buffering keeps the file complete up to the last line, even if the run is killed.
             self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
         return self._files[name]
-
-
-@VISBACKENDS.register_module()
-class CSVVisBackend(_FileBackend):
-    """Write scalars to a CSV file in `save_dir`: a row for each set of scalars, and a column for each name.
-
-    The first column is `step`. A cell is empty if its row has no value for the name. Values that are not numbers are
-    skipped. If a new name is logged, the file is rewritten with an additional column. Rows are appended to an existing
-    file.
-
-    Args:
-        save_dir: the output folder.
-        scalar_save_file: file name, ending in `.csv`.
-
-    Raises:
-        ConfigError: if the file name has a different suffix, or is not inside `save_dir`.
-    """
-
-    def __init__(self, save_dir: str | Path, scalar_save_file: str = "scalars.csv") -> None:
-        super().__init__(save_dir)
-        self.scalar_save_file = _with_suffix(scalar_save_file, ".csv", "scalar_save_file")
-        self._columns: list[str] = []
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Append a row with the value and `step`."""
-        self.add_scalars({name: value}, step)
-
-    def add_scalars(
-        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
-    ) -> None:
-        """Append a row with the numeric values and `step`."""
-        row: dict[str, Any] = {"step": step, **scalars_in(scalar_dict)}
-        path = self.save_dir / self.scalar_save_file
-        try:
-            if not set(row) <= set(self._columns) or not path.is_file():
-                self._add_columns(path, row)
-            with path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns, restval="").writerow(row)
-        except OSError as error:
-            self._report(self.scalar_save_file, error)
-
-    def _add_columns(self, path: Path, names: Iterable[str]) -> None:
-        """Rewrite the file, or create it, with the columns of the existing file followed by the new columns."""
-        rows: list[dict[str, str]] = []
-        if path.is_file():
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
-        self._columns = list(dict.fromkeys([*(rows[0] if rows else self._columns), *names]))
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text.getvalue())
 
 
 @VISBACKENDS.register_module()
