@@ -47,11 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted; all written files are complete", file=sys.stderr)
         return 130
     except Exception as error:
-        if isinstance(
-            error, BrokenPipeError
-        ):  # the reader has closed the pipe, as in `slipstream recipes | head -1`
-            # Python flushes stdout again at exit, which would fail on the closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return _SIGPIPE
         if not in_launch():
             raise

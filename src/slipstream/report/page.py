@@ -29,7 +29,6 @@ _DESCRIPTIONS = {
     "other": "start and end of the run",
 }
 """Maps the phases of `slipstream.logging.PhaseTimes` to descriptions, in the order in which the page lists them."""
-_MAX_CHARTS = 24
 _MAX_CONFUSIONS = 15
 _MAX_IMAGE_BYTES = 4 * 2**20
 _STYLE = """
@@ -203,13 +202,11 @@ def _curves(record: RunRecord) -> str:
     )
     charts = [
         f"<figure><h3>{escape(name)}</h3>{svg}</figure>"
-        for name in names[:_MAX_CHARTS]
+        for name in names
         if (svg := line_chart(name, record.curves[name]))
     ]
-    rest = [[name, number(record.curves[name].newest)] for name in names[_MAX_CHARTS:]]
     note = "Lines are means since the previous point; bands show the minimum and maximum. The x axis counts iterations."
-    html = f'<div class="charts">{"".join(charts)}</div><p class="note">{note}</p>' if charts else ""
-    return html + _table(["scalar", "latest value"], rest, 1)
+    return f'<div class="charts">{"".join(charts)}</div><p class="note">{note}</p>' if charts else ""
 
 
 def _classes(confusion: Confusion) -> str:

@@ -129,11 +129,6 @@ class EagerStep:
             logs["grad_norm"] = optim.grad_norm
         return logs
 
-    @property
-    def restricts_backward(self) -> bool:
-        """Whether backward computes only the gradients of the optimizer's parameters; True before the first batch."""
-        return self._can_restrict is not False
-
     def _switch(self, phase: Phase) -> None:
         if self.optim.phases is not None:
             self.optim.phases.switch(phase)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
 __all__ = [
-    "FullyShardedOptions", "MMFullyShardedDataParallel", "drop_unsharded_gradients", "full_weights",
+    "FullyShardedOptions", "MMFullyShardedDataParallel", "full_weights",
     "repeated_blocks", "unsharded_gradients",
 ]  # fmt: skip
 
@@ -171,17 +171,6 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
                     grads[key] = param.grad.clone()
             module.reshard()
     return grads
-
-
-def drop_unsharded_gradients(model: nn.Module) -> None:
-    """Discard the gradients that `unsharded_gradients` returns. Every rank must call this function."""
-    for module in model.modules():
-        if hasattr(module, "unshard") and mesh_of(module) is not None:
-            module.unshard()  # type: ignore[operator]
-            for param in module.parameters():
-                if not is_sharded(param):
-                    param.grad = None
-            module.reshard()  # type: ignore[operator]
 
 
 # ---- model sharding ----------------------------------------------------------------------------------
