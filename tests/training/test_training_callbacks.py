@@ -99,41 +99,6 @@ def test_gradient_step_event_occurs_after_each_accumulation_window(tmp_path):
 # ---- context -------------------------------------------------------------------------------------------
 
 
-def test_context_has_the_attributes_of_the_run(tmp_path):
-    def look(context):
-        return (
-            context.epoch, context.net, context.optimizer, context.device, context.experiment_name,
-            context.ckpt_dir, context.metric_to_watch, context.ddp_silent_mode, context.ema_model,
-            len(context.train_loader), len(context.valid_loader), context.stop_training,
-        )  # fmt: skip
-
-    callback = At(Phase.TRAIN_EPOCH_START, look)
-    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
-    runner = called(tmp_path, callback, epochs=2, default_hooks=hooks)
-    facts = (
-        runner.model, runner.optim_wrapper.optimizer, torch.device("cpu"), runner.experiment_name, str(tmp_path),
-        "acc", False, None, 2, 2, False,
-    )  # fmt: skip
-    assert callback.seen == [(0, *facts), (1, *facts)]
-
-
-def test_context_has_batches_losses_and_predictions(tmp_path):
-    trained = At(
-        "TRAIN_BATCH_END", lambda c: (c.batch_idx, c.inputs, c.target, c.loss_log_items["loss"].clone())
-    )
-    validated = At("VALIDATION_BATCH_END", lambda c: (c.batch_idx, c.inputs, c.target, c.preds))
-    runner = called(tmp_path, trained, validated)
-    assert [entry[0] for entry in trained.seen] == [0, 1]
-    assert all(
-        x.shape == (20, 4) and y.shape == (20,) and not loss.requires_grad for _, x, y, loss in trained.seen
-    )
-    for number, (index, inputs, target, (scores, targets)) in enumerate(validated.seen):
-        assert index == number
-        assert torch.equal(target, targets)
-        with torch.no_grad():
-            torch.testing.assert_close(scores, runner.model(inputs, target, "tensor"))
-
-
 def test_metrics_dict_has_mean_losses_and_validation_metrics(tmp_path):
     losses = At(Phase.TRAIN_BATCH_END, lambda context: context.loss_log_items["loss"].clone())
     trained = At(Phase.TRAIN_EPOCH_END, lambda context: dict(context.metrics_dict))

@@ -70,28 +70,6 @@ def test_runner_builds_the_configuration(street):
     assert batch["device_params"].shape[0] == 2
 
 
-def test_old_transform_names_map_to_current_ones():
-    old = [
-        "ColorJitterSeg",
-        "RandomFlipSeg",
-        "RandomRescaleSeg",
-        "RescaleSeg",
-        {"ToTensorSeg": None},
-        "SegToTensor",
-    ]
-    old += [
-        {"PadShortToCropSizeSeg": dict(crop_size=8, fill_mask=1)},
-        {"CropImageAndMaskSeg": dict(crop_size=8)},
-    ]
-    old += [{"NormalizeSeg": dict(mean=[0.5] * 3, std=[1, 1, 1])}]
-    found = dataloaders.config("street_scenes_train", dict(transforms=old))["dataset"]["transforms"]
-    assert [transform["type"] for transform in found] == [
-        "SegColorJitter", "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize", "SegStandardize",
-        "SegPadShortToCropSize", "SegCropImageAndMask", "SegNormalize",
-    ]  # fmt: skip
-    assert found[6] == dict(type="SegPadShortToCropSize", crop_size=8, fill_mask=1)
-
-
 def test_padding_without_fill_mask_has_class_0_and_logs_a_warning(capsys):
     for arguments, fill in (({}, 0), ({"fill_mask": 19}, 19)):
         transforms = [{"SegPadShortToCropSize": {"crop_size": 8, **arguments}}]

@@ -44,21 +44,3 @@ def test_unsupported_key_raises_an_error_with_the_reason(key):
 def test_unknown_key_error_suggests_the_nearest_key():
     with pytest.raises(UnknownNameError, match=r"training_params\.max_epoch: .*did you mean 'max_epochs'"):
         TrainingParams.read(dict(max_epoch=3))
-
-
-@pytest.mark.parametrize(
-    ("params", "read"),
-    [
-        (dict(lr_mode="poly"), dict(lr_mode="PolyLRScheduler")),
-        (dict(lr_mode="step"), dict(lr_mode="StepLRScheduler")),
-        (dict(lr_mode="cosine"), dict(lr_mode="CosineLRScheduler")),
-        (dict(lr_mode="exp"), dict(lr_mode="ExponentialLRScheduler")),
-        (dict(lr_mode="function"), dict(lr_mode="FunctionLRScheduler")),
-        (dict(warmup_mode="linear_step"), {}),
-        (dict(warmup_mode="linear_batch_step"), dict(warmup_mode="LinearBatchLRWarmup")),
-        (dict(_convert_="all"), {}),
-        (dict(ema_params=None, seed=None), dict(seed=None)),
-    ],
-)
-def test_old_names_map_to_new_ones(params, read):
-    assert TrainingParams.read(params).changed() == read

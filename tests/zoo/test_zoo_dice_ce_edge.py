@@ -96,16 +96,3 @@ def test_detail_heads_are_trained_on_edges():
     assert list(losses) == ["loss_main", "loss_aux0", "loss_detail0"]
     expected = 0.3 * float(reference(detail, targets, 5, (0.7, 1.3), (0.5, 0.5)))
     assert losses["loss_detail0"].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_loss_compiles_as_a_single_graph_with_the_same_gradients():
-    outputs, targets = batch(dtype=torch.float64)
-    loss = loss_of()
-
-    def run(function):
-        value = function(outputs, targets)
-        total = sum(value.values())
-        return total.detach(), torch.autograd.grad(total, outputs)
-
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(compiled), run(loss))

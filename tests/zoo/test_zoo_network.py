@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ModelError
 from slipstream.zoo import models, predicting
 from slipstream.zoo.fusion import fuse_batch_norms
 
@@ -138,26 +138,6 @@ def test_classification_returns_the_class_and_its_probability(tmp_path):
     assert several[5].prediction.image_shape == (18, 22)
     assert norms(network) == 20  # only a copy is fused
     assert len(network.predict(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("name", ["resnet18_cifar", "pp_lite_t_seg"])
-def test_supergradients_processing_classes_have_the_same_effect(name):
-    network, image = perturbed(models.get(name, 4)), picture()
-    seg = "" if "resnet" in name else "Seg"
-    own = ["ToTensor" if not seg else {"SegStandardize": {"max_value": 255}}]
-    own.append({f"{seg}Normalize": {"mean": [0.5] * 3, "std": [0.2] * 3}})
-    theirs = [
-        {"StandardizeImage": {"max_value": 255}},
-        {"NormalizeImage": own[1][f"{seg}Normalize"]},
-        "ImagePermute",
-    ]
-    drawn = []
-    for processor in (own, {"ComposeProcessing": {"processings": theirs}}):
-        network.set_dataset_processing_params(list("abcd"), processor)
-        drawn.append(network.predict(image).draw())
-    assert np.array_equal(*drawn)
-    with pytest.raises(ConfigError, match="must be a list of transforms"):
-        network.set_dataset_processing_params(image_processor="ToTensor")
 
 
 @pytest.mark.parametrize("channels", [1, 4])

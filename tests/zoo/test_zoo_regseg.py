@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.zoo import models, regseg48
+from slipstream.zoo import regseg48
 
 # Dilations of the paper's backbone at 1/16 of the resolution. All blocks except the last have 256 channels.
 DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
@@ -105,21 +105,6 @@ def test_forward_matches_the_reference():
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("backbone", [False, True])
-def test_supergradients_checkpoint_loads_by_name(tmp_path, backbone):
-    torch.manual_seed(0)
-    trained = regseg48(num_classes=5)
-    randomize_norms(trained)
-    named = super_gradients_names(trained.state_dict())
-    if backbone:
-        named = {key: value for key, value in named.items() if key.startswith("backbone.")}
-    torch.save({"net": {f"module.{key}": value for key, value in named.items()}}, tmp_path / "weights.pth")
-    loaded = models.get("regseg48", 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=backbone)
-    part = (lambda network: network.backbone) if backbone else (lambda network: network)
-    found = part(loaded).state_dict()
-    assert all(torch.equal(found[key], value) for key, value in part(trained).state_dict().items())
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 80), (33, 65), (50, 47)])

@@ -1,10 +1,9 @@
 """Tests of `BatchSizes` and `count_samples`, which determine the number of samples in a batch."""
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from slipstream.dataset.loading.loader import BatchSizes, build_dataloader, count_samples, set_epoch
+from slipstream.dataset.loading.loader import BatchSizes, build_dataloader, set_epoch
 from tiny_runs import loader, samples
 
 
@@ -57,23 +56,3 @@ def test_samples_that_a_resumed_run_skips_are_not_counted():
         (5, 5),
         (3, 3),
     ]
-
-
-@pytest.mark.parametrize(
-    ("batch", "count"),
-    [
-        (torch.zeros(4, 2), 4),
-        ([torch.zeros(4, 2), torch.zeros(4)], 4),
-        (dict(name=["a", "b"], image=torch.zeros(2, 3)), 2),
-        (dict(inputs=[torch.zeros(3, 5, 5)] * 6, data_samples=[{}] * 6), 6),
-        (([torch.zeros(3, 5, 5)] * 6, [{}] * 6), 6),
-        (dict(aux=torch.zeros(2, 3), inputs=torch.zeros(6, 3), targets=torch.zeros(6)), 6),
-        (dict(aux=torch.zeros(2, 3), inputs=[torch.zeros(3, 5, 5)] * 6), 6),
-        (dict(inputs=dict(image=torch.zeros(6, 3)), targets=torch.zeros(6)), 6),
-        (torch.tensor(1.0), None),
-        (object(), None),
-        ({}, None),
-    ],
-)
-def test_number_of_samples_is_inferred_from_the_structure_of_a_batch(batch, count):
-    assert count_samples(batch) == count

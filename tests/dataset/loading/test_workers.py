@@ -133,25 +133,6 @@ def test_batch_that_cannot_be_sent_raises_an_error_instead_of_waiting_forever(ca
     assert "cannot pickle '_thread.lock' object" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.",
-            "shm-size",
-        ),
-        ("unable to open shared memory object </torch_7_1_0> in read-write mode: No such file", "shm-size"),
-        ("received 0 items of ancdata", "ulimit -n 65536"),
-    ],
-)
-def test_torch_messages_are_recognized(text, message):
-    with (
-        pytest.raises(DataLoaderError, match=f"train_dataloader: .*{message}"),
-        explain_worker_errors("train_dataloader"),
-    ):
-        raise RuntimeError(text)
-
-
 IN_SMALL_SHARED_MEMORY = """
 import torch
 from slipstream.dataset.loading.loader import build_dataloader

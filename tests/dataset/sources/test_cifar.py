@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from slipstream.dataset import CIFAR10, CIFAR100, ConcatDataset, SampleIndex, build_dataloader
 from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.errors import DataError
-from slipstream.registry import DATASETS
 
 FOLDER = "cifar-10-batches-bin"
 TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
@@ -144,24 +143,3 @@ def test_generators_are_seeded_only_for_datasets_that_can_use_them(tmp_path):
     assert isinstance(loaded(own, collate_fn="pseudo_collate"), SeededDataset)
     for dataset in (Subclass(tmp_path), CIFAR10(tmp_path, transforms=[noise]), ConcatDataset([own])):
         assert isinstance(loaded(dataset), SeededDataset)
-
-
-def test_cifar100_reads_the_second_label_of_each_record(tmp_path, monkeypatch):
-    found = np.random.default_rng(0).integers(0, 256, (6, 3074), dtype=np.uint8)
-    found[:, 0] %= 20
-    found[:, 1] %= 100
-    files = {"train.bin": found[:4].tobytes(), "test.bin": found[4:].tobytes()}
-    urls = serve(monkeypatch, archive({f"cifar-100-binary/{name}": data for name, data in files.items()}))
-    train = CIFAR100(tmp_path, download=True)
-    test = DATASETS.build({"type": "Cifar100", "root": str(tmp_path), "train": False})
-    assert (len(train), len(test)) == (4, 2)
-    for sample, record in zip([*train, *test], found, strict=True):
-        assert int(sample["targets"]) == record[1]
-        assert torch.equal(sample["inputs"], torch.from_numpy(record[2:].reshape(3, 32, 32)))
-    assert urls == ["https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"]
-    classes = train.metainfo["classes"]
-    assert len(set(classes)) == len(train.metainfo["palette"]) == 100
-    assert list(classes) == sorted(classes)  # class ids follow the alphabetical order of the names
-    (tmp_path / "cifar-100-binary/test.bin").write_bytes(bytes([0, 100]) + bytes(3072))
-    with pytest.raises(DataError, match="contains the label 100"):
-        CIFAR100(tmp_path, train=False)

@@ -162,25 +162,6 @@ def test_segmentation_samples_have_masks_and_can_be_cached(shards, tmp_path):
     assert dataset.get_cat_ids(0) == np.unique(pictures(0)[1]).tolist()
 
 
-def test_invalid_mask_raises_an_error(tmp_path):
-    image, mask = pictures(0)
-    files = {
-        "a": {"jpg": encoded(image, "JPEG"), "seg.png": encoded(mask + 7)},
-        "b": {"jpg": encoded(image), "seg.png": encoded(mask[:4])},
-        "c": {"jpg": encoded(image), "seg.png": encoded(image)},
-    }
-    dataset = WebSegmentationDataset(write(tmp_path / "a.tar", files), CLASSES)
-    for index, expected in enumerate(
-        (
-            r"the mask '.*a\.tar:a\.seg\.png' has invalid label ids: 7 .*, 8 .*, 9 ",
-            "is 6 x 8 pixels, but its mask",
-            "mode RGB",
-        )
-    ):
-        with pytest.raises(DataError, match=expected):
-            dataset[index]
-
-
 @pytest.mark.parametrize(
     ("extension", "data", "expected"),
     [

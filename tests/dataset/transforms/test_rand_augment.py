@@ -57,21 +57,6 @@ def test_enhancements_blend_with_a_degenerate_image(sections, sign, factor):
         np.testing.assert_allclose(found, blended(degenerate, factor), atol=2.0, err_msg=name)
 
 
-@pytest.mark.parametrize("sections", ["", "-inc1"])
-def test_color_tables_depend_on_the_magnitude(sections):
-    pixels = image().astype(int)
-    bits = 4 - int(0.6 * 4) if sections else int(0.6 * 4)
-    np.testing.assert_array_equal(
-        applied("Posterize", 6, sections=sections), pixels >> (8 - bits) << (8 - bits)
-    )
-    limit = 256 - int(0.6 * 256) if sections else int(0.6 * 256)
-    wanted = np.where(pixels < limit, pixels, 255 - pixels)
-    np.testing.assert_array_equal(applied("Solarize", 6, sections=sections), wanted)
-    added = np.where(pixels < 128, np.minimum(pixels + 66, 255), pixels)
-    np.testing.assert_array_equal(applied("SolarizeAdd", 6, sections=sections), added)
-    np.testing.assert_array_equal(applied("Invert", 6, sections=sections), 255 - pixels)
-
-
 def test_autocontrast_and_equalize_use_the_whole_range():
     pixels = np.stack([np.linspace(low, 200, 64 * 64).reshape(64, 64) for low in (50, 90, 120)]).astype(
         np.uint8
