@@ -1,6 +1,5 @@
 import pytest
 
-from slipstream.dist import placement as slurm
 from slipstream.dist.placement import Placement, infer_launcher, read_placement
 from slipstream.errors import DistributedError
 
@@ -106,14 +105,6 @@ BATCH_SCRIPT = {  # the same job as SBATCH_SRUN, outside any step
     "SLURM_TASKS_PER_NODE": "2(x3)",
 }
 SALLOC_SHELL = {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2", "SLURM_NODELIST": "n[1-2]"}
-
-
-@pytest.fixture(autouse=True)
-def _no_scontrol(monkeypatch):
-    def run(*args, **kwargs):
-        raise FileNotFoundError("scontrol")
-
-    monkeypatch.setattr(slurm.subprocess, "run", run)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
-from types import SimpleNamespace
-
 import pytest
 
-from slipstream.dist import expand_nodelist, placement
-from slipstream.dist.placement import _first_host as first_host
+from slipstream.dist import expand_nodelist
 from slipstream.errors import DistributedError
 
 
@@ -33,10 +30,3 @@ def test_invalid_node_list_raises_an_error(text):
     with pytest.raises(DistributedError) as info:
         expand_nodelist(text)
     assert f"{text!r} is not a valid Slurm node list" in str(info.value)
-
-
-def test_first_host_uses_scontrol_if_it_works(monkeypatch):
-    monkeypatch.setattr(placement.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout="real7\nreal8\n"))
-    assert first_host("n[1-2]") == "real7"
-    monkeypatch.setattr(placement.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout=""))
-    assert first_host("n[1-2]") == "n1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -185,7 +184,7 @@ def _slurm(environ: Mapping[str, str], port: str | None) -> Placement:
         rank=read_int(environ, "SLURM_PROCID", "slurm"),
         local_rank=read_int(environ, "SLURM_LOCALID", "slurm"),
         world_size=world,
-        master_addr=environ.get("MASTER_ADDR") or _first_host(read_str(environ, nodes, "slurm")),
+        master_addr=environ.get("MASTER_ADDR") or expand_nodelist(read_str(environ, nodes, "slurm"))[0],
         master_port=port,
         local_size=_slurm_local_size(environ),
     )
@@ -203,16 +202,6 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
     counts = [int(count) for count, times in pairs for _ in range(int(times or 1))]
     node = environ.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
-
-
-def _first_host(nodelist: str) -> str:
-    """Return the first host in a Slurm node list, using `scontrol` if it is installed."""
-    command = ["scontrol", "show", "hostnames", nodelist]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        return result.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return expand_nodelist(nodelist)[0]
 
 
 def expand_nodelist(nodelist: str) -> list[str]:

@@ -374,13 +374,7 @@ class DecaySchedule:
             )
         if self.decay_type not in self.types:
             raise ConfigError(f"must be one of {self.types}, not {self.decay_type!r}", "decay_type")
-        if self.beta is None:
-            return
-        if self.decay_type != "exp":
-            raise ConfigError(
-                f"only applies to decay_type 'exp', not to '{self.decay_type}'; remove it", "beta"
-            )
-        if self.beta <= 0:
+        if self.beta is not None and self.beta <= 0:
             raise ConfigError(f"must be positive, not {self.beta}", "beta")
 
     def at(self, step: int, total_steps: int | None) -> float:

@@ -305,9 +305,4 @@ def _section(values: Mapping[str, Any], key: str) -> Any:
 
 def _first_line(error: BaseException) -> str:
     """Return the message of a Hydra, OmegaConf or PyYAML error without its hints for developers."""
-    lines = str(error if str(error) else error.__cause__).strip().splitlines()
-    if found := re.match("Ambiguous value for argument '([^=]+)=(.*)'", lines[0]):
-        return (
-            f"{found[1].lstrip('+')}={found[2]} has several values; use [{found[2]}], or --multirun to sweep"
-        )
-    return lines[0]
+    return str(error if str(error) else error.__cause__).strip().splitlines()[0]

@@ -35,7 +35,7 @@ from slipstream.dataset.loading.lockstep import (
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.dist import get_rank, get_world_size, report_progress
-from slipstream.errors import ConfigError, DataError, SlipstreamError
+from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.evaluator.metric import LossMetric
 from slipstream.logging import Phase
@@ -51,16 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "LazyLoops", "TestLoop", "ValLoop"]
 
 Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
-
-_NOTES = {
-    "find_unused_parameters": "(to enable it, pass cfg=dict(find_unused_parameters=True) to the Runner)",
-    "Expected more than 1 value per channel": (
-        "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
-        "epoch, set train_dataloader.drop_last=True, otherwise increase batch_size)"
-    ),
-    "is out of bounds.": "(a target is not one of the network's classes; set num_classes or ignore_index)",
-}
-"""Maps a part of torch's error message to a note for errors with this message."""
 
 
 class BaseLoop:
@@ -250,9 +240,8 @@ class _TrainLoop(BaseLoop):
             warn(
                 f"This run resumes in the middle of a batch, and the next step uses {repeated} samples again"
             )
-        finished = epoch + (
-            start == self.epoch_length
-        )  # a checkpoint may be written before the epoch is counted
+        # A checkpoint may be written before the epoch is counted.
+        finished = epoch + (start == self.epoch_length)
         self._runner.logger.info(f"Resumed after epoch {finished}, iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
@@ -365,9 +354,6 @@ class _TrainLoop(BaseLoop):
         except Exception as error:
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
             error.add_note(f"({rank}in {self._describe_position()})")
-            text = "" if isinstance(error, SlipstreamError) else str(error)
-            for note in (note for part, note in _NOTES.items() if part in text):
-                error.add_note(note)
             raise
         report_progress(None)
 

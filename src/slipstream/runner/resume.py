@@ -128,7 +128,10 @@ def _check_intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     """
     result: list[Any] = [{}, None]
     try:
-        _check_access(path)
+        if not path.exists() and not is_main_process():
+            raise CheckpointError(
+                f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
+            )
         if is_main_process():
             result[0] = read_meta(path)
             check(result[0], META, path, "meta")
@@ -138,13 +141,6 @@ def _check_intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
     broadcast_object_list(meta := result[:1])
     problems = [problem for problem in all_gather_object(result[1]) if problem is not None]
     return meta[0], problems[0] if problems else None
-
-
-def _check_access(path: Path) -> None:
-    if not path.exists() and not is_main_process():
-        raise CheckpointError(
-            f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
-        )
 
 
 def init_weights(model: nn.Module, call_method: bool = True) -> None:
