@@ -222,9 +222,8 @@ def _hosts(world_size: int) -> list[str]:
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
-            sock.connect(
-                address
-            )  # sends no packet for UDP, but selects this machine's address on the network
+            # For UDP, this sends no packet, but selects this machine's address on the network.
+            sock.connect(address)
             hosts.append(sock.getsockname()[0])
     return hosts
 

@@ -125,10 +125,8 @@ class _Moments:
         running_mean: Any = layer.running_mean
         dtype = torch.promote_types(running_mean.dtype, torch.float32)
         self.count = 0
-        self.mean, self.var = (
-            torch.zeros_like(running_mean, dtype=dtype),
-            torch.zeros_like(running_mean, dtype=dtype),
-        )
+        self.mean = torch.zeros_like(running_mean, dtype=dtype)
+        self.var = self.mean.clone()
 
     def add(self, values: Tensor) -> None:
         """Add a layer's input (N, C, ...). The variance is the sum of the variances within and between batches."""

@@ -302,7 +302,7 @@ def _coverage(line: Tensor, starts: list[int], window: int) -> Tensor:
 
 
 def _logits(outputs: Any, size: tuple[int, int]) -> Tensor:
-    logits: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    logits = main_output(outputs)
     if logits.ndim != 4:
         raise DataError(
             f"sliding windows require logits (n, classes, h, w), but the network returned {tuple(logits.shape)}"

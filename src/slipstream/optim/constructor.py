@@ -30,9 +30,8 @@ class ParamwiseOptions:
     several keys, the longest key applies; among keys of equal length, the first key in alphabetical order applies.
     """
 
-    custom_keys: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # maps substrings of parameter names to dicts with lr_mult, decay_mult and optimizer options
+    # Maps substrings of parameter names to dicts with lr_mult, decay_mult and optimizer options.
+    custom_keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
     bias_decay_mult: NonNegative | None = None  # biases; norm_decay_mult takes precedence
     norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers
@@ -214,12 +213,11 @@ class DefaultOptimWrapperConstructor:
     def _check_options(self, optimizer: Optimizer) -> None:
         known = {"lr_mult", "decay_mult", *optimizer.defaults}
         for key, values in self.paramwise.custom_keys.items():
-            for option in values:
-                if option not in known:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} has no option '{option}'{did_you_mean(option, known)}",
-                        f"paramwise_cfg.{_path(key)}",
-                    )
+            for option in sorted(values.keys() - known):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has no option '{option}'{did_you_mean(option, known)}",
+                    f"paramwise_cfg.{_path(key)}",
+                )
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:

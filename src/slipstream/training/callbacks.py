@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -198,17 +198,13 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "valid_loaders_dict": lambda runner: {"": runner.val_dataloader},
     "test_loader": lambda runner: runner.test_dataloader,
     "sg_logger": SGLogger,
-    "metric_to_watch": lambda runner: next(
-        (
-            name
-            for h in runner.hooks
-            if isinstance(h, CheckpointHook)
-            for name in h.monitors
-            if name != "auto"
-        ),
-        None,
-    ),
+    "metric_to_watch": lambda runner: next(_monitors(runner), None),
 }
+
+
+def _monitors(runner: Runner) -> Iterator[str]:
+    hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    return (name for hook in hooks for name in hook.monitors if name != "auto")
 
 
 def _train_metrics(runner: Runner) -> dict[str, Any]:
