@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD
 
 from slipstream.model.wrappers import MMDistributedDataParallel
-from slipstream.model.wrappers.distributed import HalfPrecision, PowerSGD
+from slipstream.model.wrappers.distributed import HalfPrecision, run_comm_hook
 from slipstream.optim import OptimWrapper
 from slipstream.speed import SpeedPlan
 from slipstream.speed.graph_step import why_not_one_graph
@@ -110,10 +110,10 @@ def test_compile_captures_the_step_as_a_single_graph(how):
     ("changes", "why"),
     [
         ({}, None),
-        (dict(comm_hook=HalfPrecision(None, torch.bfloat16)), None),
+        (dict(_comm_hooks=[(run_comm_hook, HalfPrecision(None, torch.bfloat16))]), None),
         (
-            dict(comm_hook=object.__new__(PowerSGD)),
-            "the communication hook PowerSGD is stateful",
+            dict(_comm_hooks=[(print, None)]),
+            "a communication hook is registered, which a graph does not call",
         ),
         (
             dict(find_unused_parameters=True),
@@ -126,7 +126,7 @@ def test_ddp_wrapper_supports_one_graph_with_half_precision_communication(change
     optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
     wrapper = object.__new__(MMDistributedDataParallel)  # the constructor requires a process group
     nn.Module.__init__(wrapper)
-    vars(wrapper).update(dict(find_unused_parameters=False, comm_hook=None) | changes)
+    vars(wrapper).update(dict(find_unused_parameters=False, _comm_hooks=[]) | changes)
     wrapper.module = model
     assert why_not_one_graph(wrapper, optim) == why
 

@@ -46,9 +46,7 @@ from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.model.weight_init import check_initialized, load_pretrained, needs_pretrained
 from slipstream.model.wrappers import (
-    comm_hook_state,
     full_weights,
-    load_comm_hook_state,
     unsharded_gradients,
 )
 from slipstream.optim import OptimWrapper, OptimWrapperDict
@@ -195,7 +193,7 @@ def read_checkpoint(
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries for the optimizer, the pending gradients and the DDP communication hook."""
+    """Return the checkpoint entries for the optimizer and the pending gradients."""
     wrappers = _wrappers(optim)
     state = {
         "optimizer": optim.state_dict(),
@@ -203,10 +201,7 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
         "unfinished": {name: wrapper.unfinished for name, wrapper in wrappers.items()},
         "windows": {name: wrapper.window for name, wrapper in wrappers.items()},
     }
-    state |= _pending_gradients(unwrap_model(model))
-    if hook_state := comm_hook_state(model):
-        state["comm_hook"] = hook_state
-    return state
+    return state | _pending_gradients(unwrap_model(model))
 
 
 def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], iteration: int) -> None:
@@ -242,7 +237,6 @@ def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping
     rank_gradients = own_or_mean(checkpoint.get("rank_gradients", ()), get_rank(), get_world_size())
     for name, gradient in {**rank_gradients, **checkpoint.get("gradients", {})}.items():
         parameters[name].grad = _match_layout(parameters[name], shard_like(gradient, parameters[name]))
-    load_comm_hook_state(model, checkpoint.get("comm_hook", {}))
 
 
 def _match_layout(param: nn.Parameter, gradient: Tensor) -> Tensor:

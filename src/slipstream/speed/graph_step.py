@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import get_world_size
 from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
-from slipstream.model.wrappers.distributed import HalfPrecision
+from slipstream.model.wrappers.distributed import HalfPrecision, run_comm_hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
@@ -48,8 +48,8 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
         return f"{type(model).__name__} performs its own communication"
     if model.find_unused_parameters:
         return "find_unused_parameters searches the autograd graph in each step"
-    if not isinstance(model.comm_hook, HalfPrecision | None):
-        return f"the communication hook {type(model.comm_hook).__name__} is stateful"
+    if any(hook is not run_comm_hook for hook, _ in model._comm_hooks):
+        return "a communication hook is registered, which a graph does not call"
     return None
 
 
