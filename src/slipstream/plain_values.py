@@ -12,10 +12,10 @@ from torch import Tensor
 
 from slipstream.sharding import is_sharded
 
-__all__ = ["plain", "preserve_ties"]
+__all__ = ["PLAIN_TYPES", "plain", "preserve_ties"]
 
 _BASE_TYPES: tuple[Any, ...] = (int, float, complex, bytes)
-_PLAIN_TYPES = (bool, str, *_BASE_TYPES)
+PLAIN_TYPES = (bool, str, *_BASE_TYPES)
 _OMITTED = object()
 
 
@@ -43,7 +43,7 @@ def plain(
     copy = preserve_ties(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):
         return copy(where, value)
-    if value is None or type(value) in _PLAIN_TYPES:
+    if value is None or type(value) in PLAIN_TYPES:
         return value
     # Instances of subclasses (NumPy's float64, IntEnum) are pickled with their class, so convert them.
     for kind in _BASE_TYPES:

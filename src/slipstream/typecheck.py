@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from slipstream.errors import ConfigError
 
@@ -30,6 +30,7 @@ __all__ = [
     "short_repr",
 ]
 
+T = TypeVar("T")
 _BUILTIN_TYPES = (bool, int, float, str, dict, list, tuple)
 _TYPE_NAMES = {Mapping: "dict", Sequence: "list", Callable: "a function"}
 
@@ -53,10 +54,11 @@ Number = Annotated[float, Rule(lambda value: value == value, "other than NaN")]
 """A float, including infinity but not NaN. `float` without a rule matches only finite numbers."""
 
 
-def check(value: Any, annotation: Any, path: str) -> None:
-    """Raise a `ConfigError` at `path` unless `value` matches `annotation`."""
+def check(value: T, annotation: Any, path: str) -> T:
+    """Return `value`, or raise a `ConfigError` at `path` unless it matches `annotation`."""
     if not matches(value, annotation):
         raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}", path)
+    return value
 
 
 def is_number(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.errors import CheckpointError, ModelError
+from slipstream.plain_values import PLAIN_TYPES
 from slipstream.typecheck import NonNegativeInt, PositiveInt, describe_with_article, is_real, matches
 
 __all__ = [
@@ -133,7 +134,6 @@ RESUMED = Schema(
         "ema_state_dict": _Tensors,
         "optimizer": dict[str, Any],
         "message_hub": dict[str, Any] | None,
-        "comm_hook": dict[str, dict[str, Any]],
     }
 )
 """A checkpoint that a run resumes from."""
@@ -291,19 +291,7 @@ def check_optimizer(optimizer: Optimizer, saved: Any, where: str, source: Any) -
 
 # ---- state that a checkpoint can contain ---------------------------------------------------------------
 
-_STORABLE = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    np.bool_,
-    np.number,
-    torch.dtype,
-    torch.device,
-    type(None),
-    Tensor,
-)
+_STORABLE = (*PLAIN_TYPES, np.bool_, np.number, torch.dtype, torch.device, type(None), Tensor)
 
 
 def check_restorable(state: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from slipstream.model.weight_init import check_initialized
 from slipstream.registry import MODELS
 from slipstream.sharding import local_shard, mesh_of
 from slipstream.step.average import copy_to
-from slipstream.typecheck import PositiveInt, check
+from slipstream.typecheck import Positive, PositiveInt, Rule, check
 
 __all__ = [
     "BaseAveragedModel", "DecaySchedule", "ExponentialMovingAverage", "MomentumAnnealingEMA", "ScheduledEMA",
@@ -30,6 +30,12 @@ __all__ = [
 ]  # fmt: skip
 
 _VALUES = methodcaller("values")
+_Momentum = Annotated[
+    float, Rule(lambda value: 0 < value < 1, "between 0 and 1, the coefficient of the new weights")
+]
+_Decay = Annotated[
+    float, Rule(lambda value: 0 < value < 1, "between 0 and 1, the coefficient of the old average")
+]
 
 
 class BaseAveragedModel(nn.Module):
@@ -326,11 +332,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         update_buffers: bool = False,
     ) -> None:
         super().__init__(model, interval, device, update_buffers)
-        if not 0 < momentum < 1:
-            raise ConfigError(
-                f"must be between 0 and 1, not {momentum}; it is the coefficient of the new weights, 1 - decay",
-                "momentum",
-            )
+        check(momentum, _Momentum, "momentum")
         _check_precision(model, momentum, "momentum")
         self.momentum = momentum
 
@@ -360,22 +362,16 @@ class DecaySchedule:
     decay: float = 0.9999
     """Maximum decay, between 0 and 1; the decay is the coefficient of the old average in an update."""
     decay_type: str = "exp"
-    """One of `types`."""
+    """`constant`, `threshold` or `exp`."""
     beta: float | None = None
     """Rate at which the decay approaches its maximum. Default: 15. Applies only to `exp`."""
 
-    types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
-
     def __post_init__(self) -> None:
-        if not 0 < self.decay < 1:
-            raise ConfigError(
-                f"must be between 0 and 1, not {self.decay}; it is the coefficient of the old average in an update",
-                "decay",
-            )
-        if self.decay_type not in self.types:
-            raise ConfigError(f"must be one of {self.types}, not {self.decay_type!r}", "decay_type")
-        if self.beta is not None and self.beta <= 0:
-            raise ConfigError(f"must be positive, not {self.beta}", "beta")
+        check(self.decay, _Decay, "decay")
+        check(self.decay_type, Literal["constant", "threshold", "exp"], "decay_type")
+        check(self.beta, Positive | None, "beta")
+        if self.beta is not None and self.decay_type != "exp":
+            raise ConfigError(f"applies only to decay_type 'exp', not '{self.decay_type}'; remove it", "beta")
 
     def at(self, step: int, total_steps: int | None) -> float:
         """Return the decay for update `step` (counted from 1) of `total_steps` updates.
@@ -416,7 +412,6 @@ class ScheduledEMA(BaseAveragedModel):
     """
 
     every_batch = False
-    counts: ClassVar[tuple[str, ...]] = ("updates", "batches")
 
     def __init__(
         self,
@@ -432,9 +427,7 @@ class ScheduledEMA(BaseAveragedModel):
     ) -> None:
         super().__init__(model, interval, device, update_buffers)
         self.function = function
-        if count not in self.counts:
-            raise ConfigError(f"must be one of {self.counts}, not {count!r}", "count")
-        self.count = count
+        self.count = check(count, Literal["updates", "batches"], "count")
         self.schedule = DecaySchedule(decay, decay_type, beta)
         _check_precision(model, 1 - decay, "decay")
 

@@ -50,10 +50,6 @@ class AmpOptimWrapper(OptimWrapper):
         dtype: str | torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(loss_scale, Optimizer):
-            raise ConfigError(
-                "the first argument is loss_scale, as in MMEngine; pass optimizer=...", "loss_scale"
-            )
         super().__init__(**kwargs)
         self._requested_dtype = _read_dtype(dtype)
         self._loss_scale = loss_scale

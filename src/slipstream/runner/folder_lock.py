@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -86,9 +87,10 @@ class FolderLock:
                     file.close()
                     self._warn(f"{folder} cannot be locked ({error}), so a second run will not be detected")
                     return None
-            if time.monotonic() > deadline:
-                file.seek(0)
-                holder = file.readline().strip() or "another process"
+            file.seek(0)
+            holder = file.readline().strip() or "another process"
+            # A run that continues may replace the checkpoint that this run has chosen, so wait only for one that ends.
+            if _is_running(holder) or time.monotonic() > deadline:
                 file.close()
                 return f"{folder} is in use by {holder}; wait for that run to finish or choose another folder"
             time.sleep(0.1)
@@ -109,6 +111,12 @@ class FolderLock:
         remove_partial_checkpoints(folder)
         self._files[folder] = file
         return None
+
+
+def _is_running(holder: str) -> bool:
+    """Return whether the process in the first line of a lock file runs on this machine."""
+    found = re.match(r"process (\d+) on (.+) \(since", holder)
+    return found is not None and found[2] == socket.gethostname() and Path(f"/proc/{found[1]}").exists()
 
 
 def _owner(folder: Path) -> Path | None:

@@ -20,6 +20,7 @@ from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams, plain
 from slipstream.training.schedules import lr_schedules
 from slipstream.training.user_schedules import split_decay, split_schedule
+from slipstream.typecheck import AllOrPositiveInt, check
 from slipstream.visualization import default_backends
 from slipstream.zoo.models import missing_weights, network_config, unknown_network
 from slipstream.zoo.timm_networks import PREFIX
@@ -91,9 +92,8 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
         raise ConfigError(f"must be DDP, AUTO or Off, not {mode!r}", "multi_gpu")
     if count in (None, -1):
         return None
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"must be a number of GPUs, or -1 for all, not {count!r}", "num_gpus")
-    return count
+    number: int = check(count, AllOrPositiveInt, "num_gpus")
+    return number
 
 
 def has_full_checkpoint(cfg: Mapping[str, Any]) -> bool:

@@ -177,24 +177,20 @@ class Trainer:
         # The model of the last Runner is on the device, and may have EMA weights.
         loop = last.test_loop
         before = loop.dataloader, loop.evaluator
-
-        def is_shown(record: logging.LogRecord) -> bool:
-            return not silent_mode or record.levelno >= logging.WARNING
-
         if test_loader is not None:
             loop.dataloader = build_dataloader(test_loader, last.seed, "test_loader", training=False)
         if test_metrics_list is not None:
             loop.evaluator = Evaluator(metrics)
         if (meta := getattr(loop.dataloader.dataset, "metainfo", None)) is not None:
             loop.evaluator.dataset_meta = meta
+        level = last.logger.level
         try:
-            for handler in last.logger.handlers:
-                handler.addFilter(is_shown)
+            if silent_mode:
+                last.logger.setLevel(logging.WARNING)
             return last.test()
         finally:
             loop.dataloader, loop.evaluator = before
-            for handler in last.logger.handlers:
-                handler.removeFilter(is_shown)
+            last.logger.setLevel(level)
 
     # ---- recipes ---------------------------------------------------------------------------------------
 

@@ -153,12 +153,6 @@ class _ParamScheduler(metaclass=_SchedulerType):
         """Value of `last_step` at the last active step."""
         return self.end - self.begin - 1
 
-    def _set(self, **arguments: tuple[Any, Any]) -> None:
-        """Check each argument, `name=(value, type)`, and store it as an attribute."""
-        for name, (value, kind) in arguments.items():
-            check(value, kind, name)
-            setattr(self, name, value)
-
     def step(self) -> None:
         """Advance by one step, and set the next value if the scheduler is active in this step."""
         self._global_step += 1

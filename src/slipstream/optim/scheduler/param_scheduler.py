@@ -46,10 +46,8 @@ def _require_end(end: int | None, alternatives: str = "") -> None:
 class ConstantParamScheduler(_ParamScheduler):
     """Multiply the value by `factor` at `begin`, and divide it by `factor` at the last step before `end`."""
 
-    factor: float
-
     def __init__(self, optimizer: Any, param_name: str, factor: float = 1.0 / 3, **kwargs: Any) -> None:
-        self._set(factor=(factor, _Fraction))
+        self.factor = check(factor, _Fraction, "factor")
         super().__init__(optimizer, param_name, **kwargs)
 
     def _next(self, value: float, base: float) -> float:
@@ -67,9 +65,6 @@ class LinearParamScheduler(_ParamScheduler):
 
     _length_arguments: ClassVar[tuple[str, ...]] = ("end",)
 
-    start_factor: float
-    end_factor: float
-
     def __init__(
         self,
         optimizer: Any,
@@ -78,7 +73,8 @@ class LinearParamScheduler(_ParamScheduler):
         end_factor: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        self._set(start_factor=(start_factor, _Fraction), end_factor=(end_factor, Probability))
+        self.start_factor = check(start_factor, _Fraction, "start_factor")
+        self.end_factor = check(end_factor, Probability, "end_factor")
         _require_end(kwargs.get("end"))
         super().__init__(optimizer, param_name, **kwargs)
 
@@ -94,10 +90,8 @@ class LinearParamScheduler(_ParamScheduler):
 class ExponentialParamScheduler(_ParamScheduler):
     """Multiply the value by `gamma` at every step after the first."""
 
-    gamma: float
-
     def __init__(self, optimizer: Any, param_name: str, gamma: float = 0.1, **kwargs: Any) -> None:
-        self._set(gamma=(gamma, Positive))
+        self.gamma = check(gamma, Positive, "gamma")
         super().__init__(optimizer, param_name, **kwargs)
 
     def _next(self, value: float, base: float) -> float:
@@ -110,13 +104,11 @@ class StepParamScheduler(_ParamScheduler):
 
     _step_arguments: ClassVar[tuple[str, ...]] = ("step_size",)
 
-    step_size: int
-    gamma: float
-
     def __init__(
         self, optimizer: Any, param_name: str, step_size: int, gamma: float = 0.1, **kwargs: Any
     ) -> None:
-        self._set(step_size=(step_size, PositiveInt), gamma=(gamma, Positive))
+        self.step_size = check(step_size, PositiveInt, "step_size")
+        self.gamma = check(gamma, Positive, "gamma")
         super().__init__(optimizer, param_name, **kwargs)
 
     def _next(self, value: float, base: float) -> float:
@@ -132,14 +124,11 @@ class MultiStepParamScheduler(_ParamScheduler):
 
     _step_arguments: ClassVar[tuple[str, ...]] = ("milestones",)
 
-    gamma: float
-
     def __init__(
         self, optimizer: Any, param_name: str, milestones: list[int], gamma: float = 0.1, **kwargs: Any
     ) -> None:
-        check(milestones, _Steps, "milestones")
-        self.milestones = dict(Counter(milestones))
-        self._set(gamma=(gamma, Positive))
+        self.milestones = dict(Counter(check(milestones, _Steps, "milestones")))
+        self.gamma = check(gamma, Positive, "gamma")
         super().__init__(optimizer, param_name, **kwargs)
 
     def _next(self, value: float, base: float) -> float:
@@ -156,13 +145,11 @@ class PolyParamScheduler(_ParamScheduler):
 
     _length_arguments: ClassVar[tuple[str, ...]] = ("end",)
 
-    eta_min: float
-    power: float
-
     def __init__(
         self, optimizer: Any, param_name: str, eta_min: float = 0, power: float = 1.0, **kwargs: Any
     ) -> None:
-        self._set(eta_min=(eta_min, NonNegative), power=(power, Positive))
+        self.eta_min = check(eta_min, NonNegative, "eta_min")
+        self.power = check(power, Positive, "power")
         _require_end(kwargs.get("end"))
         super().__init__(optimizer, param_name, **kwargs)
 
@@ -176,15 +163,13 @@ class PolyParamScheduler(_ParamScheduler):
 class _CosineParamScheduler(_ParamScheduler):
     """Base class for cosine schedulers, whose lower bound is absolute or relative to the initial value."""
 
-    eta_min: float | None
-    eta_min_ratio: float | None
-
     def _set_lower_bound(self, eta_min: float | None, eta_min_ratio: float | None) -> None:
         if eta_min is not None and eta_min_ratio is not None:
             raise ConfigError("specify eta_min or eta_min_ratio, not both")
         if eta_min is None and eta_min_ratio is None:
             eta_min = 0.0
-        self._set(eta_min=(eta_min, NonNegative | None), eta_min_ratio=(eta_min_ratio, NonNegative | None))
+        self.eta_min = check(eta_min, NonNegative | None, "eta_min")
+        self.eta_min_ratio = check(eta_min_ratio, NonNegative | None, "eta_min_ratio")
 
     def _lower_bound(self, base: float) -> float:
         return base * self.eta_min_ratio if self.eta_min is None else self.eta_min  # type: ignore[operator]
@@ -296,8 +281,6 @@ class OneCycleParamScheduler(_ParamScheduler):
     _length_arguments: ClassVar[tuple[str, ...]] = ("end", "total_steps")
     _step_arguments: ClassVar[tuple[str, ...]] = ("total_steps",)
 
-    anneal_strategy: str
-
     def __init__(
         self,
         optimizer: Any,
@@ -322,7 +305,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             raise ConfigError(f"must be at most 0.5 with three_phase, not {pct_start}", "pct_start")
         check(div_factor, Positive, "div_factor")
         check(final_div_factor, Positive, "final_div_factor")
-        self._set(anneal_strategy=(anneal_strategy, Literal["cos", "linear"]))
+        self.anneal_strategy = check(anneal_strategy, Literal["cos", "linear"], "anneal_strategy")
         self._peaks = self._peak_of_each_group(optimizer, eta_max)
         # For each phase: its last step, and the ratios of its first and last values to the peak value.
         low, final = 1 / div_factor, 1 / (div_factor * final_div_factor)
@@ -389,15 +372,6 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         "cooldown_counter",
     )
 
-    monitor: str
-    rule: str
-    factor: float
-    patience: int
-    threshold: float
-    threshold_rule: str
-    cooldown: int
-    eps: float
-
     def __init__(
         self,
         optimizer: Any,
@@ -414,16 +388,14 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         **kwargs: Any,
     ) -> None:
         check(kwargs.get("by_epoch", True), Literal[True], "by_epoch")
-        self._set(
-            monitor=(monitor, str),
-            rule=(rule, Literal["less", "greater"]),
-            factor=(factor, _Reduction),
-            patience=(patience, NonNegativeInt),
-            threshold=(threshold, NonNegative),
-            threshold_rule=(threshold_rule, Literal["rel", "abs"]),
-            cooldown=(cooldown, NonNegativeInt),
-            eps=(eps, NonNegative),
-        )
+        self.monitor = check(monitor, str, "monitor")
+        self.rule = check(rule, Literal["less", "greater"], "rule")
+        self.factor = check(factor, _Reduction, "factor")
+        self.patience = check(patience, NonNegativeInt, "patience")
+        self.threshold = check(threshold, NonNegative, "threshold")
+        self.threshold_rule = check(threshold_rule, Literal["rel", "abs"], "threshold_rule")
+        self.cooldown = check(cooldown, NonNegativeInt, "cooldown")
+        self.eps = check(eps, NonNegative, "eps")
         self.best = math.inf if rule == "less" else -math.inf
         self.num_bad_epochs = self.cooldown_counter = 0
         count = len(optimizer.param_groups)
