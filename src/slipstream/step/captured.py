@@ -190,9 +190,14 @@ class CapturedStep:
         """Check for hooks that are called only by `backward()`.
 
         Raises:
-            NotCapturedError: a parameter or module has such a hook.
+            NotCapturedError: a parameter or module has such a hook, or a parameter would become a Python number.
         """
         params = {param: name for name, param in self.model.named_parameters()}
+        for param, name in params.items():
+            if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
+                raise NotCapturedError(
+                    f"the float64 parameter '{name}' is a 0-dim tensor; give it shape (1,)"
+                )
         hooked = [
             f"the parameter '{params.get(param, '?')}'"
             for param in self._owned
