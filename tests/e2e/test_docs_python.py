@@ -107,7 +107,11 @@ def errors(page: str, python: ForkedPython) -> dict[str, str]:
     return ran
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def _marks(block):
+    return [pytest.mark.slow] if block.page == "README.md" else []  # compiles a step with inductor
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, marks=_marks(b), id=str(b)) for b in BLOCKS])
 def test_every_python_block_runs(block: Block, python: ForkedPython):
     if not block.runs:
         assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment lacks a reason"
