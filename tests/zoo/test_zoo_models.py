@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError, ConfigError, UnknownNameError
-from slipstream.zoo import models
+from slipstream.zoo import (
+    models,
+    pp_lite_t_seg,
+    regseg48,
+    stdc1_seg,
+)
+from slipstream.zoo.ddrnet import ddrnet_23_slim
 
 PROMISED = [
     *(
@@ -199,3 +205,16 @@ def test_backbone_of_each_family_loads_and_logs_mismatches(tmp_path, capsys, nam
     loaded = network.get_submodule(path).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in weights.items())
     assert "unexpected keys: head.weight, head.bias" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [(64, 96), (33, 65), (50, 47)])
+@pytest.mark.parametrize(
+    ("build", "channels"),
+    [(ddrnet_23_slim, [4, 4]), (regseg48, None), (pp_lite_t_seg, [4] * 4), (stdc1_seg, [4, 4, 4, 1])],
+)
+def test_logits_have_the_size_of_the_input(build, channels, size):
+    network = build(num_classes=4)
+    x = torch.randn(2, 3, *size)
+    outputs = network(x) if channels else [network(x)]
+    assert [out.shape for out in outputs] == [(2, c, *size) for c in channels or [4]]
+    assert network.eval()(x).shape == (2, 4, *size)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from batch_norms import randomize_norms
 from slipstream.zoo import resnet18, resnet34, resnet50
 
 BUILDERS = {"resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50}
@@ -36,15 +37,6 @@ def reference_forward(name, state, x):
                 x = norm(f"{prefix}.bn{i}", x)
                 x = F.relu(x if i < last else x + shortcut)
     return x.flatten(2).mean(2) @ state["fc.weight"].T + state["fc.bias"]
-
-
-def randomize_norms(network):
-    for module in network.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-            torch.nn.init.normal_(module.bias, std=0.1)
-            module.running_mean.normal_(std=0.1)
-            module.running_var.uniform_(0.5, 1.5)
 
 
 @pytest.mark.parametrize(
