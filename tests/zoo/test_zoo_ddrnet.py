@@ -122,19 +122,3 @@ def test_learning_rate_prefixes_in_recipes_match_parameters():
     slow = {n for n in names if n.startswith(tuple(prefixes))}
     assert all(any(n.startswith(prefix) for n in slow) for prefix in prefixes)
     assert {n.split(".")[0] for n in set(names) - slow} == {"layer5", "spp", "final_layer", "seghead_extra"}
-
-
-@pytest.mark.slow
-def test_network_compiles_as_a_single_graph_with_the_same_gradients():
-    torch.manual_seed(0)
-    network = ddrnet_23_slim(num_classes=4).double()
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-
-    def gradients(function):
-        network.zero_grad()
-        main, extra = function(x)
-        (main.square().mean() + extra.square().mean()).backward()
-        return main.detach(), [p.grad.clone() for p in network.parameters()]
-
-    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
-    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)

@@ -130,7 +130,6 @@ def test_unknown_name_suggests_the_nearest_name():
             "epoch": 3,
         },
         lambda state: {"net": {f"module.{key}": value for key, value in state.items()}, "acc": 0.5},
-        lambda state: {"net": {f"_orig_mod.{key}": value for key, value in state.items()}},
         lambda state: {"net": {f"_orig_mod.module.{key}": value for key, value in state.items()}},
         lambda state: {
             "state_dict": {**{f"network.{key}": v for key, v in state.items()}, "loss.weight": torch.ones(5)}
@@ -141,7 +140,6 @@ def test_unknown_name_suggests_the_nearest_name():
         "MMEngine",
         "SuperGradients with EMA",
         "SuperGradients under DDP",
-        "SuperGradients compiled",
         "SuperGradients compiled under DDP",
         "SupervisedModel",
     ],
@@ -218,3 +216,19 @@ def test_logits_have_the_size_of_the_input(build, channels, size):
     outputs = network(x) if channels else [network(x)]
     assert [out.shape for out in outputs] == [(2, c, *size) for c in channels or [4]]
     assert network.eval()(x).shape == (2, 4, *size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [ddrnet_23_slim, regseg48])
+def test_training_is_a_single_graph_with_the_same_gradients(build):
+    torch.manual_seed(0)
+    network = build(num_classes=4).double()
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def gradients(function):
+        outputs = function(x)
+        outputs = outputs if isinstance(outputs, tuple | list) else [outputs]
+        return torch.autograd.grad(sum(out.square().mean() for out in outputs), list(network.parameters()))
+
+    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-12)

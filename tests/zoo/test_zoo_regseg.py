@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -97,16 +96,3 @@ def test_forward_matches_the_reference():
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_training_is_a_single_graph_with_the_same_gradients():
-    torch.manual_seed(0)
-    network = regseg48(num_classes=4).double()
-    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-
-    def gradients(function):
-        return torch.autograd.grad(function(x).square().mean(), list(network.parameters()))
-
-    compiled = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")
-    torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-12)
