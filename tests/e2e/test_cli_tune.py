@@ -73,7 +73,7 @@ def test_other_options_of_the_recipe_are_kept(tuned):
         (["--out", "tuned.txt"], "--out: must be a .yaml file in an existing folder, not 'tuned.txt'"),
         (["--out", "no/such/folder/tuned.yaml"], "--out: must be a .yaml file in an existing folder"),
         (["+speed=missing.yaml"], "speed: cannot read 'missing.yaml'"),
-        (["--find", "momentum"], "'momentum' is not valid"),
+        (["--find", "momentum"], "invalid choice: 'momentum'"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(arguments, message, capsys):

@@ -76,21 +76,6 @@ def test_a_model_that_cannot_train_raises_an_error_with_its_message(own):
         tune(model, [(torch.zeros(2, 7), torch.zeros(2).long())], optimizer, loss, budget=100)
 
 
-@pytest.mark.parametrize(
-    ("index", "value", "message"),
-    [
-        (0, "model", "model: must be a torch.nn.Module, not str"),
-        (1, 3, "loader: must be an iterable of batches, not int"),
-        (2, None, "optimizer: must be a torch.optim.Optimizer, not NoneType"),
-    ],
-)
-def test_errors_name_wrong_arguments(own, index, value, message):
-    arguments = list(own)
-    arguments[index] = value
-    with pytest.raises(ConfigError, match=message):
-        find_lr(*arguments)
-
-
 def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
     with pytest.raises(ConfigError, match=r"use feed\(loader, prefetch=2\)"):
         tune(*own, options=["prefetch"])

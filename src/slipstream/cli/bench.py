@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +237,12 @@ def _write(out: Path, environment: Mapping[str, Any], runs: Sequence[_Run]) -> P
 def _environment() -> dict[str, Any]:
     """Return the command, the date, the machine details and the package versions."""
     packages = ["slipstream", *(name for name in FRAMEWORKS if is_installed(name))]
+    distributions = packages_distributions()  # `mmengine` is also in the distribution `onedl-mmengine`
     return {
         "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu_name(),
         "cores": cores(),
         **collect_env(),
-        **{name: version(name) for name in packages},
+        **{name: version(distributions.get(name, [name])[0]) for name in packages},
     }

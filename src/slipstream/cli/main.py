@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -58,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_stdout_closed() -> bool:
     """Return whether the reader of the output has closed the pipe, as in `slipstream recipes | head -1`."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes stdout again at exit, which would fail on the closed pipe.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    poller = select.poll()
+    poller.register(sys.stdout.fileno(), select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poller.poll(0)):
+        return False
+    # Python flushes stdout again at exit, which would fail on the closed pipe.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _fail(error: SlipstreamError, status: int) -> int:

@@ -42,6 +42,14 @@ def explain_failure(error: BaseException) -> str:
     )
     if isinstance(own, SlipstreamError):
         return f"{own}{cause if isinstance(own, UnstableGraphError) else ''}"
+    if "consumed returned tensor's grad_fn" in str(error):
+        return (
+            "a module or the loss keeps a tensor that requires grad from one step to the next (for example a hidden "
+            "state, or a weight computed by pruning, torch.nn.utils.weight_norm or spectral_norm); detach the tensor, "
+            "or use torch.nn.utils.parametrizations"
+        )
+    if "appears to not have been used in the graph" in str(error):
+        return "some parameters receive gradients from only some of the batches, so batches need different graphs"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
