@@ -206,5 +206,7 @@ def test_signal_terminates_all_processes(tmp_path, number, status, epoch):
     if number == "SIGKILL":  # torch may log that the connection to the launcher was lost
         assert not any("Traceback" in line for line in said), said
     else:
-        own = [line for line in said if line and "torch/distributed/elastic" not in line]  # torchrun's own log
+        own = [
+            line for line in said if line and "torch/distributed/elastic" not in line
+        ]  # torchrun's own log
         assert all(" received: training will stop" in line for line in own), said
