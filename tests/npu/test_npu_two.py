@@ -13,9 +13,6 @@ from matrix_options import OPTIONS, everything
 from matrix_runs import train_all
 from two_processes import run_in_two
 
-from slipstream.dist import init_dist
-from slipstream.errors import DistributedError
-
 NETS = ("conv", "transformer")
 
 
@@ -50,24 +47,3 @@ def trained(tmp_path_factory):
 def test_two_npus_match_a_hand_written_loop_in_one_process(trained, net, options):
     run = net, options
     check(net, options, [a.get(run, "an earlier run failed") if isinstance(a, dict) else a for a in trained])
-
-
-def start_with(**options):
-    try:
-        init_dist("pytorch", **options)
-    except DistributedError as error:
-        return str(error)
-    return torch.distributed.get_backend_config()
-
-
-def with_gloo(folder):
-    return start_with(backend="gloo")
-
-
-@pytest.mark.parametrize("function", [with_gloo])
-def test_backend_that_does_not_support_the_device_raises_an_error(function, tmp_path):
-    for answer in run_in_two([function], tmp_path)[function.__name__]:
-        assert (
-            "does not support tensors on npu; use 'hccl' or 'cpu:gloo,npu:hccl', or remove the option"
-            in answer
-        )

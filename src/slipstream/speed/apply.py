@@ -37,6 +37,7 @@ from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import cudnn_benchmark, expandable_segments
 from slipstream.speed.simple_options import fuse
 from slipstream.step.parts import StepPart
+from slipstream.step.trained_parameters import keeps_parameters
 
 __all__ = [
     "add_parts",
@@ -89,7 +90,7 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
     """
-    if _keeps_parameters(device):
+    if keeps_parameters(device):
         return model.to(device)
     for name, param in model.named_parameters():
         if param.device == device:
@@ -110,22 +111,6 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
             ) from error
         param.grad = None if grad is None else grad.to(device)
     return model.to(device)
-
-
-def _keeps_parameters(device: torch.device) -> bool:
-    """Return whether `Module.to` keeps the Parameter objects when it moves a model between this device and the CPU."""
-    return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
-
-
-@contextmanager
-def _kept_parameters(device: torch.device) -> Iterator[None]:
-    """Within the context, let `Module.to` keep the Parameter objects, which the optimizer trains, on all devices."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not _keeps_parameters(device))
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
@@ -270,7 +255,6 @@ def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
     """Enable the plan's process-wide settings for this device type within the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
-        stack.enter_context(_kept_parameters(device))
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
             stack.enter_context(tf32())
         if plan.cudnn_benchmark:

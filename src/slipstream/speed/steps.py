@@ -15,6 +15,7 @@ from slipstream.speed.compile import backend_problem, compile_model
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
 from slipstream.step.eager import Losses
+from slipstream.step.trained_parameters import add_parameter_check
 
 __all__ = ["Training", "build_step", "compiled_scope"]
 
@@ -55,6 +56,7 @@ def build_step(
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, options = training.model, training.optim, plan.compile
+    training = training._replace(prepare=add_parameter_check(training.prepare, model, optim))
     eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
     if options is None:
         return eager
