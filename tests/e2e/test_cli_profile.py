@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 import tiny_runs
+from accelerators import cuda_only
 from slipstream.cli.main import main
 
 CONFIG = """
@@ -72,6 +73,7 @@ def test_a_launcher_is_rejected(config, capsys):
 
 
 @pytest.mark.gpu
+@cuda_only
 def test_synchronizations_are_counted_by_source_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     waiting = "\nfrom test_cli_profile import Waiting\nmodel = dict(type=Waiting)\n"
