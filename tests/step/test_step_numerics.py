@@ -1,4 +1,4 @@
-"""Tests of `all_finite`, `restore_unless`, `LossScale` and `Scalar`."""
+"""Tests of `all_finite`, `restore_unless`, `LossScale` and `HostNumber`."""
 
 import math
 

@@ -153,6 +153,7 @@ class EMAHook(Hook):
         if self._part is not None and not self._in_step:
             self._part.before_batch()
             self._part.after_batch()
+            self._part.count_batch()
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""

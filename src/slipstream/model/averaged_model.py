@@ -90,12 +90,10 @@ class BaseAveragedModel(nn.Module):
         raise NotImplementedError
 
     def next_weight(self) -> float:
-        """Count an update and return the coefficient of the current weights: 1 copies them, 0 keeps the average."""
-        step = self.steps
-        self.steps += 1
-        if step % self.interval:
+        """Return the coefficient of the current weights in the next update: 1 copies them, 0 keeps the average."""
+        if self.steps % self.interval:
             return 0.0
-        return self.weight(step) if step else 1.0
+        return self.weight(self.steps) if self.steps else 1.0
 
     def mean_update(self) -> float:
         """Return the mean update number (counted from 1), weighted by each update's contribution to the final average.
@@ -122,6 +120,7 @@ class BaseAveragedModel(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the model's current weights; the first call copies them."""
         weight = self.next_weight()
+        self.steps += 1
         if not weight:
             return
         average, current = self.pairs(model)

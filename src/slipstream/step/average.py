@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from slipstream.step.numerics import Scalar, precise_dtype
+from slipstream.step.numerics import HostNumber, precise_dtype
 from slipstream.step.parts import StepPart
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ class AveragePart(StepPart):
         self.average, self.model = average, model
         self._batch_count, self._ends_window, self._has_begun = batch_count, ends_window, has_begun
         averages, currents = average.pairs(model)
-        self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
+        self._weight = HostNumber(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval above 1, a graph would read and write the average even in steps that do not change it.
         self._on_other_device = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = on_host or average.interval > 1 or self._on_other_device
-        self._counted = (0, 0)
+        self._due = False
 
     def is_due(self, batch: int) -> bool:
         """Return whether batch number `batch` (counted from 1) counts as an update."""
@@ -76,14 +76,13 @@ class AveragePart(StepPart):
         return self.average.every_batch or self._ends_window(batch)
 
     def before_batch(self) -> None:
-        """Count the next batch, and set the weight of the new parameters (0 if the batch is not an update)."""
-        batch = self._batch_count() + 1
-        # If the batch was already counted, but its step raised an error, undo the count.
-        if self._counted == (batch, self.average.steps):
-            self.average.steps -= 1
-        due = self.is_due(batch)
-        self._weight.set(self.average.next_weight() if due else 0.0)
-        self._counted = (batch, self.average.steps) if due else (0, 0)
+        """Set the weight of the new parameters (0 if the next batch is not an update)."""
+        self._due = self.is_due(self._batch_count() + 1)
+        self._weight.set(self.average.next_weight() if self._due else 0.0)
+
+    def count_batch(self) -> None:
+        """Count the batch's update of the average."""
+        self.average.steps += self._due
 
     @torch.no_grad()
     def after_batch(self) -> None:

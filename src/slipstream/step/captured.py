@@ -13,7 +13,7 @@ from torch.nn.modules import module as modules
 
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.leaves import leaves_of
-from slipstream.step.numerics import LossScale, Scalar
+from slipstream.step.numerics import HostNumber, LossScale
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, UnstableGraphError
 
@@ -65,7 +65,7 @@ class CapturedStep:
     ) -> None:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
-        self.window = Scalar(1.0, device)
+        self.window = HostNumber(1.0, device)
         self.scale = LossScale.of(optim, device)
         self.parts = list(optim.parts)
         contains_update = allow_update_inside and can_trace(optim.optimizer)
@@ -183,7 +183,7 @@ class CapturedStep:
         for part in self.parts:
             yield from part.state().values()
             for value in vars(part).values():
-                if isinstance(value, Scalar):
+                if isinstance(value, HostNumber):
                     yield value.tensor
 
     def check_hooks(self) -> None:

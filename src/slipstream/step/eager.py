@@ -123,6 +123,7 @@ class EagerStep:
         for part in optim.parts:
             if with_host_parts or not part.on_host:
                 part.after_batch()
+            part.count_batch()
         if optim.should_update():
             logs.update(optim.logs)
         if optim.grad_norm is not None:

@@ -34,7 +34,7 @@ from slipstream.step.eager import (
     observe_backward,
     sum_losses,
 )
-from slipstream.step.numerics import all_finite, only_if
+from slipstream.step.numerics import all_finite, undo_unless
 from slipstream.step.parts import apply_update, has_gradients, trained_params
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import infer_trained
@@ -231,7 +231,8 @@ class GraphStep(CompiledStep):
                         grads = scale.unscale(grads)
                     if scale is not None or guard is not None:
                         finite = all_finite(grads)
-                    guarded = update if finite is None else only_if(finite, update, [*params, *update.state])
+                    own = [*params, *update.state]
+                    guarded = update if finite is None else undo_unless(finite, update, own)
                     logs = {**logs, **apply_update(parts, params, grads, guarded, finite)}
                     if scale is not None and finite is not None:
                         scale.adapt(finite)
@@ -307,6 +308,7 @@ class GraphStep(CompiledStep):
         for part in captured.parts:
             if outside or part.on_host:
                 part.after_batch()
+            part.count_batch()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs

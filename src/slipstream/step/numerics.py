@@ -11,7 +11,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["LossScale", "Scalar", "all_finite", "only_if", "precise_dtype", "restore_unless", "scale_"]
+__all__ = [
+    "HostNumber", "LossScale", "all_finite", "precise_dtype", "restore_unless", "scale_", "undo_unless",
+]  # fmt: skip
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -29,7 +31,7 @@ def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[T
         tensor.copy_(torch.where(finite, tensor, old))
 
 
-def only_if(
+def undo_unless(
     finite: Tensor, update: Callable[[list[Tensor]], object], updated: Sequence[Tensor]
 ) -> Callable[[list[Tensor]], None]:
     """Wrap `update` so that the tensors in `updated` are restored unless `finite` (0-dim bool) is true."""
@@ -57,7 +59,7 @@ def precise_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
-class Scalar:
+class HostNumber:
     """A number that is set on the host and read by a graph. It is stored in a tensor, which is written only when the
     number changes.
 

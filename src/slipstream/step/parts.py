@@ -3,7 +3,7 @@
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls their methods, and the compiled
 step (`GraphStep`) traces the same calls, so each part is implemented only once. The methods must be traceable, except
 `before_batch` and, if `on_host` is set, `after_batch`. Traceable methods must not call `.item()` or branch on a
-tensor's value, and must use a `slipstream.step.numerics.Scalar` for each number that changes between steps.
+tensor's value, and must use a `slipstream.step.numerics.HostNumber` for each number that changes between steps.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class StepPart:
     2. `gradients`: once per batch, after the forward and backward passes (at most one part in a list may override it).
     3. `before_update`, `after_update`: at the end of an accumulation window, around `optimizer.step()`.
     4. `after_batch`: after each batch.
+    5. `count_batch`: on the host, after each completed batch.
     """
 
     needs_previous: bool = False
@@ -38,7 +39,7 @@ class StepPart:
     """Whether `gradients` is overridden."""
 
     def before_batch(self) -> None:
-        """Prepare for the next batch; for example, count it or write changed numbers to tensors."""
+        """Prepare for the next batch; for example, write changed numbers to tensors. Do not count it here."""
 
     def gradients(
         self,
@@ -75,6 +76,9 @@ class StepPart:
 
     def after_batch(self) -> None:
         """Process the current weights; for example, update their average."""
+
+    def count_batch(self) -> None:
+        """Count the completed batch; a batch whose step raises an error is not counted."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Return a dict that maps names to the tensors that the part modifies in place and never replaces."""
