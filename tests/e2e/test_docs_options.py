@@ -12,7 +12,7 @@ from slipstream.cli.main import main
 from slipstream.optim import build_optim_wrapper
 from slipstream.registry import HOOKS
 from slipstream.speed import SpeedPlan
-from slipstream.speed.plan import IDLE, REFUSED
+from slipstream.speed.plan import NO_EFFECT, REFUSED
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
@@ -89,7 +89,7 @@ def test_documented_errors_match_the_code():
 
 
 def test_documented_options_without_effect_match_the_code():
-    assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in IDLE]
+    assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in NO_EFFECT]
 
 
 def test_explain_prints_the_output_on_the_page(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from torch import nn
 from slipstream.openmmlab.speed import VARIABLE, merge_environment
 from slipstream.optim import OptimWrapper
 from slipstream.speed.plan import SpeedPlan
-from slipstream.speed.steps import Training, build_step
+from slipstream.speed.steps import StepSpec, build_step
 
 SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
@@ -94,9 +94,9 @@ def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     torch._dynamo.reset()
     model, problems = Classifier(), []
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    training = Training(model, optim, lambda module, inputs: module(**inputs), lambda inputs: inputs)
+    spec = StepSpec(model, optim, lambda module, inputs: module(**inputs), lambda inputs: inputs)
     how = {"scope": "step", "backend": "aot_eager", "cache": False}
-    step = build_step(training, SpeedPlan.read({"compile": how}), problems.append)
+    step = build_step(spec, SpeedPlan.read({"compile": how}), problems.append)
     losses = [float(step(batch(number))["loss"]) for number in range(8)]
     assert problems == []
     assert len(step._step.direct._calls) == 1  # called without Dynamo, although the file names differ

@@ -15,7 +15,7 @@ from slipstream.model.wrappers.distributed import HalfPrecision, run_comm_hook
 from slipstream.optim import OptimWrapper
 from slipstream.speed import SpeedPlan
 from slipstream.speed.graph_step import why_not_one_graph
-from slipstream.speed.steps import Training, build_step
+from slipstream.speed.steps import StepSpec, build_step
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
 
@@ -70,8 +70,8 @@ def batches(count=STEPS):
 def step_of(model, compile=None, optim=None, warn=None, backend="eager", **plan):
     optim = optim or OptimWrapper(SGD(model.parameters(), lr=0.1, momentum=0.9))
     how = {"backend": backend, **compile} if isinstance(compile, dict) else compile and {"backend": backend}
-    training = Training(model, optim, lambda module, batch: module(**batch), lambda batch: batch)
-    return build_step(training, SpeedPlan.read(dict(compile=how, **plan)), warn or pytest.fail)
+    spec = StepSpec(model, optim, lambda module, batch: module(**batch), lambda batch: batch)
+    return build_step(spec, SpeedPlan.read(dict(compile=how, **plan)), warn or pytest.fail)
 
 
 def train(model, compile=None, data=None, **options):

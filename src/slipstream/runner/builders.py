@@ -31,8 +31,8 @@ from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_mo
 from slipstream.speed.apply import overrides_train_step, prepare_model, process_settings
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.front_ends import is_plain_wrapper
-from slipstream.speed.plan import idle
-from slipstream.speed.steps import Training, build_step
+from slipstream.speed.plan import no_effect
+from slipstream.speed.steps import StepSpec, build_step
 from slipstream.step import Step
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[st
     plan = plan.complete(capabilities)
     if plan.sources:
         log("Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items()))
-    for option, reason in idle(plan, capabilities):
+    for option, reason in no_effect(plan, capabilities):
         log(f"{plan.sources[option]} has no effect here: {reason}")
     return plan
 
@@ -334,8 +334,8 @@ def make_step(
     owner = next((m for m in (model, core) if overrides_train_step(m)), None)
     if owner is None:
         prepare = partial(_prepare, interface, optim.phases)
-        training = Training(model, optim, interface.losses, prepare, interface.reduce)
-        return build_step(training, plan, logger.warning, logger.info)
+        spec = StepSpec(model, optim, interface.losses, prepare, interface.reduce)
+        return build_step(spec, plan, logger.warning, logger.info)
     if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
             f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize the "

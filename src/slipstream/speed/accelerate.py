@@ -33,7 +33,7 @@ from slipstream.speed.apply import (
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
-from slipstream.speed.plan import SpeedPlan, idle
+from slipstream.speed.plan import SpeedPlan, no_effect
 from slipstream.speed.step_state import (
     check_step_state,
     describe_compilation,
@@ -41,7 +41,7 @@ from slipstream.speed.step_state import (
     load_step,
     save_step,
 )
-from slipstream.speed.steps import Training, build_step, compiled_scope
+from slipstream.speed.steps import StepSpec, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step
 from slipstream.step.average import AveragePart, update_count
 from slipstream.typecheck import PositiveInt, check
@@ -162,7 +162,7 @@ def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> tuple[
             "requires an optimizer built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
-    return plan, dict(idle(plan, capabilities))
+    return plan, dict(no_effect(plan, capabilities))
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
@@ -251,8 +251,8 @@ class TrainStep:
         self._close = weakref.finalize(self, self._exit.close)
         # The compiled scope and the description of the compilation just before `close`; None if the step is not closed.
         self._at_close: tuple[str | None, str] | None = None
-        training = Training(model, self.optim, losses[0], move.cast_data, losses[1])
-        self._step: Step = build_step(training, plan, warn, logger.info)
+        spec = StepSpec(model, self.optim, losses[0], move.cast_data, losses[1])
+        self._step: Step = build_step(spec, plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None

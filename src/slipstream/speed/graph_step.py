@@ -25,7 +25,7 @@ from slipstream.step.sync import GradientSync
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
 
 if TYPE_CHECKING:
-    from slipstream.speed.steps import Training
+    from slipstream.speed.steps import StepSpec
 
 __all__ = ["build_graph_step", "why_not_one_graph"]
 
@@ -54,7 +54,7 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
 
 
 def build_graph_step(
-    training: Training,
+    spec: StepSpec,
     eager: EagerStep,
     core: nn.Module,
     options: CompileOptions,
@@ -65,7 +65,7 @@ def build_graph_step(
     """Return the compiled step.
 
     Args:
-        training: the model, the optimizer and the losses.
+        spec: the model, the optimizer and the losses.
         eager: the eager step.
         core: the unwrapped model.
         options: the options of `compile`.
@@ -84,15 +84,15 @@ def build_graph_step(
     if core._compiled_call_impl is not None:
         core._compiled_call_impl = _EvaluationOnly(core, core._compiled_call_impl)
     return GraphStep(
-        loss_of=partial(training.losses, core),
-        prepare=training.prepare,
+        loss_of=partial(spec.losses, core),
+        prepare=spec.prepare,
         model=core,
-        optim=training.optim,
+        optim=spec.optim,
         eager=eager,
         backend=backend,
         recover=recover,
-        reduce=training.reduce,
-        sync=_sync(training.model),
+        reduce=spec.reduce,
+        sync=_sync(spec.model),
         verify=options.verify,
         # A CUDA graph supports only one shape.
         dynamic=False if uses_cuda_graph and options.dynamic is None else options.dynamic,

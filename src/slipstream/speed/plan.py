@@ -35,7 +35,16 @@ from slipstream.speed.simple_options import (
     read_sync_bn,
 )
 
-__all__ = ["CFG_OPTIONS", "IDLE", "PARAMS_OPTIONS", "REFUSED", "Refusal", "SpeedPlan", "idle", "option_rows"]
+__all__ = [
+    "CFG_OPTIONS",
+    "NO_EFFECT",
+    "PARAMS_OPTIONS",
+    "REFUSED",
+    "Refusal",
+    "SpeedPlan",
+    "no_effect",
+    "option_rows",
+]
 
 
 class _Option(NamedTuple):
@@ -292,7 +301,7 @@ REFUSED = (
 )  # fmt: skip
 """The conditions under which `_check` raises an error."""
 
-IDLE = (
+NO_EFFECT = (
     ("precision", lambda plan, capabilities: _has_precision(plan, "tf32") and not capabilities.tf32,
      "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); the step computes in float32"),
     ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.device != "cuda",
@@ -327,9 +336,9 @@ def _check(plan: SpeedPlan, capabilities: Capabilities) -> None:
             raise ConfigError(refusal.message, plan.config_path(refusal.option))
 
 
-def idle(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
+def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     """Yield the name of each option that has no effect on this machine, and the reason."""
-    for option, when, why in IDLE:
+    for option, when, why in NO_EFFECT:
         if when(plan, capabilities):
             yield option, why
 
@@ -339,7 +348,7 @@ def idle(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str
 
 def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
     """Yield the option, value, source and reason for each option that is set, or that `auto` leaves disabled."""
-    without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
+    without_effect = {option: f"no effect here: {why}" for option, why in no_effect(plan, capabilities)}
     for option in plan.options():
         if option in plan.notes:
             yield option, "off", "auto", plan.notes[option]

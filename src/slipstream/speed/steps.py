@@ -17,10 +17,10 @@ from slipstream.step import CompiledStep, EagerStep, Step
 from slipstream.step.eager import Losses
 from slipstream.step.trained_parameters import add_parameter_check
 
-__all__ = ["Training", "build_step", "compiled_scope"]
+__all__ = ["StepSpec", "build_step", "compiled_scope"]
 
 
-class Training(NamedTuple):
+class StepSpec(NamedTuple):
     """The components of a training step: the model, the optimizer, and the functions for data and losses.
 
     Args:
@@ -39,7 +39,7 @@ class Training(NamedTuple):
 
 
 def build_step(
-    training: Training,
+    spec: StepSpec,
     plan: SpeedPlan,
     warn: Callable[[str], None],
     info: Callable[[str], None] = lambda _: None,
@@ -47,7 +47,7 @@ def build_step(
     """Return the step for a plan. If `compile` is enabled without a `scope`, the step is a single graph if possible.
 
     Args:
-        training: the model, the optimizer and the losses.
+        spec: the model, the optimizer and the losses.
         plan: the options, which determine the compilation scope and whether to use a CUDA graph.
         warn: called with a message if the step cannot be compiled as requested.
         info: called with messages about the compiled step, for example when it replaces the eager step.
@@ -55,9 +55,9 @@ def build_step(
     Raises:
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
-    model, optim, options = training.model, training.optim, plan.compile
-    training = training._replace(prepare=add_parameter_check(training.prepare, model, optim))
-    eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
+    model, optim, options = spec.model, spec.optim, plan.compile
+    spec = spec._replace(prepare=add_parameter_check(spec.prepare, model, optim))
+    eager = EagerStep(partial(spec.losses, model), model, optim, spec.reduce, spec.prepare)
     if options is None:
         return eager
     core = unwrap_model(model)
@@ -67,7 +67,7 @@ def build_step(
 
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return build_graph_step(training, eager, core, options, warn, info, plan.cuda_graph)
+            return build_graph_step(spec, eager, core, options, warn, info, plan.cuda_graph)
         if options.scope == "step":
             raise ConfigError(
                 f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"
