@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelerators import DEVICE, IS_CUDA, no_waiting
+from slipstream import accelerate
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.optim import kernels as kernels_module
 from slipstream.speed.simple_options import fuse
@@ -152,3 +153,30 @@ def test_gpu_steps_do_not_wait_for_the_device(name):
     with no_waiting():
         train(wrapper, net, data[2:])
     assert all(group["fused"] for group in wrapper.param_groups)
+
+
+# ---- parameters that are trained later ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.5}, {"nesterov": True, "weight_decay": 0.1}])
+@pytest.mark.parametrize("speed", ["auto", {"fused": True, "compile": {"backend": "aot_eager"}}])
+def test_unfrozen_parameters_get_the_momentum_of_a_plain_loop(options, speed):
+    net, reference = make_net(), make_net().double()
+    first, second = (torch.optim.SGD(n.parameters(), 0.1, momentum=0.9, **options) for n in (net, reference))
+    step = accelerate(net, first, lambda outputs, targets: outputs.square().mean(), speed)
+    for index, x in enumerate(batches(6)):
+        for n in (net, reference):
+            n[0].requires_grad_(index > 2)
+            n[2].requires_grad_(index != 4)
+        reference(x.double()).square().mean().backward()
+        second.step()
+        second.zero_grad()
+        step((x, x))
+    for param, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_auto_trains_lazy_modules():
+    net = nn.Sequential(nn.LazyLinear(4), nn.LazyConv1d(2, 1))
+    step = accelerate(net, torch.optim.Adam(net.parameters()), nn.MSELoss())
+    assert step((torch.randn(2, 3, 5), torch.randn(2, 2, 4)))["loss"].isfinite()

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from part_runs import HOW, adamw, assert_equal, by_hand, differ, trained
+from slipstream import accelerate
+from slipstream.errors import ConfigError
 from slipstream.speed.layer_decay import LayerDecayOptions, layer_factors
 
 DEPTHS = [("stem", 4), ("norm", 4), ("blocks.0", 3), ("blocks.1", 2), ("blocks.2", 1), ("head", 0)]
@@ -70,3 +72,18 @@ def test_listed_layers_keep_their_order():
     found = depths_of(Stages(), ["more.*", "stages.*.*"])
     assert [found["more.0.0.bias"], found["more.1.0.bias"]] == [6, 5]
     assert [found[f"stages.{i}.{j}.0.bias"] for i in (0, 1) for j in (0, 1)] == [4, 3, 2, 1]
+
+
+def test_layers_without_parameters_are_not_counted():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    found = depths_of(model, ["0", "1", "2", "3"])
+    assert [found["0.bias"], found["2.bias"], found["4.bias"]] == [2, 1, 0]
+    with pytest.raises(ConfigError, match=r"^layer_decay.layers: no layer has parameters"):
+        depths_of(model, ["ReLU"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop, torch.optim.ASGD])
+def test_optimizers_whose_update_is_not_proportional_to_the_learning_rate_raise_an_error(kind):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"does not support {kind.__name__}"):
+        accelerate(model, kind(model.parameters()), nn.MSELoss(), {"layer_decay": {"layers": ["0"]}})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream import accelerate
 from slipstream.optim.kernels import lay_out_states
 from slipstream.speed.memory_format import to_channels_last
 
@@ -118,3 +119,53 @@ def test_checkpoint_in_the_other_format_resumes_with_the_same_results(kind, fuse
     more = batches(5, seed=2)
     assert_close(train(reader, second, more)[0], train(writer, first, more)[0])
     assert_close(reader.state_dict(), writer.state_dict())
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, x):
+        x.mul_(0.5)
+        return self.conv(x).mean((2, 3))
+
+
+COMPILED = [None, {"backend": "aot_eager"}, {"backend": "aot_eager", "scope": "model"}]
+
+
+@pytest.mark.parametrize("compile", COMPILED)
+def test_a_change_of_the_batch_in_place_is_visible_to_the_loss_and_the_user(compile):
+    def loss(model, batch):
+        return model(batch).square().mean() + batch.mean()
+
+    x, model, reference = torch.ones(2, 3, 5, 5), ChangesItsInput(), ChangesItsInput().double()
+    y, optimizer = x.double(), torch.optim.SGD(reference.parameters(), 0.1)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    step = accelerate(model, sgd, compute_loss=loss, speed={"channels_last": True, "compile": compile})
+    for _ in range(4):
+        optimizer.zero_grad()
+        expected = loss(reference, y)
+        expected.backward()
+        optimizer.step()
+        assert_close(step(x)["loss"].double(), expected.detach())
+        assert_close(x.double(), y)
+    assert_close(model.conv.weight.double(), reference.conv.weight)
+
+
+@pytest.mark.parametrize("compile", COMPILED[:2])
+def test_a_gradient_penalty_may_view_the_gradient_of_the_batch(compile):
+    def loss(model, batch):
+        batch = batch.clone().requires_grad_()
+        outputs = model(batch)
+        (gradient,) = torch.autograd.grad(outputs.sum(), batch, create_graph=True)
+        return outputs.mean() + gradient.view(len(batch), -1).norm(dim=1).sub(1).square().mean()
+
+    results = []
+    for speed in ({}, {"channels_last": True, "compile": compile}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 1, 3))
+        step = accelerate(model, torch.optim.SGD(model.parameters(), 0.1), compute_loss=loss, speed=speed)
+        results.append([step(x["image"])["loss"] for x in batches(4)])
+    assert_close(*results)

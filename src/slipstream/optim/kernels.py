@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from slipstream.sharding import is_sharded
@@ -46,7 +47,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
             return f"the fused {name} kernel for cuda requires torch 2.12 or newer"
         if not param.is_floating_point():
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
-        if not is_sharded(param) and not is_dense(param):
+        if not is_sharded(param) and not is_lazy(param) and not is_dense(param):
             return "fused kernels do not support parameters with gaps or overlaps in memory"
         if is_sharded(param) and kernel not in _SUPPORTED_ON_SHARDS:
             return f"torch has no fused {name} kernel for sharded parameters; only Adam and AdamW have one"
@@ -136,8 +137,30 @@ def lay_out_states(optimizer: Optimizer) -> None:
                 states[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
 
 
+def _join_momentum(optimizer: Optimizer) -> None:
+    """Initialize the momentum of parameters that get their first gradient after others, such as unfrozen ones.
+
+    torch's fused SGD supports only groups in which either all parameters have a momentum or none.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
+            continue
+        if all(map(optimizer.state.__contains__, group["params"])):
+            continue
+        params = [param for param in group["params"] if param.grad is not None]
+        new = [param for param in params if "momentum_buffer" not in optimizer.state.get(param, {})]
+        if not 0 < len(new) < len(params):
+            continue
+        if group["dampening"]:  # the first step ignores dampening, so a zero buffer is not equivalent
+            group["fused"] = optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        for param in () if group["dampening"] else new:
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
 class FusedLayouts:
     """Convert gradients and states to the strides of their parameters before each step with fused kernels.
+
+    It also calls `_join_momentum`.
 
     Autograd creates gradients with these strides, and the optimizer creates its states with the same strides. The
     strides may differ if other code sets `p.grad`, loads a state, or changes the model's memory format between steps.
@@ -167,3 +190,4 @@ class FusedLayouts:
                 continue
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
+        _join_momentum(self._optimizer)

@@ -5,6 +5,7 @@ Clark et al. 2020 (ELECTRA, arXiv 2003.10555), Bao et al. 2021 (BEiT, arXiv 2106
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import optional
+from slipstream.errors import ConfigError
 from slipstream.speed.blocks import find_blocks, find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import Rule, is_real
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_decay"]
 
 _KEY = "layer_decay"
+_UNSUPPORTED = re.compile("Adafactor|Rprop|ASGD|LBFGS|Lookahead|.*ScheduleFree")
+"""Optimizers whose update is not proportional to the learning rate, or whose state contains weights."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,17 @@ class LayerDecayOptions:
         """Return the step part that scales the updates.
 
         Raises:
-            ConfigError: the model has no repeated blocks, or a pattern matches no module.
+            ConfigError: the update of the optimizer is not proportional to the learning rate, or see `layer_factors`.
         """
+        kinds = type(
+            getattr(optim.optimizer, "optim", optim.optimizer)
+        ).__mro__  # ZeRO stores its optimizer as `optim`
+        if (
+            name := next((kind.__name__ for kind in kinds if _UNSUPPORTED.match(kind.__name__)), None)
+        ) is not None:
+            raise ConfigError(
+                f"does not support {name}, whose update is not proportional to the learning rate", _KEY
+            )
         factors = layer_factors(model, self)
         return DecayLayers({param: factors[name] for name, param in model.named_parameters()})
 
@@ -60,9 +73,8 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
 class DecayLayers(StepPart):
     """Scales the update of each parameter by a factor: `previous + factor * (updated - previous)`.
 
-    For optimizers whose update is proportional to the learning rate (most, but not Adafactor or Rprop), this is a step
-    with `factor` times the learning rate, including weight decay. The learning rates in the parameter groups do not
-    change.
+    This is a step with `factor` times the learning rate, including weight decay. The learning rates in the parameter
+    groups do not change.
 
     Args:
         factors: the factor of each parameter; a parameter without an entry has a factor of 1.
@@ -85,18 +97,20 @@ def layer_factors(model: nn.Module, options: LayerDecayOptions) -> dict[str, flo
 
     As in BEiT, the factor of the last layer is `decay`, the factor of the layer before it is `decay ** 2`, and so on.
     Parameters before the first layer (such as an embedding) have the smallest factor. Parameters after the last layer
-    (such as a head) have a factor of 1. A parameter between two layers belongs to the layer before it. The result is in
-    the order of `model.named_parameters()`.
+    (such as a head) have a factor of 1. A parameter between two layers belongs to the layer before it. Layers without
+    parameters are not counted. The result is in the order of `model.named_parameters()`.
 
     Raises:
-        ConfigError: the model has no repeated blocks, or a pattern matches no module.
+        ConfigError: the model has no repeated blocks, a pattern matches no module, or no layer has parameters.
     """
-    layers = _layers(model, options.layers)
+    layers = [layer for layer in _layers(model, options.layers) if any(True for _ in layer.parameters())]
+    if not layers:
+        raise ConfigError("no layer has parameters; list layers with parameters", f"{_KEY}.layers")
     numbers = {param: number for number, layer in enumerate(layers, 1) for param in layer.parameters()}
     names, params = zip(*model.named_parameters(), strict=True)
     indices = [numbers.get(param) for param in params]
     before = list(accumulate(indices, lambda last, number: last if number is None else number, initial=0))[1:]
-    last = max((i for i, number in enumerate(indices) if number is not None), default=-1)
+    last = max(i for i, number in enumerate(indices) if number is not None)
     end = len(layers) + 1
     depths = [end - (number or 0) if i <= last else 0 for i, number in enumerate(before)]
     return {name: options.decay**depth for name, depth in zip(names, depths, strict=True)}

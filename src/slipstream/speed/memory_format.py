@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["as_channels_last", "to_channels_last"]
 
@@ -20,7 +20,8 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
     """Convert convolution weights in place, and add a hook that converts each batch before the forward pass.
 
     The Parameter objects do not change, and loading a state dict preserves their memory format. The hook runs in
-    training and validation. It does not copy batches that already have this format.
+    training and validation. It does not copy batches that already have this format. If the model changes an input in
+    place, the change is copied to the batch, and later batches are not converted.
 
     Args:
         model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of
@@ -32,8 +33,10 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None and not is_lazy(weight):
             weight.data = _convert(weight.data)
-    if _convert_batch not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_convert_batch, with_kwargs=True)
+    if not any(isinstance(hook, _ConvertBatch) for hook in model._forward_pre_hooks.values()):
+        hook = _ConvertBatch()
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        model.register_forward_hook(hook.copy_changes, always_call=True)
 
 
 def as_channels_last(batch: Any) -> Any:
@@ -42,10 +45,64 @@ def as_channels_last(batch: Any) -> Any:
 
 
 def _convert(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in _IMAGE_DTYPES or tensor.ndim not in _FORMATS:
+    memory_format = _FORMATS.get(tensor.ndim)
+    if memory_format is None or tensor.dtype not in _IMAGE_DTYPES:
         return tensor
-    return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+    if (
+        tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_contiguous(memory_format=memory_format)
+    ):
+        return _Convert.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return tensor.contiguous(memory_format=memory_format)
 
 
-def _convert_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return as_channels_last((args, kwargs))
+class _Convert(torch.autograd.Function):
+    """Converts a contiguous tensor, and returns a contiguous gradient, so that a gradient penalty can use `view`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.contiguous()
+
+
+class _ConvertBatch:
+    """A forward pre-hook that converts the inputs, unless the model changes its inputs in place.
+
+    Such changes are found in eager calls, so compiled code converts the inputs only after an eager call.
+    """
+
+    def __init__(self) -> None:
+        self._converts: bool | None = None
+        self._calls: list[list[tuple[Tensor, Tensor, int]]] = []
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = args, kwargs
+        # Tensors have no version in compiled code and in inference mode.
+        checks = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+        converts = self._converts or (self._converts is None and checks)
+        converted = as_channels_last(inputs) if converts else inputs
+        if checks:
+            pairs = zip(tree_leaves(inputs), tree_leaves(converted), strict=True)
+            self._calls.append([(old, new, new._version) for old, new in pairs if new is not old])
+        return converted
+
+    def copy_changes(self, *_: Any) -> None:
+        """Copy the changes of the model to the original inputs; a forward hook."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self._calls:
+            return
+        for old, new, version in self._calls.pop():
+            if self._converts is None:
+                self._converts = True
+            if new._version != version:
+                self._converts = False
+                old.copy_(new)
