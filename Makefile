@@ -22,8 +22,10 @@ test: $(VENV)/.installed-dev
 matrix: $(VENV)/.installed-dev
 	$(PYTEST) -m "(matrix or slow) and not (npu or exhaustive)"
 
+# COUNT sets the number of random training programs (tests/generated), and SEED selects them.
 exhaustive: $(VENV)/.installed-dev
 	$(PYTEST) -m exhaustive
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m generated $(COUNT) $(SEED)
 
 npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \

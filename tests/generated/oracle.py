@@ -1,0 +1,432 @@
+"""The plain loop that a program must agree with: what each option means, written without Slipstream.
+
+Options that only change the speed (`compile`, `fused`, `channels_last`, `activation_checkpointing`, ...) do nothing
+here. With several processes, each one runs this loop, and gradients are averaged with plain all-reduces.
+"""
+
+import copy
+import functools
+import math
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce
+
+from generated.programs import (
+    Objects,
+    batch_loss,
+    in_form,
+    loss_function,
+    make_batch,
+    out_of_form,
+    scores_of,
+    seed,
+)
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def windows(program):
+    """Return, for each batch, the number of batches in its accumulation window, and whether it ends the window."""
+    size, total = program.options.get("accumulate", 1), program.batches
+    epoch = program.epoch if program.through == "accelerate" else 0
+    found = []
+    while len(found) < total:
+        first = len(found)
+        end = first + size
+        if epoch:
+            end = min(end, (first // epoch + 1) * epoch)
+        if program.known_length or program.through == "runner":
+            end = min(end, total)
+        found += [(end - first, batch + 1 == end) for batch in range(first, end)]
+    return found[:total]
+
+
+class Average:
+    """The weight average of `ema`."""
+
+    def __init__(self, program, model):
+        options = program.options["ema"]
+        self.kind, self.decay, self.beta = options["type"], options.get("decay"), options.get("beta")
+        self.interval, self.by_batch = options.get("interval", 1), options.get("count") == "batches"
+        self.first = max(options.get("begin_iter", 0), 1)
+        ends = [number for number, (_, end) in enumerate(windows(program), 1) if end and number >= self.first]
+        self.total = program.batches - self.first + 1 if self.by_batch else max(len(ends), 1)
+        self.updates = 0
+        saved = model.state_dict()
+        self.values = {name: param.detach().clone() for name, param in model.named_parameters()}
+        self.values |= {
+            name: buffer.clone()
+            for name, buffer in model.named_buffers()
+            if name in saved
+            and buffer.is_floating_point()
+            and buffer.isfinite().all()
+            and not _is_power(name)
+        }
+
+    def take(self, model, batch, ends):
+        """Include the weights after batch number `batch` (counted from 1)."""
+        if not ends or batch < self.first:
+            return
+        self.updates += 1
+        if (self.updates - 1) % self.interval:
+            return
+        step = batch - self.first + 1 if self.by_batch else self.updates
+        decay = 0.0 if self.updates == 1 else self._decay(step)
+        current = tensors(model)
+        for name, value in self.values.items():
+            self.values[name] = decay * value + (1 - decay) * current[name].detach() if decay else (
+                current[name].detach().clone())  # fmt: skip
+
+    def _decay(self, step):
+        if self.kind == "swa":
+            taken = (self.updates - 1) // self.interval
+            return taken / (taken + 1)
+        if self.kind == "threshold":
+            return min(self.decay, (1 + step) / (10 + step))
+        if self.kind == "exp":
+            return self.decay * (1 - math.exp(-self.beta * step / self.total))
+        return self.decay
+
+    def swap(self, model):
+        if not self.updates:
+            return
+        current = tensors(model)
+        with torch.no_grad():
+            before = {name: current[name].detach().clone() for name in self.values}
+            for name, value in self.values.items():
+                if not _is_expanded(current[name]):
+                    current[name].copy_(value)
+            self.values = before
+
+
+def _is_power(name):
+    """Return whether a buffer is a vector of spectral norm's power iteration, which is copied and not averaged."""
+    return name.endswith(("weight_u", "weight_v", "0._u", "0._v"))
+
+
+def _is_expanded(tensor):
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def sync_norm(norm, x):
+    """BatchNorm over the batches of all processes."""
+    if not norm.training:
+        return type(norm).forward(norm, x)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    flat = x.transpose(0, 1).flatten(1)
+    sums = all_reduce(torch.cat([flat.sum(1), flat.new_tensor([float(flat.shape[1])])]))
+    mean, count = sums[:-1] / sums[-1], sums[-1].detach()
+    var = all_reduce((flat - mean[:, None]).square().sum(1)) / count
+    with torch.no_grad():
+        norm.num_batches_tracked += 1
+        weight = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        norm.running_mean.lerp_(mean.detach(), weight)
+        norm.running_var.lerp_(var.detach() * count / (count - 1), weight)
+    y = (x - mean.view(shape)) / torch.sqrt(var.view(shape) + norm.eps)
+    return y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+class Loop:
+    """One run of a program in a plain loop; `record` has the names and values to compare."""
+
+    def __init__(self, program, rank=0, dtype=None):
+        self.program, self.rank, self.dtype = program, rank, dtype
+        self.world = program.processes
+        self.options = {k: (v if v is not True else {}) for k, v in program.options.items()}
+        self.record = []
+        self.objects = self._new()
+        self.average = Average(program, self.objects.model) if "ema" in self.options else None
+        self.scale, self.good = (65536.0 if program.options.get("precision") == "fp16" else 1.0), 0
+        self.buffers = None
+        self.bad = False
+
+    def _new(self):
+        objects = Objects(self.program, self.rank, self.dtype)
+        if self.world > 1 and self.program.options.get("sync_bn"):
+            for module in objects.model.modules():
+                if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                    module.forward = functools.partial(sync_norm, module)
+        return objects
+
+    def run(self):
+        program = self.program
+        for batch, (size, ends) in enumerate(windows(program)):
+            self.events(batch)
+            losses = self.train(batch, size, ends)
+            self.record.append((f"loss[{batch}]", losses))
+            if program.through == "accelerate":
+                self.record.append((f"updated[{batch}]", ends))
+            if self.average is not None:
+                self.average.take(self.objects.model, batch + 1, ends)
+            if self.objects.schedule is not None:
+                self.objects.schedule.step()
+            if validates(program, batch + 1):
+                self.evaluate(averaged=True)
+        self.record += finish(self.objects)
+        if self.average is not None and self.average.updates:
+            self.record += [(f"average {name}", value) for name, value in self.average.values.items()]
+        return self.record
+
+    def events(self, batch):
+        for number, event in self.program.events:
+            if number != batch:
+                continue
+            if event == "save_load":
+                self.save_and_load()
+            elif event == "averaged_eval":
+                self.evaluate(averaged=True)
+            else:
+                self.objects.apply(event)
+
+    def evaluate(self, averaged):
+        model, swaps = self.objects.model, averaged and self.average is not None
+        if swaps:
+            self.average.swap(model)
+        was = [module.training for module in model.modules()]
+        model.eval()
+        with torch.no_grad(), self.autocast():
+            output = scores_of(model(self.objects.inputs())).detach().clone()
+        for module, mode in zip(model.modules(), was, strict=True):
+            module.training = mode
+        if swaps:
+            self.average.swap(model)
+        self.objects.outputs.append(output)
+
+    def autocast(self):
+        dtype = DTYPES.get(self.program.options.get("precision")) if self.dtype is None else None
+        return torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext()
+
+    # ---- one batch ------------------------------------------------------------------------------
+
+    def params(self):
+        return [p for group in self.objects.optimizer.param_groups for p in group["params"]]
+
+    def train(self, batch, size, ends):
+        if self.buffers is None:
+            self.buffers = {name: buffer.clone() for name, buffer in self.objects.model.named_buffers()}
+        if "sam" in self.options:
+            loss = self.sharpness_aware(batch, size)
+        else:
+            loss = self.backward(batch, size)
+        self.bad |= not bool(self.everywhere(loss.isfinite()))
+        if ends:
+            self.update()
+        return loss
+
+    def backward(self, batch, size):
+        program, objects = self.program, self.objects
+        # A loop of two passes reads the batch twice; forward may change it in place.
+        sample = make_batch(program, batch, self.rank, objects.model.stem.weight.dtype)
+        with self.autocast():
+            loss = self.loss(in_form(program, sample))
+        (loss / size * self.scale).backward()
+        own = set(self.params())
+        for param in [*objects.model.parameters()]:
+            if param not in own:
+                param.grad = None
+        return loss.detach()
+
+    def loss(self, batch):
+        program, model = self.program, self.objects.model
+        if program.loss == "model":
+            return (model(**batch) if isinstance(batch, dict) else model(*batch))["loss"]
+        if (compute := batch_loss(program)) is not None:
+            return compute(model, batch)
+        found = loss_function(program, self.objects)(model(out_of_form(batch).x), out_of_form(batch).y)
+        if program.loss == "dict":
+            return found["loss_a"] + found["loss_b"]
+        return sum(loss.mean() for loss in found["loss_all"]) if program.loss == "list" else found
+
+    def sharpness_aware(self, batch, size):
+        options = dict(rho=0.05, adaptive=False, eta=0.01) | self.options["sam"]
+        rho, adaptive, eta = options["rho"], options["adaptive"], options["eta"]
+        params, model = self.params(), self.objects.model
+        held = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        loss = self.backward(batch, size)
+        self.reduce()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        before = [param.detach().clone() for param in params]
+        names = {param: name for name, param in model.named_parameters()}
+        with torch.no_grad():
+            scales = [
+                param.abs() + eta if adaptive and "weight" in names.get(param, "").rpartition(".")[2] else 1.0
+                for param in params
+            ]
+            ascents = [
+                None if param.grad is None else param.grad / self.scale * scale
+                for param, scale in zip(params, scales, strict=True)
+            ]
+            norm = _norm(ascents)
+            for param, ascent, scale in zip(params, ascents, scales, strict=True):
+                if ascent is not None:
+                    param.add_(ascent * scale * (rho / norm))
+                param.grad = None
+        self.backward(batch, size)
+        self.reduce()
+        with torch.no_grad():
+            for param, old, sum_ in zip(params, before, held, strict=True):
+                param.copy_(old)
+                if sum_ is not None:
+                    param.grad = sum_ if param.grad is None else sum_ + param.grad
+            self.restore(buffers)
+        return loss
+
+    def restore(self, buffers):
+        with torch.no_grad():
+            for name, buffer in self.objects.model.named_buffers():
+                if not _is_expanded(buffer):
+                    buffer.copy_(buffers[name])
+
+    def reduce(self):
+        if self.world > 1:
+            for param in self.params():
+                if param.grad is not None:
+                    dist.all_reduce(param.grad)
+                    param.grad /= self.world
+
+    def everywhere(self, flag):
+        if self.world > 1:
+            flag = flag.to(torch.int64)
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return flag
+
+    # ---- the update -----------------------------------------------------------------------------
+
+    def update(self):
+        options, params = self.options, [param for param in self.params() if param.grad is not None]
+        if "sam" not in options:
+            self.reduce()
+        for param in params:
+            param.grad = param.grad / self.scale
+        finite = all(bool(param.grad.isfinite().all()) for param in params)
+        good = finite and not self.bad
+        if (options.get("precision") == "fp16" and not finite) or ("nan_guard" in options and not good):
+            if "nan_guard" in options:
+                self.restore(self.buffers)
+        else:
+            self.change_gradients(params)
+            before = [param.detach().clone() for param in params]
+            self.objects.optimizer.step()
+            self.decay_layers(params, before)
+        self.adapt_scale(finite)
+        self.buffers, self.bad = None, False
+        self.objects.optimizer.zero_grad()
+
+    def adapt_scale(self, finite):
+        if self.program.options.get("precision") == "fp16":
+            self.good = self.good + 1 if finite else 0
+            self.scale *= 1.0 if finite else 0.5
+
+    def change_gradients(self, params):
+        options, head = self.options, set(self.objects.model.head.parameters())
+        if (centralize := options.get("gradient_centralization")) is not None:
+            for param in params:
+                if param.ndim >= (3 if centralize.get("conv_only") else 2):
+                    rows = param.grad.flatten(1)
+                    param.grad = (rows - rows.mean(1, keepdim=True)).view_as(param)
+        if (adaptive := options.get("adaptive_clip")) is not None:
+            for param in params:
+                if not ("exclude" in adaptive and param in head):
+                    param.grad = _clip_units(param.grad, param.detach(), adaptive["clip_factor"])
+        if (clip := options.get("clip_grad")) is not None:
+            self.clip(clip, params)
+
+    def clip(self, clip, params):
+        if clip.get("type") == "value":
+            for param in params:
+                param.grad = param.grad.clamp(-clip["clip_value"], clip["clip_value"])
+            return
+        kind = clip.get("norm_type", 2.0)
+        flat = torch.cat([param.grad.flatten() for param in params])
+        norm = flat.abs().max() if kind == math.inf else flat.abs().pow(kind).sum().pow(1 / kind)
+        for param in params:
+            param.grad = param.grad * min(1.0, float(clip["max_norm"] / (norm + 1e-6)))
+
+    def decay_layers(self, params, before):
+        if "layer_decay" not in self.options:
+            return
+        decay, blocks = self.options["layer_decay"]["decay"], len(self.objects.model.blocks)
+        names = {param: name for name, param in self.objects.model.named_parameters()}
+        with torch.no_grad():
+            for param, old in zip(params, before, strict=True):
+                top, _, rest = names.get(param, "").partition(".")
+                depth = blocks + 1 if top == "stem" else 0
+                if top == "blocks":
+                    depth = blocks - int(rest.partition(".")[0])
+                param.copy_(old + decay**depth * (param - old))
+
+    # ---- saving and loading ---------------------------------------------------------------------
+
+    def save_and_load(self):
+        old = self.objects
+        state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.objects = new = self._new()
+        new.outputs = old.outputs
+        if old.has_group() and not new.has_group():
+            new.apply("add_group")
+        new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
+        new.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
+        if old.loss is not None:
+            new.loss.load_state_dict(old.loss.state_dict())
+        if old.schedule is not None:
+            new.schedule.load_state_dict(old.schedule.state_dict())
+        previous = [param for group in old.optimizer.param_groups for param in group["params"]]
+        for param, before in zip(self.params(), previous, strict=True):
+            param.grad = before.grad
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+
+
+def _norm(grads):
+    return sum(grad.square().sum() for grad in grads if grad is not None) ** 0.5
+
+
+def _clip_units(grad, param, factor):
+    grads, weights = (t.flatten(1) if t.ndim > 1 else t.reshape(1, -1) for t in (grad, param))
+    limits = factor * weights.norm(dim=1, keepdim=True).clamp(min=1e-3)
+    return (grads * (limits / grads.norm(dim=1, keepdim=True)).clamp(max=1.0)).view_as(grad)
+
+
+def validates(program, batches):
+    """Return whether a Runner validates after this number of batches: each epoch or four iterations, and at the end."""
+    return program.through == "runner" and (batches % (program.epoch or 4) == 0 or batches == program.batches)
+
+
+def finish(objects):
+    """Return the names and values of the final state."""
+    model, optimizer = objects.model, objects.optimizer
+    record = [(f"output[{i}]", output) for i, output in enumerate(objects.outputs)]
+    record += [(name, value.detach().clone()) for name, value in tensors(model).items()]
+    if objects.loss is not None:
+        record += [
+            (f"loss {name}", value.detach().clone()) for name, value in objects.loss.state_dict().items()
+        ]
+    names = {param: name for name, param in model.named_parameters()}
+    for param, state in optimizer.state.items():
+        record += [
+            (f"state {names.get(param)} {k}", v) for k, v in state.items() if k != "step" and v is not None
+        ]
+    for name, module in model.named_modules():
+        record += [
+            (f"python {name}.{k}", v) for k, v in vars(module).items() if k in ("calls", "means", "scale")
+        ]
+    record += [(f"lr {i}", group["lr"]) for i, group in enumerate(optimizer.param_groups)]
+    record += [
+        ("random torch", torch.rand(2)),
+        ("random numpy", np.random.rand()),
+        ("random", random.random()),
+    ]
+    seed(0)
+    return record

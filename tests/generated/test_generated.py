@@ -1,0 +1,27 @@
+"""Random training programs give the numbers of a plain loop, or raise an error of Slipstream."""
+
+import pytest
+
+from generated.run import check
+
+FEW = (2, 5, 8, 9, 11, 13, 20, 29, 44, 54)
+MANY, CHUNK = 300, 10
+
+
+def _verify(numbers):
+    failures = []
+    for number in numbers:
+        program, result = check(number, inductor=False, small=True)
+        if result.verdict not in ("ok", "refused", "invalid"):
+            failures.append(f"seed {number}: {result.verdict}: {result.detail}\n  {program}")
+    assert not failures, "\n".join(failures)
+
+
+def test_programs_agree_with_a_plain_loop():
+    _verify(FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("first", range(0, MANY, CHUNK))
+def test_more_programs_agree_with_a_plain_loop(first):
+    _verify(range(first, first + CHUNK))
