@@ -225,7 +225,8 @@ class HookList:
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
-        self._methods: dict[str, list[Callable[..., None]]] = {}
+        self.methods = _Methods(self)
+        """The methods that implement a stage, in execution order, by stage."""
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
         """Add a `Hook`, or build one from a configuration (which may contain `priority`) and add it.
@@ -254,21 +255,24 @@ class HookList:
             raise
         position = sum(_order(other) <= order for other in self._hooks)
         self._hooks.insert(position, hook)
-        self._methods.clear()
-
-    def methods_at(self, stage: str) -> list[Callable[..., None]]:
-        """Return the methods that implement `stage`, in execution order."""
-        if stage not in self._methods:
-            self._methods[stage] = [
-                method for hook in self._hooks if (method := hook.method_at(stage)) is not None
-            ]
-        return self._methods[stage]
+        self.methods.clear()
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self._hooks)
 
     def __len__(self) -> int:
         return len(self._hooks)
+
+
+class _Methods(dict[str, list[Callable[..., None]]]):
+    """Finds the methods of each stage once, without a function call for later look-ups."""
+
+    def __init__(self, hooks: HookList) -> None:
+        self._hooks = hooks
+
+    def __missing__(self, stage: str) -> list[Callable[..., None]]:
+        self[stage] = [method for hook in self._hooks if (method := hook.method_at(stage)) is not None]
+        return self[stage]
 
 
 def _order(hook: Hook) -> tuple[bool, int]:

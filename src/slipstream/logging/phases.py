@@ -57,6 +57,11 @@ class PhaseTimes:
         self.switch("other")
         self._since = None
 
+    @property
+    def running(self) -> bool:
+        """Whether the timer has been started."""
+        return self._since is not None
+
     def switch(self, phase: Phase) -> None:
         """End the current phase and begin another phase."""
         if self._since is None:

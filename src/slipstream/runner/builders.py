@@ -328,12 +328,14 @@ def make_step(
     optim: OptimWrapper,
     plan: SpeedPlan,
     logger: MMLogger,
+    phases: PhaseTimes,
 ) -> Step:
     """Return the training step: the model's `train_step` if the model overrides it, otherwise the plan's step."""
     core: Any = unwrap_model(model)
     owner = next((m for m in (model, core) if overrides_train_step(m)), None)
     if owner is None:
-        prepare = partial(_prepare, interface, optim.phases)
+        prepare = interface.prepare(training=True)
+        prepare = partial(_timed, prepare, phases) if phases.running else prepare
         spec = StepSpec(model, optim, interface.losses, prepare, interface.reduce)
         return build_step(spec, plan, logger.warning, logger.info)
     if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
@@ -362,11 +364,9 @@ def make_step(
     return own_step
 
 
-def _prepare(interface: ModelInterface, phases: PhaseTimes | None, batch: Any) -> Any:
-    if phases is None:
-        return interface.prepare(batch, True)
+def _timed(prepare: Callable[[Any], Any], phases: PhaseTimes, batch: Any) -> Any:
     previous_phase = phases.current
     phases.switch("preprocess")
-    inputs = interface.prepare(batch, True)
+    inputs = prepare(batch)
     phases.switch(previous_phase)
     return inputs

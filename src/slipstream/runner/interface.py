@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,7 @@ from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.registry import MODELS
 from slipstream.speed.apply import to_device
-from slipstream.speed.losses import LossFunction, call_model, read_losses
-from slipstream.step.eager import Losses, sum_losses
+from slipstream.speed.losses import LossFunction, ModelLosses, Reduce, call_model, read_losses
 
 __all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
 
@@ -47,7 +47,7 @@ class ModelInterface:
         return getattr(self.core, "data_preprocessor", None)
 
     @property
-    def reduce(self) -> Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]:
+    def reduce(self) -> Reduce:
         """The function that returns the loss to minimize and the values to log.
 
         Raises:
@@ -59,7 +59,7 @@ class ModelInterface:
                 "metrics instead",
                 "val_evaluator",
             )
-        function: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] = self.core.parse_losses
+        function: Reduce = self.core.parse_losses
         return function
 
     @property
@@ -67,17 +67,14 @@ class ModelInterface:
         """The model's `loss_step`, which returns the losses of a batch from the loader; None if it is not defined."""
         return getattr(self.core, "loss_step", None)
 
-    def losses(self, module: nn.Module, inputs: Any) -> Any:
-        """Return the losses of a prepared batch; `module` is the model, wrapped or not."""
-        return run_forward(module, inputs, "loss")
+    @property
+    def losses(self) -> ModelLosses:
+        """A function that returns the losses of a prepared batch, given the model (wrapped or not) and the batch."""
+        return partial(run_forward, mode="loss")
 
-    def total_loss(self, module: Any, inputs: Any) -> Tensor:
-        """Return the loss to minimize for a prepared batch; `module` is a copy of the model."""
-        return self.reduce(self.losses(module, inputs))[0]
-
-    def prepare(self, batch: Any, training: bool) -> Any:
-        """Move a batch from the loader to the device, and preprocess it."""
-        return self.core.data_preprocessor(batch, training)
+    def prepare(self, training: bool) -> Callable[[Any], Any]:
+        """Return a function that moves a batch from the loader to the device, and preprocesses it."""
+        return lambda batch: self.core.data_preprocessor(batch, training)
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return the predictions for a batch from the loader; `mode` is `val` or `test`."""
@@ -86,7 +83,7 @@ class ModelInterface:
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch from the loader, with the model in its current mode."""
-        return self.reduce(self.losses(self.core, self.prepare(batch, False)))[1]
+        return self.reduce(self.losses(self.core, self.prepare(False)(batch)))[1]
 
 
 class PlainModel(ModelInterface):
@@ -107,8 +104,7 @@ class PlainModel(ModelInterface):
         self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device
     ) -> None:
         super().__init__(model)
-        self._losses, reduce = read_losses(loss_fn, None)
-        self._reduce = reduce or sum_losses
+        self._losses, self._reduce = read_losses(loss_fn, None)
         self._preprocessor = (preprocessor or BaseDataPreprocessor()).to(device)
 
     @property
@@ -117,26 +113,29 @@ class PlainModel(ModelInterface):
         return self._preprocessor
 
     @property
-    def reduce(self) -> Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]:
+    def reduce(self) -> Reduce:
         """The function that returns the loss to minimize and the values to log."""
         return self._reduce
 
     @property
     def loss_step(self) -> Callable[[Any], Any]:
         """The function that returns the losses of a batch from the loader."""
-        return lambda batch: self._losses(self.core, self.prepare(batch, True))
+        return lambda batch: self._losses(self.core, self.prepare(True)(batch))
 
-    def losses(self, module: nn.Module, inputs: Any) -> Any:
-        """Return the losses of a prepared batch; `module` is the model, wrapped or not."""
-        return self._losses(module, inputs)
+    @property
+    def losses(self) -> ModelLosses:
+        """A function that returns the losses of a prepared batch, given the model (wrapped or not) and the batch."""
+        return self._losses
 
-    def prepare(self, batch: Any, training: bool) -> Any:
-        """Move a batch from the loader to the device, and preprocess it."""
-        return self._preprocessor(batch, training)
+    def prepare(self, training: bool) -> Callable[[Any], Any]:
+        """Return a function that moves a batch from the loader to the device, and preprocesses it."""
+        if type(self._preprocessor) is BaseDataPreprocessor:
+            return self._preprocessor.cast_data
+        return lambda batch: self._preprocessor(batch, training)
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
-        inputs = self.prepare(batch, False)
+        inputs = self.prepare(False)(batch)
         if isinstance(inputs, Mapping):
             return call_model(self.core, inputs), inputs
         if not isinstance(inputs, list | tuple) or len(inputs) < 2:

@@ -136,7 +136,7 @@ class _TrainLoop(BaseLoop):
         self._validated = True
         # Random state at the start of an incomplete validation.
         self._validation_start: dict[str, Any] | None = None
-        self._sizes = BatchSizes(self.dataloader)
+        self._sizes, self._world_size = BatchSizes(self.dataloader), get_world_size()
         self.step_samples = 0
         """Number of samples in the latest step, summed over all processes."""
         self.inner_iter = 0
@@ -278,17 +278,17 @@ class _TrainLoop(BaseLoop):
         """Train on one batch and call the hooks before and after it."""
         runner, phases = self._runner, self._runner.phases
         phases.switch("hooks")
-        for hook in runner.hooks_at("before_train_iter"):
+        for hook in runner.hook_methods["before_train_iter"]:
             hook(runner, batch_idx=idx, data_batch=data_batch)
         phases.switch("step")
-        self.step_samples = self._sizes.get(idx, data_batch) * get_world_size()
+        self.step_samples = self._sizes.get(idx, data_batch) * self._world_size
         outputs = runner.step(data_batch)
         phases.samples += self.step_samples
         phases.switch("logging")
         runner.meter.record(outputs, self._iter + 1)
         self.inner_iter = idx + 1
         phases.switch("hooks")
-        for hook in runner.hooks_at("after_train_iter"):
+        for hook in runner.hook_methods["after_train_iter"]:
             hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
         self._iter += 1
         phases.end_step()
@@ -546,7 +546,7 @@ class _EvalLoop(BaseLoop):
 
     def _run_batches(self, predict: Callable[[Any], Any]) -> None:
         runner, mode = self._runner, self.mode
-        before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
+        before, after = (runner.hooks_at(f"{when}_{mode}_iter") for when in ("before", "after"))
         self.evaluator.reset()
         self.batches = 0
         for idx, (data_batch, is_real) in enumerate(self._batches()):

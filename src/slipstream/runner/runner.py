@@ -166,6 +166,7 @@ class Runner:
         )
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
+        self.hook_methods = self._hooks.methods
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch, arguments["custom_hooks"])
         for name, default in defaults.items():
             with add_config_path(self._user_cfg, f"default_hooks.{name}"):
@@ -321,7 +322,7 @@ class Runner:
             assert self.optim_wrapper is not None
             self.checkpoints.restore_counts()
             self.step = builders.make_step(
-                self.interface, self.model, self.optim_wrapper, self.speed, self.logger
+                self.interface, self.model, self.optim_wrapper, self.speed, self.logger, self.phases
             )
             # A run that cannot start does not replace the configuration of an earlier run.
             write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
@@ -505,11 +506,11 @@ class Runner:
 
     def hooks_at(self, stage: str) -> list[Callable[..., None]]:
         """Return the methods of all hooks that implement `stage`, in execution order."""
-        return self._hooks.methods_at(stage)
+        return self.hook_methods[stage]
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call the method `fn_name`, usually one of `Hook.stages`, of every hook that defines it."""
-        for method in self._hooks.methods_at(fn_name):
+        for method in self.hook_methods[fn_name]:
             method(self, **kwargs)
 
     # ---- logs ----------------------------------------------------------------------------------------

@@ -21,20 +21,21 @@ __all__ = [
     "model_losses",
     "own_loss",
     "read_losses",
+    "reduce_losses",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 """Type of `loss_fn(outputs, targets)`."""
 BatchLoss = Callable[[nn.Module, Any], Tensor | Mapping[str, Tensor]]
 """Type of `compute_loss(model, batch)`."""
-ModelLosses = Callable[[nn.Module, Any], Losses]
-Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
+ModelLosses = Callable[[nn.Module, Any], Any]
+"""Type of `losses(module, inputs)`, whose result is the argument of a `Reduce` function."""
+Reduce = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+"""Type of `reduce(losses)`, which returns the loss to minimize and the values to log."""
 
 
-def read_losses(
-    loss_fn: LossFunction | None, compute_loss: BatchLoss | None
-) -> tuple[ModelLosses, Reduce | None]:
-    """Return the function that computes the losses of a batch, and the function that reduces them (None for the sum).
+def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) -> tuple[ModelLosses, Reduce]:
+    """Return the function that computes the losses of a batch, and the function that reduces them.
 
     Raises:
         ConfigError: both arguments are set, or one of them is not a function.
@@ -47,13 +48,11 @@ def read_losses(
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if compute_loss is not None:
-        return (lambda module, batch: _as_dict(compute_loss(module, batch))), None
-    if loss_fn is not None:
-        return partial(model_losses, loss_fn), None
-    return own_loss, _reduce_own
+        return compute_loss, reduce_losses
+    return (own_loss, _reduce_own) if loss_fn is None else (partial(model_losses, loss_fn), reduce_losses)
 
 
-def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses:
+def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Any:
     """Return `loss_fn(module(*inputs), targets)` for a batch `(*inputs, targets)`.
 
     For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
@@ -62,14 +61,14 @@ def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Losses
         DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
     if isinstance(batch, Mapping):
-        return _as_dict(loss_fn(call_model(module, batch), batch))
+        return loss_fn(call_model(module, batch), batch)
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
             "collate_fn of the loader"
         )
     *inputs, targets = batch
-    return _as_dict(loss_fn(module(*inputs), targets))
+    return loss_fn(module(*inputs), targets)
 
 
 def own_loss(module: nn.Module, batch: Any) -> Losses:
@@ -111,15 +110,15 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     return module(batch) if isinstance(batch, Tensor) else module(*batch)
 
 
-def _as_dict(loss: Any) -> Losses:
-    """Return the result of a loss function as a dict.
+def reduce_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss to minimize and the values to log, given the result of a loss function.
 
     Raises:
         LossError: the result is neither a tensor nor a dict, or it is unclear whether the entry `loss` is the sum of
             the other losses or one of them.
     """
     if isinstance(loss, Tensor):
-        return {"loss": loss}
+        return (loss, {"loss": loss.detach()}) if loss.ndim == 0 else sum_losses({"loss": loss})
     if not isinstance(loss, Mapping):
         raise LossError(
             "the loss function must return a scalar tensor or a dict of scalar tensors, not "
@@ -131,7 +130,7 @@ def _as_dict(loss: Any) -> Losses:
             f"the dict contains 'loss' and {others}, and all of them would be summed. If 'loss' is the total, remove "
             f"it, or log {others} under names without 'loss'. Otherwise, rename 'loss'"
         )
-    return loss
+    return sum_losses(loss)
 
 
 def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:

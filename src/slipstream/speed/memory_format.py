@@ -53,7 +53,7 @@ def _convert(tensor: Tensor) -> Tensor:
         and tensor.is_contiguous()
         and not tensor.is_contiguous(memory_format=memory_format)
     ):
-        return _Convert.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return _Convert.apply(tensor)  # type: ignore[no-any-return]
     return tensor.contiguous(memory_format=memory_format)
 
 
@@ -71,7 +71,7 @@ class _Convert(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 

@@ -228,8 +228,8 @@ def test_state_dict_of_a_sampler_is_restored_in_another_process(saved_after, tmp
 def test_indices_of_recent_batches_are_recorded():
     made = EpochBatchSampler(BatchSampler(Shuffled(), 8, False), 7, 40)
     orders = epochs(made, 0, 1)
-    assert [[made.indices(epoch, i) for i in range(5)] for epoch in (0, 1)] == orders
-    assert made.indices(2, 0) is None
+    assert [[made.recent[epoch, i] for i in range(5)] for epoch in (0, 1)] == orders
+    assert (2, 0) not in made.recent
 
 
 def test_repeated_epochs_have_the_same_batches():

@@ -177,7 +177,7 @@ class BatchSizes:
         If this number cannot be determined, return the loader's batch size, or 1 if that is not known either.
         """
         if self._batches is not None:
-            drawn = self._batches.indices(self._batches.epoch, batch_index)
+            drawn = self._batches.recent.get((self._batches.epoch, batch_index))
             if drawn is not None:
                 return len(drawn)
         count = count_samples(batch)

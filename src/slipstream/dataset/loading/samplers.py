@@ -230,7 +230,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         self._repeated: list[list[int]] | None = None
         self._next_epoch = 0
         self._states: dict[int, list[Any]] = {}
-        self._recent: dict[tuple[int, int], list[int]] = {}
+        self.recent: dict[tuple[int, int], list[int]] = {}
+        """The sample indices of the batches drawn last, by epoch (0 if every epoch is epoch 0) and index."""
 
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
         """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""
@@ -248,10 +249,6 @@ class EpochBatchSampler(Sampler[list[int]]):
         """Restore the result of `state_dict`."""
         self._states = dict(state["states"])
         self._next_epoch = -1  # the states must be loaded before the next iteration
-
-    def indices(self, epoch: int, batch_index: int) -> list[int] | None:
-        """Return the sample indices of a recent batch, or None if it has not been drawn or is too old."""
-        return self._recent.get((0 if self.repeats else epoch, batch_index))
 
     @property
     def endless(self) -> bool:
@@ -283,9 +280,9 @@ class EpochBatchSampler(Sampler[list[int]]):
         return [part for part in (self.sampler, self.batch_sampler) if part is not None]
 
     def _record(self, epoch: int, index: int, batch: list[int]) -> None:
-        self._recent[epoch, index] = batch
-        if len(self._recent) > _MAX_RECORDED_BATCHES:
-            del self._recent[next(iter(self._recent))]
+        self.recent[epoch, index] = batch
+        if len(self.recent) > _MAX_RECORDED_BATCHES:
+            del self.recent[next(iter(self.recent))]
 
     def _batches(self) -> Iterator[list[int]]:
         """Return an iterator over the batches of the current epoch."""
