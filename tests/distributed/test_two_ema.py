@@ -6,8 +6,7 @@ from sharded_runs import FSDP, SGD, Net, Record, assert_same, full, make
 from two_processes import run_in_two
 
 from slipstream.hooks import EMAHook
-from slipstream.model import unwrap_model
-from slipstream.step.average import AveragePart
+from slipstream.model import AveragePart, unwrap_model
 
 SCHEDULED = dict(type="EMAHook", ema_type="ScheduledEMA", decay=0.8, beta=3.0)
 WINDOWS = dict(SGD, accumulative_counts=2)

@@ -6,7 +6,7 @@ from ema_runs import SCHEDULED, History, StopAfter, StoppedError, assert_close, 
 from torch.utils.data import TensorDataset
 
 from slipstream.hooks import Hook
-from slipstream.step.average import AveragePart
+from slipstream.model import AveragePart
 from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 

@@ -3,10 +3,9 @@
 from torch import nn
 
 from slipstream.hooks import EMAHook
-from slipstream.model import StochasticWeightAverage
+from slipstream.model import StochasticWeightAverage, read_ema
 from slipstream.runner.builders import plan_hooks
 from slipstream.speed import SpeedPlan
-from slipstream.speed.ema import read_ema
 
 
 def build(value):
@@ -24,13 +23,12 @@ def hook_of(value):
 def test_all_ema_options_are_passed_to_the_average_and_the_hook():
     value = dict(decay=0.9, type="exp", beta=3, interval=4, begin_epoch=2)
     average = build(value)
-    schedule = average.schedule
-    assert (schedule.decay, schedule.decay_type, schedule.beta, average.interval) == (0.9, "exp", 3, 4)
+    assert (average.decay, average.decay_type, average.beta, average.interval) == (0.9, "exp", 3, 4)
     assert average.update_buffers
     hook = hook_of(value)
     assert (hook.begin_iter, hook.begin_epoch) == (0, 2)
-    hooks_average = hook._new_average(nn.BatchNorm1d(2))
-    assert (hooks_average.schedule, hooks_average.interval) == (schedule, 4)
+    other = hook._new_average(nn.BatchNorm1d(2))
+    assert (other.decay, other.decay_type, other.beta, other.interval) == (0.9, "exp", 3, 4)
     assert hook_of(dict(begin_iter=7)).begin_iter == 7
 
 

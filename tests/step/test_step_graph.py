@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from graphs import STEPS, Counting, batches, by_hand, graph_step, in_graph, net, train
 from torch.optim import SGD
 
-from slipstream.model import BaseAveragedModel
+from slipstream.model import AveragePart, BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.step import EagerStep
-from slipstream.step.average import AveragePart
 from slipstream.step.parts import StepPart
 from slipstream.step.verification import WrongNumbersError
 
@@ -101,7 +100,7 @@ class Scripted(BaseAveragedModel):
         super().__init__(model)
         self.weights = iter(weights)
 
-    def next_weight(self):
+    def weight(self, step):
         return next(self.weights)
 
 
@@ -160,7 +159,7 @@ def drops_gradient(graph, inputs):
 def test_lost_gradient_is_detected_before_the_graph_is_used():
     model, other, told = net(), net(), []
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
-    average = Scripted(model, [0.5] * STEPS)
+    average = Scripted(model, [0.5] * (STEPS - 1))  # the first update copies the weights
     optim.parts.append(AveragePart(average, model, lambda: optim.batches))
 
     def recover(error, problem):

@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.model import ExponentialMovingAverage
+from slipstream.model import AveragePart, ExponentialMovingAverage
 from slipstream.model.tasks import SlidingWindow, slide
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS
 from slipstream.runner import Runner
 from slipstream.step import EagerStep
-from slipstream.step.average import AveragePart
 from slipstream.step.graph import GraphStep
 from slipstream.training.metrics import PixelAccuracy
 from slipstream.training.network import SupervisedModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,12 +11,10 @@ from torch import nn
 from slipstream.checkpoint import check_tensors, restoring
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks.hook import Hook
-from slipstream.model import BaseAveragedModel, ScheduledEMA, unwrap_model
+from slipstream.model import AveragePart, BaseAveragedModel, check_begin, unwrap_model
 from slipstream.registry import HOOKS, MODELS
 from slipstream.sharding import mesh_of
-from slipstream.speed.ema import check_begin
 from slipstream.step import CompiledStep, EagerStep
-from slipstream.step.average import AveragePart, update_count
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -31,7 +29,7 @@ class EMAHook(Hook):
     Checkpoints store the average as `state_dict` and the training weights as `ema_state_dict`; a resumed run restores
     both.
 
-    The training step updates the average (`slipstream.step.average.AveragePart`). If the model overrides `train_step`,
+    The training step updates the average (`slipstream.model.AveragePart`). If the model overrides `train_step`,
     the hook updates the average after each iteration.
 
     Args:
@@ -90,45 +88,40 @@ class EMAHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Initialize the average from the model unless training is resumed, and add its update to the step."""
-        self._swap_in(average=False)
+        average, optim = self._average, runner.optim_wrapper
+        assert optim is not None, "training requires an optimizer wrapper"
+        average.swap_in(self.model, average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.config_error(
                 "counts epochs, but training is iteration-based; use begin_iter", "begin_epoch"
             )
-        average = self._average
-        if runner.knows_length:
-            average.total_steps = self._updates(runner)
-            average.total_batches = runner.max_iters
-        elif self.begin_epoch or (isinstance(average, ScheduledEMA) and average.schedule.decay_type == "exp"):
+        if not runner.knows_length and (self.begin_epoch or getattr(average, "decay_type", None) == "exp"):
             raise self.config_error(
                 "begin_epoch and the decay_type 'exp' depend on the number of training steps, but the training loader "
                 "has no length; use begin_iter and 'threshold', or train by iterations (train_cfg.by_epoch=False)",
                 "begin_epoch" if self.begin_epoch else "decay_type",
             )
-        average.window = _accumulation(runner)
         self._restore()
-        if (mean := average.lagging_update()) is not None:
-            runner.logger.warning(
-                f"EMAHook: the EMA decay is too high for a run of {average.total_steps} updates. The final average "
-                f"will resemble the weights at update {mean:.0f}. Train longer, use a smaller decay (a larger "
-                "momentum), or ema_type='ScheduledEMA' with decay_type='threshold', which starts with a small decay"
-            )
-        optim = runner.optim_wrapper
-        assert optim is not None, "training requires an optimizer wrapper"
+        skipped = max(self.begin_iter - 1, 0)
+        if self.begin_epoch:
+            skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
+        total = runner.max_iters if runner.knows_length else None
+        window = optim.accumulative_counts
+        if warning := average.start(total, skipped, window):
+            runner.logger.warning(f"EMAHook: {warning}")
         # Remove the part that an earlier training run with the same optimizer added.
-        if self._in_step and self._part is not None:
-            optim.parts.remove(self._part)
+        optim.parts[:] = [part for part in optim.parts if part is not self._part]
         # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after the guard runs.
         # Sharded weights may get new storage when they are first gathered. In both cases, a compiled step's graph must
         # not contain the update of the average, which then runs after the graph (`on_host`).
-        guarded = getattr(optim, "guard", None) is not None
+        on_host = getattr(optim, "guard", None) is not None or mesh_of(self.model) is not None
         self._part = AveragePart(
             average,
             self.model,
             batch_count=lambda: runner.iter,
-            ends_window=lambda batch: batch % _accumulation(runner) == 0 or batch == runner.max_iters,
-            has_begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
-            on_host=guarded or mesh_of(self.model) is not None,
+            ends_window=lambda batch: batch % window == 0 or batch == runner.max_iters,
+            skipped=skipped,
+            on_host=on_host,
         )
         self._in_step = isinstance(runner.step, EagerStep | CompiledStep)
         if self._in_step:
@@ -139,12 +132,11 @@ class EMAHook(Hook):
         average = self._average
         if self._resumed is not None:
             with restoring("ema_state_dict", "the resumed checkpoint"):
-                # Initialize the tensors that were not saved.
-                average.module.load_state_dict(self.model.state_dict())
+                average.restart(self.model)  # initializes the tensors that were not saved
                 average.load_state_dict(self._resumed, strict=self.strict_load)
             self._resumed = None
         if average.steps == 0:
-            average.module.load_state_dict(self.model.state_dict())
+            average.restart(self.model)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -155,29 +147,15 @@ class EMAHook(Hook):
             self._part.after_batch()
             self._part.count_batch()
 
-    def _updates(self, runner: Runner) -> int:
-        """Return the total number of EMA updates."""
-        skipped = self.begin_iter - 1
-        if self.begin_epoch:
-            skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
-        window = 1 if self._average.every_batch else _accumulation(runner)
-        return update_count(runner.max_iters, skipped, window)
-
     def before_val_epoch(self, runner: Runner) -> None:
         """Swap in the averaged weights."""
-        self._swap_in(average=True)
+        self._average.swap_in(self.model, average=True)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Swap the training weights back."""
-        self._swap_in(average=False)
+        self._average.swap_in(self.model, average=False)
 
-    def before_test_epoch(self, runner: Runner) -> None:
-        """Swap in the averaged weights."""
-        self._swap_in(average=True)
-
-    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Swap the training weights back."""
-        self._swap_in(average=False)
+    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """After the first update, save the average as `state_dict` and the training weights as `ema_state_dict`."""
@@ -205,9 +183,10 @@ class EMAHook(Hook):
         self._resumed = None
         if not runner.checkpoints.resuming:
             return
-        self._swap_in(average=False)
+        self._average.swap_in(self.model, average=False)
         if "ema_state_dict" not in checkpoint:
-            begin = self.begin_iter + self._average.interval * _accumulation(runner)
+            window = runner.optim_wrapper.accumulative_counts if runner.optim_wrapper is not None else 1
+            begin = self.begin_iter + self._average.interval * window
             if checkpoint["meta"]["iter"] >= begin and checkpoint["meta"]["epoch"] >= self.begin_epoch:
                 runner.logger.warning(
                     "EMAHook: the checkpoint has no 'ema_state_dict'. The average starts again from the weights in "
@@ -237,34 +216,21 @@ class EMAHook(Hook):
         assert self.ema_model is not None, "before_run creates it"
         return self.ema_model
 
-    def _swap_in(self, average: bool) -> None:
-        """Swap the average or the training weights into the model, unless they are already there."""
-        self._average.swap_in(self.model, average)
 
-
-def validation_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
-    """Return a context manager that yields the unwrapped model with its validation weights.
+@contextmanager
+def validation_weights(runner: Runner, average: bool = True) -> Iterator[nn.Module]:
+    """Context manager that yields the unwrapped model with its validation weights.
 
     These are the averaged weights if the run has an `EMAHook`, and the training weights otherwise.
     """
-    return _swapped_in(runner, average=True)
+    hook = next((hook for hook in runner.hooks if isinstance(hook, EMAHook)), None)
+    if hook is None:
+        yield unwrap_model(runner.model)
+    else:
+        with hook._average.swapped_in(hook.model, average):
+            yield unwrap_model(runner.model)
 
 
 def training_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
     """Return a context manager that yields the unwrapped model with its training weights, even during validation."""
-    return _swapped_in(runner, average=False)
-
-
-@contextmanager
-def _swapped_in(runner: Runner, average: bool) -> Iterator[nn.Module]:
-    with ExitStack() as stack:
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):
-                stack.enter_context(hook._average.swapped_in(hook.model, average))
-        yield unwrap_model(runner.model)
-
-
-def _accumulation(runner: Runner) -> int:
-    """Return the number of batches per optimizer step."""
-    assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
-    return runner.optim_wrapper.accumulative_counts
+    return validation_weights(runner, average=False)

@@ -1,41 +1,38 @@
-"""Averages of model weights over training: EMA, EMA with annealed momentum, SWA."""
+"""Averages of model weights over training: EMA, EMA with annealed momentum, SWA; their options and their step part."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import is_, methodcaller
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
+from slipstream.config import optional
 from slipstream.dist import all_reduce_params
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model.weight_init import check_initialized
 from slipstream.registry import MODELS
 from slipstream.sharding import local_shard, mesh_of
-from slipstream.step.average import copy_to
-from slipstream.typecheck import Positive, PositiveInt, Rule, check
+from slipstream.step.numerics import HostNumber, precise_dtype
+from slipstream.step.parts import StepPart
+from slipstream.typecheck import NonNegativeInt, Positive, PositiveInt, Rule, check
 
 __all__ = [
-    "BaseAveragedModel", "DecaySchedule", "ExponentialMovingAverage", "MomentumAnnealingEMA", "ScheduledEMA",
-    "StochasticWeightAverage",
+    "AveragePart", "BaseAveragedModel", "EmaOptions", "ExponentialMovingAverage", "MomentumAnnealingEMA",
+    "ScheduledEMA", "StochasticWeightAverage", "check_begin", "read_ema",
 ]  # fmt: skip
 
 _VALUES = methodcaller("values")
-_Momentum = Annotated[
-    float, Rule(lambda value: 0 < value < 1, "between 0 and 1, the coefficient of the new weights")
-]
-_Decay = Annotated[
-    float, Rule(lambda value: 0 < value < 1, "between 0 and 1, the coefficient of the old average")
-]
+_Fraction = Annotated[float, Rule(lambda value: 0 < value < 1, "between 0 and 1 (decay = 1 - momentum)")]
 
 
 class BaseAveragedModel(nn.Module):
@@ -43,57 +40,77 @@ class BaseAveragedModel(nn.Module):
 
     Subclasses define `weight(step)`, the coefficient of the current weights in update `step`. The first update copies
     the weights. The step count is a Python integer, so an update does not synchronize with the device. Training steps
-    update the average through `AveragePart`.
+    update the average through `AveragePart`. Parameters with integer or 8-bit dtypes are copied instead of averaged.
 
     Args:
         model: the model to average (unwrapped).
         interval: number of updates between changes to the average.
         device: device on which the average is stored. Default: the model's device.
-        update_buffers: also average the floating-point buffers in `state_dict` that contain only finite values. Other
-            buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
-            already averages.
+        update_buffers: also average the buffers that `_averaged_buffers` returns. Other buffers are copied from the
+            model. By default all buffers are copied, because BatchNorm statistics are already averages.
+
+    Attributes:
+        every_batch: whether every batch counts as an update, rather than only the last one of an accumulation window.
+        counts_batches: whether `weight` depends on `batch`.
+        total_steps, total_batches: number of updates, and of batches from the first one that is averaged, in the whole
+            training run; see `start`.
+        window: number of batches in an accumulation window; see `start`.
+        batch: number of the current batch, counted from the first one that is averaged. Set if needed.
+        steps: number of updates.
+        swapped: whether the model contains the average, and `module` the training weights.
+        selected: whether the average is selected; it is swapped in only after its first update.
     """
 
     every_batch: bool = True
-    """Whether every batch counts as an update, rather than only the last batch of an accumulation window."""
+    counts_batches: bool = False
     total_steps: int | None = None
-    """Number of updates in the whole training run, set by the code that creates the average."""
     total_batches: int | None = None
-    """Number of batches in the whole training run, set by the code that creates the average."""
     window: int = 1
-    """Number of batches in an accumulation window, set by the code that creates the average."""
+    batch: int | None = None
+    swapped = selected = False
+    _part: AveragePart | None = None
 
     def __init__(
-        self,
-        model: nn.Module,
-        interval: int = 1,
-        device: torch.device | str | None = None,
-        update_buffers: bool = False,
+        self, model: nn.Module, interval: int = 1, device: Any = None, update_buffers: bool = False
     ) -> None:
         super().__init__()
         check(interval, PositiveInt, "interval")
+        check(update_buffers, bool, "update_buffers")
         check_initialized(model)
         self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
-        self.device = device
-        self.interval = interval
-        self.update_buffers = update_buffers
-        self.steps = 0
-        self.swapped = False
-        """Whether the weights are swapped; if so, the model contains the average and `module` the training weights."""
-        self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
-        self._cached: tuple[nn.Module, _AveragedTensors, _AveragedTensors] | None = None
+        self.device, self.interval, self.update_buffers, self.steps = device, interval, update_buffers, 0
+        self._averaged_buffers = _averaged_buffers(model) if update_buffers else []
 
     def weight(self, step: int) -> float:
         """Return the coefficient of the model's current weights in update `step`."""
         raise NotImplementedError
 
-    def next_weight(self) -> float:
-        """Return the coefficient of the current weights in the next update: 1 copies them, 0 keeps the average."""
-        if self.steps % self.interval:
-            return 0.0
-        return self.weight(self.steps) if self.steps else 1.0
+    def start(self, total: int | None, skipped: int, window: int, epoch: int | None = None) -> str | None:
+        """Set the length of training. Return a warning if the decay is too high for it; otherwise, return None.
+
+        Args:
+            total: number of batches in the run, or None if it is unknown.
+            skipped: number of batches before the first batch that is averaged.
+            window: number of batches in an accumulation window.
+            epoch: number of batches in an epoch, if windows end at its end.
+        """
+        self.window, self.batch, self.total_batches, self.total_steps = window, None, None, None
+        if total is None:
+            return None
+        self.total_batches = self.total_steps = max(1, total - skipped)
+        if not self.every_batch:
+            epoch = epoch or total
+            ends = [n // epoch * -(-epoch // window) + n % epoch // window for n in (skipped, total)]
+            self.total_steps = max(1, ends[1] + (total % epoch % window > 0) - ends[0])
+        if (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
+            return None
+        return (
+            f"the EMA decay is too high for a run of {self.total_steps} updates. The final average will resemble the "
+            f"weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or the decay type "
+            "'threshold' (of ScheduledEMA), which starts with a small decay"
+        )
 
     def mean_update(self) -> float:
         """Return the mean update number (counted from 1), weighted by each update's contribution to the final average.
@@ -110,47 +127,40 @@ class BaseAveragedModel(nn.Module):
             mean += self.weight(step) * (step + 1 - mean)
         return mean
 
-    def lagging_update(self) -> float | None:
-        """Return `mean_update` if the decay is too high for the length of the run; otherwise, return None."""
-        if not self.total_steps or (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
-            return None
-        return mean
-
-    @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the model's current weights; the first call copies them."""
-        weight = self.next_weight()
-        self.steps += 1
-        if not weight:
-            return
-        average, current = self.pairs(model)
-        if self.device is not None:
-            current = copy_to(torch.device(self.device), current)
-        torch._foreach_lerp_(average, current, weight)
+        if self._part is None or self._part.model is not model:
+            self._part = AveragePart(self, model, lambda: self.steps)
+        self._part.before_batch()
+        self._part.after_batch()
+        self._part.count_batch()
+
+    def restart(self, model: nn.Module) -> None:
+        """Start again from the model's weights; the next update copies them."""
+        self.steps = 0
+        self.module.load_state_dict(model.state_dict())
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
-        """Copy the model's buffers that are not averaged. Call this method before using or saving the average."""
-        self.check_buffers(model)
-        averaged = {id(t) for t in self._averaged(self.module).tensors()}
-        for average, current in zip(self.module.buffers(), model.buffers(), strict=True):
-            if id(average) not in averaged:
-                average.copy_(current)
-
-    def check_buffers(self, model: nn.Module) -> None:
-        """Raise a ModelError if a buffer of the model has a different shape than when the average was created."""
-        own, current = ({n: tuple(b.shape) for n, b in m.named_buffers()} for m in (self.module, model))
-        for name in {**own, **current}:
-            if own.get(name) != current.get(name):
-                raise ModelError(
-                    f"the buffer '{name}' has changed from shape {own.get(name)} to {current.get(name)} since the "
-                    "weight average was created; create the buffer with its final shape, or remove the average (ema)"
-                )
+        """Copy all tensors that are not averaged. Call this method before using or saving the average."""
+        averaged = set(map(id, self.tensors(self.module)))
+        for own, other in zip(self.module.parameters(), model.parameters(), strict=True):
+            if not _can_average(own):
+                own.copy_(other)
+        for module, source in zip(_modules(self.module), _modules(model), strict=True):
+            for name, buffer in source._buffers.items():
+                if id(module._buffers.get(name)) not in averaged:  # the shape may have changed
+                    new = (
+                        None
+                        if buffer is None
+                        else buffer.detach().to(self.device or buffer.device, copy=True)
+                    )
+                    module._buffers[name] = new
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Replace the averaged buffers on every rank with their mean over all ranks."""
-        all_reduce_params(self._buffers_of(self.module), op="mean")
+        all_reduce_params([getattr(m, name) for m, name in self._slots(self.module)], op="mean")
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
@@ -172,16 +182,17 @@ class BaseAveragedModel(nn.Module):
 
     def swap_in(self, model: nn.Module, average: bool) -> None:
         """Swap the averaged or the training weights into the model, unless it already contains them."""
-        if self.steps and average != self.swapped:
+        self.selected = average
+        if self.swapped != (average and self.steps > 0):
             self.swap(model)
 
     @contextmanager
-    def swapped_in(self, model: nn.Module, average: bool) -> Iterator[None]:
+    def swapped_in(self, model: nn.Module, average: bool) -> Iterator[nn.Module]:
         """Context manager within which the model contains the averaged (`average=True`) or the training weights."""
-        before = self.swapped
+        before = self.selected
         self.swap_in(model, average)
         try:
-            yield
+            yield model
         finally:
             self.swap_in(model, before)
 
@@ -194,30 +205,28 @@ class BaseAveragedModel(nn.Module):
 
         For a sharded model, these are the local shards.
         """
-        cached = self._cached
-        if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
-            # Store the model in a tuple, because assigning it to an attribute would register it as a submodule.
-            cached = (model, self._averaged(self.module), self._averaged(model))
-            if [t.shape for t in cached[1].tensors()] != [t.shape for t in cached[2].tensors()]:
+        averages, currents = self.tensors(self.module), self.tensors(model)
+        names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        for average, current in zip_longest(averages, currents):
+            if average is None or current is None or average.shape != current.shape:
                 raise ModelError(
-                    "a layer was replaced after the weight average was created, and the new layer has different "
-                    "parameters; replace layers before creating the average"
+                    f"{names.get(id(current), 'a tensor')} has had another shape when the weight average was created; "
+                    "replace layers, and create buffers with their final shape, before the average is created, or "
+                    "remove the average (ema)"
                 )
-            self._cached = cached
-        return cached[1].tensors(), cached[2].tensors()
+        return averages, currents
 
-    def _averaged(self, model: nn.Module) -> _AveragedTensors:
-        modules = list(model.modules())
-        owners = {id(b): (m, name) for m in modules for name, b in m._buffers.items() if b is not None}
-        owned: list[dict[str, Any]] = [m._modules for m in modules] + [m._parameters for m in modules]
-        params = [local_shard(param) for param in model.parameters()]
-        averaged = [owners[id(buffer)] for buffer in self._buffers_of(model)]
-        return _AveragedTensors(params, averaged, owned, _values(owned))
+    def tensors(self, model: nn.Module) -> list[Tensor]:
+        """Return the tensors of `model` or of `module` that are averaged."""
+        return [*self._params(model), *(getattr(module, name) for module, name in self._slots(model))]
 
-    def _buffers_of(self, model: nn.Module) -> list[Tensor]:
-        """Return the buffers that are averaged."""
-        buffers = list(model.buffers())
-        return [buffers[index] for index in self._averaged_buffers]
+    def _params(self, model: nn.Module) -> list[Tensor]:
+        return [local_shard(param) for param in model.parameters() if _can_average(param)]
+
+    def _slots(self, model: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Return the owner and name of each averaged buffer, because a forward pass may replace the tensor."""
+        modules = _modules(model)
+        return [(modules[index], name) for index, name in self._averaged_buffers]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -228,36 +237,166 @@ class BaseAveragedModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class _AveragedTensors(NamedTuple):
-    """The tensors of a model that are averaged."""
+@dataclass(eq=False, repr=False)
+class AveragePart(StepPart):
+    """Updates a weight average after each batch that counts as an update.
 
-    params: list[Tensor]
-    buffers: list[tuple[nn.Module, str]]
-    """The owner and name of each buffer, instead of its tensor, because a forward pass may replace the tensor."""
-    owned: list[dict[str, Any]]
-    """The `_modules` and `_parameters` dicts of all modules in the model."""
-    values: list[Any]
-    """The submodules and parameters in `owned`, in order."""
+    With `every_batch` (as in MMEngine), every batch counts. Otherwise, only the last batch of an accumulation window
+    counts.
 
-    def is_current(self) -> bool:
-        """Return whether all modules and parameters are still the same objects."""
-        current = _values(self.owned)
-        return len(current) == len(self.values) and all(map(is_, current, self.values))
+    On the host, `before_batch` sets the weight of the new parameters, and `count_batch` counts the update. The weight
+    is 0 if the batch is not an update, 1 for the first update, and for example 1 - decay for later updates. Because it
+    is a `HostNumber`, neither the first update nor a change in the decay requires another graph. `after_batch` computes
+    the average's lerp. A compiled step's graph contains this operation, unless:
 
-    def tensors(self) -> list[Tensor]:
-        """Return the current tensors."""
-        return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
+    - the average has an `interval` above 1, or is on a different device than the parameters,
+    - the caller sets `on_host`, or
+    - the batch ends an accumulation window and the graph does not contain the optimizer's update.
+
+    Args:
+        average: the average.
+        model: the averaged model, unwrapped.
+        batch_count: returns the number of completed training batches.
+        ends_window: returns whether the batch with a given number (counted from 1) ends an accumulation window.
+        skipped: number of batches before the first batch that is averaged.
+        on_host: whether to update the average outside a compiled step.
+    """
+
+    average: BaseAveragedModel
+    model: nn.Module
+    batch_count: Callable[[], int]
+    ends_window: Callable[[int], bool] = lambda batch: True
+    skipped: int = 0
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        average, self._due = self.average, False
+        self._is_always_due = average.window == 1 and not (self.skipped or average.counts_batches)
+        averages, currents = self._find()
+        self._weight = HostNumber(0.0, averages[0].device, precise_dtype(averages[0].device))
+        self._moves = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
+        # With an interval above 1, a graph would read and write the average even in steps that do not change it.
+        self.on_host = self.on_host or average.interval > 1 or self._moves
+
+    def _find(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Find the averaged tensors and return them."""
+        average, models = self.average, (self.average.module, self.model)
+        self._owned = [own for m in self.model.modules() for own in (m._modules, m._parameters)]
+        self._values = list(chain.from_iterable(map(_VALUES, self._owned)))
+        self._tensors = [(average._params(model), average._slots(model)) for model in models]
+        return average.pairs(self.model)
+
+    def before_batch(self) -> None:
+        """Set the weight of the new parameters (0 if the next batch is not an update)."""
+        average, self._due = self.average, True
+        if not self._is_always_due:
+            batch = self.batch_count() + 1
+            average.batch = batch - self.skipped
+            self._due = average.batch > 0 and (average.every_batch or self.ends_window(batch))
+        weight, step = 0.0, average.steps
+        if self._due and step % average.interval == 0:
+            weight = average.weight(step) if step else 1.0
+        if weight != self._weight.value:
+            self._weight.value = weight
+            self._weight.tensor.fill_(weight)
+
+    @torch.no_grad()
+    def after_batch(self) -> None:
+        """Update the average."""
+        weight, compiling = self._weight.value, torch.compiler.is_compiling()
+        if not compiling:
+            if not weight:
+                return
+            values = list(chain.from_iterable(map(_VALUES, self._owned)))
+            if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+                self._find()  # a layer or parameter was replaced
+        averages, currents = (
+            [*params, *(getattr(module, name) for module, name in slots)] for params, slots in self._tensors
+        )
+        if compiling:
+            self._trace(averages, currents)
+            return
+        if self._moves:
+            currents = [tensor.to(averages[0].device, non_blocking=True) for tensor in currents]
+            if averages[0].is_cpu:  # wait once until all copies are complete
+                torch.accelerator.synchronize()
+        try:
+            if weight == 1:
+                torch._foreach_copy_(averages, currents)
+            else:
+                torch._foreach_lerp_(averages, currents, weight)
+        except RuntimeError:
+            self._find()  # raises an error if a shape has changed
+            raise
+
+    def _trace(self, averages: list[Tensor], currents: list[Tensor]) -> None:
+        """Update the average in a compiled step."""
+        for average, current in zip(averages, currents, strict=True):
+            # Compute in the precision of the foreach kernels. Unlike lerp with weight 0 or 1, where() ignores the other
+            # tensor even if it is not finite.
+            precise = torch.promote_types(average.dtype, torch.float32)
+            weight, new = self._weight.read().to(average.device, precise), current.detach().to(precise)
+            mixed = torch.where(weight == 1, new, average.to(precise).lerp(new, weight)).to(average.dtype)
+            average.copy_(torch.where(weight == 0, average, mixed))
+
+    def count_batch(self) -> None:
+        """Count the batch's update of the average."""
+        self.average.steps += self._due
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return the averages."""
+        return {f"average[{i}]": tensor for i, tensor in enumerate(self.average.tensors(self.average.module))}
 
 
-def _values(dicts: list[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(_VALUES, dicts)))
+def _can_average(tensor: Tensor) -> bool:
+    """Return whether torch can interpolate between tensors of this kind."""
+    inexact = tensor.is_floating_point() or tensor.is_complex()
+    return inexact and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the model, in the same order for a model and its `_copy`."""
+    return [module for module in model.modules() if not isinstance(module, DistributedDataParallel)]
+
+
+def _averaged_buffers(model: nn.Module) -> list[tuple[int, str]]:
+    """Return the position in `_modules` and the name of each buffer that can be averaged.
+
+    These are the saved floating-point buffers, except:
+
+    - buffers with infinite values (such as an attention mask or an initial minimum), because the average of two
+      infinite values is NaN,
+    - buffers from which a weight is computed (of a parametrization, or of torch's older spectral norm and pruning,
+      which store the parameter as `NAME_orig`), because they belong to the current weight, and
+    - buffers of unit vectors (such as the vectors of a custom spectral norm, or a queue of normalized features),
+      because an average of directions is not a direction.
+    """
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    parametrized = {module for each in lists for module in each.modules()}
+    found: dict[int, tuple[int, str]] = {}
+    for index, module in enumerate(_modules(model)):
+        weights = tuple(key.removesuffix("orig") for key in module._parameters if key.endswith("_orig"))
+        for name, buffer in module._buffers.items():
+            is_state = module in parametrized or name.startswith(weights)
+            if buffer is None or is_state or name in module._non_persistent_buffers_set:
+                continue
+            if _can_average(buffer) and bool(buffer.isfinite().all()) and not _has_unit_vectors(buffer):
+                found.setdefault(id(buffer), (index, name))
+    return list(found.values())
+
+
+def _has_unit_vectors(buffer: Tensor) -> bool:
+    """Return whether all vectors along one of the dimensions have length 1."""
+    lengths = [buffer.abs().float().norm(dim=dim) for dim, size in enumerate(buffer.shape) if size > 1]
+    return any(bool(((length - 1).abs() < 1e-3).all()) for length in lengths)
 
 
 def _copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model without DDP wrappers, which are required only for training.
 
     `deepcopy` does not support tensors that are computed from parameters, such as the weights stored by pruning and
-    `weight_norm`. These tensors are detached and cloned.
+    `weight_norm`. These tensors are detached and cloned. Tensors that overlap in memory, and expanded tensors, get
+    memory of their own, because the average of each is updated in place.
     """
     computed = (value for module in model.modules() for value in vars(module).values())
     memo: dict[int, Any] = {
@@ -268,27 +407,45 @@ def _copy(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             memo[id(module)] = copy.deepcopy(module.module, memo)
-    return copy.deepcopy(model, memo)
-
-
-def _averaged_buffers(model: nn.Module) -> list[int]:
-    """Return the indices of the buffers that can be averaged and are saved.
-
-    Buffers with infinite values (such as an attention mask or an initial minimum) are excluded, because the average of
-    two infinite values is NaN.
-    """
-    saved = model.state_dict()
-    return [
-        index
-        for index, (name, buffer) in enumerate(model.named_buffers())
-        if name in saved and buffer.is_floating_point() and bool(buffer.isfinite().all())
+    copied = copy.deepcopy(model, memo)
+    tensors = [
+        t for t in chain(copied.parameters(), copied.buffers()) if type(t.data) is Tensor and t.numel()
     ]
+    end = 0
+    for tensor in sorted((t for t in tensors if t.layout is torch.strided), key=Tensor.data_ptr):
+        start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
+        size = (sum((count - 1) * stride for count, stride in steps) + 1) * tensor.itemsize
+        if start < end or size < tensor.nbytes:
+            tensor.data = tensor.detach().clone()
+        end = max(end, start + size)
+    return copied
+
+
+def _sharded_copy(model: nn.Module) -> nn.Module:
+    """Return a module that contains copies of a sharded model's tensors and has no `forward` method.
+
+    `deepcopy` does not support sharded models.
+    """
+    modules = {module: nn.Module() for module in model.modules()}
+    copied: dict[Tensor | None, Any] = {None: None}
+    for module, new in modules.items():
+        for name, param in module._parameters.items():
+            if param is not None and param not in copied:
+                copied[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
+            new.register_parameter(name, copied[param])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in copied:
+                copied[buffer] = buffer.clone()
+            new.register_buffer(name, copied[buffer], name not in module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            new.register_module(name, None if child is None else modules[child])
+    return modules[model]
 
 
 def _check_precision(model: nn.Module, weight: float, key: str) -> None:
     """Raise a ConfigError if a parameter's dtype is too imprecise for updates with this coefficient."""
     for name, param in model.named_parameters():
-        if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
+        if _can_average(param) and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
                 f"the average of '{name}' would not change, because updates of {weight:g} are rounded away in "
                 f"{param.dtype}; keep the weights in float32 (and use autocast)",
@@ -296,42 +453,13 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
             )
 
 
-def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module that contains copies of a sharded model's tensors and has no `forward` method.
-
-    `deepcopy` does not support sharded tensors.
-    """
-    copied = {None: None} if copied is None else copied
-    new = copied[model] = nn.Module()
-    for name, param in model._parameters.items():
-        if param is not None and param not in copied:
-            copied[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
-        new.register_parameter(name, copied[param])
-    for name, buffer in model._buffers.items():
-        if buffer is not None and buffer not in copied:
-            copied[buffer] = buffer.clone()
-        new.register_buffer(name, copied[buffer], name not in model._non_persistent_buffers_set)
-    for name, child in model._modules.items():
-        if child is not None and child not in copied:
-            _sharded_copy(child, copied)
-        new.register_module(name, copied[child])
-    return new
-
-
 @MODELS.register_module()
 class ExponentialMovingAverage(BaseAveragedModel):
     """An EMA with a small constant momentum: average = (1 - momentum) * average + momentum * weights."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        momentum: float = 0.0002,
-        interval: int = 1,
-        device: torch.device | str | None = None,
-        update_buffers: bool = False,
-    ) -> None:
-        super().__init__(model, interval, device, update_buffers)
-        check(momentum, _Momentum, "momentum")
+    def __init__(self, model: nn.Module, momentum: float = 0.0002, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        check(momentum, _Fraction, "momentum")
         _check_precision(model, momentum, "momentum")
         self.momentum = momentum
 
@@ -354,60 +482,23 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         return max(self.momentum, self.gamma / (self.gamma + step))
 
 
-@dataclass(frozen=True)
-class DecaySchedule:
-    """Schedule of an EMA's decay, with the keys of SuperGradients' `ema_params`."""
-
-    decay: float = 0.9999
-    """Maximum decay, between 0 and 1; the decay is the coefficient of the old average in an update."""
-    decay_type: str = "exp"
-    """`constant`, `threshold` or `exp`."""
-    beta: float | None = None
-    """Rate at which the decay approaches its maximum. Default: 15. Applies only to `exp`."""
-
-    def __post_init__(self) -> None:
-        check(self.decay, _Decay, "decay")
-        check(self.decay_type, Literal["constant", "threshold", "exp"], "decay_type")
-        check(self.beta, Positive | None, "beta")
-        if self.beta is not None and self.decay_type != "exp":
-            raise ConfigError(f"applies only to decay_type 'exp', not '{self.decay_type}'; remove it", "beta")
-
-    def at(self, step: int, total_steps: int | None) -> float:
-        """Return the decay for update `step` (counted from 1) of `total_steps` updates.
-
-        `constant` is `decay`; `threshold` is `min(decay, (1 + step) / (10 + step))`; `exp` is
-        `decay * (1 - exp(-beta * step / total_steps))`.
-
-        Raises:
-            ConfigError: if the type is `exp` and `total_steps` is None.
-        """
-        if self.decay_type == "constant":
-            return self.decay
-        if self.decay_type == "threshold":
-            return min(self.decay, (1 + step) / (10 + step))
-        if total_steps is None:
-            raise ConfigError(
-                "'exp' requires the number of training steps; set the average's total_steps, or use 'threshold'",
-                "decay_type",
-            )
-        beta = 15.0 if self.beta is None else self.beta
-        return self.decay * -math.expm1(-beta * step / total_steps)
-
-
 @MODELS.register_module()
 class ScheduledEMA(BaseAveragedModel):
     """SuperGradients' EMA: average = d * average + (1 - d) * weights, with an increasing decay d.
 
     As in SuperGradients, the average is updated once per optimizer step instead of once per batch, and includes
-    floating-point buffers.
+    floating-point buffers. In update s (counted from 1) of S, the decay d is `decay` for the type `constant`,
+    `min(decay, (1 + s) / (10 + s))` for `threshold`, and `decay * (1 - exp(-beta * s / S))` for `exp`.
 
     Args:
         model: the model to average (unwrapped).
-        decay, decay_type, beta: see `DecaySchedule`.
-        interval, device, update_buffers: see `BaseAveragedModel`.
-        count: unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients. The two differ if
-            gradients are accumulated.
-        function: computes the decay as `function(decay, step, total_steps)`; replaces `decay_type`.
+        decay: maximum decay, between 0 and 1.
+        decay_type: `constant`, `threshold` or `exp`.
+        beta: rate at which the decay approaches its maximum. Default: 15. Applies only to `exp`.
+        count: unit of s and S: `updates`, or `batches` as in SuperGradients. The two differ if gradients are
+            accumulated.
+        function: computes the decay as `function(decay, s, S)`; replaces `decay_type`.
+        update_buffers, kwargs: see `BaseAveragedModel`.
     """
 
     every_batch = False
@@ -418,29 +509,43 @@ class ScheduledEMA(BaseAveragedModel):
         decay: float = 0.9999,
         decay_type: str = "exp",
         beta: float | None = None,
-        interval: int = 1,
-        device: torch.device | str | None = None,
-        update_buffers: bool = True,
         count: str = "updates",
         function: Callable[[float, int, int], float] | None = None,
+        update_buffers: bool = True,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(model, interval, device, update_buffers)
+        super().__init__(model, update_buffers=update_buffers, **kwargs)
+        self.decay = check(decay, _Fraction, "decay")
+        self.decay_type = check(decay_type, Literal["constant", "threshold", "exp"], "decay_type")
+        self.beta = check(beta, Positive | None, "beta")
+        if beta is not None and decay_type != "exp":
+            raise ConfigError(f"applies only to decay_type 'exp', not '{decay_type}'; remove it", "beta")
+        self.counts_batches = check(count, Literal["updates", "batches"], "count") == "batches"
         self.function = function
-        self.count = check(count, Literal["updates", "batches"], "count")
-        self.schedule = DecaySchedule(decay, decay_type, beta)
         _check_precision(model, 1 - decay, "decay")
 
     def weight(self, step: int) -> float:
-        """Return one minus the decay."""
-        if self.count == "updates":
-            return 1.0 - self._decay(step + 1, self.total_steps)
-        batches, total = (step + 1) * self.window, self.total_batches
-        return 1.0 - self._decay(batches if total is None else min(batches, total), total)
+        """Return one minus the decay.
 
-    def _decay(self, step: int, total: int | None) -> float:
-        if self.function is None:
-            return self.schedule.at(step, total)
-        return self.function(self.schedule.decay, step, step if total is None else total)
+        Raises:
+            ConfigError: the type is `exp`, and the number of updates or batches in the run is unknown.
+        """
+        number, total = step + 1, self.total_steps
+        if self.counts_batches:
+            number, total = self.batch or number * self.window, self.total_batches
+            number = number if total is None else min(number, total)
+        if self.function is not None:
+            return 1.0 - self.function(self.decay, number, number if total is None else total)
+        if self.decay_type == "constant":
+            return 1.0 - self.decay
+        if self.decay_type == "threshold":
+            return 1.0 - min(self.decay, (1 + number) / (10 + number))
+        if total is None:
+            raise ConfigError(
+                "'exp' requires the number of training steps; set the average's total_steps, or use 'threshold'",
+                "decay_type",
+            )
+        return 1.0 - self.decay * -math.expm1(-(self.beta or 15.0) * number / total)
 
 
 @MODELS.register_module()
@@ -460,3 +565,62 @@ class StochasticWeightAverage(BaseAveragedModel):
     def weight(self, step: int) -> float:
         """Return 1 / n for the n-th set of weights in the average."""
         return 1.0 / (step // self.interval + 1)
+
+
+@dataclass(frozen=True)
+class EmaOptions:
+    """Options of `speed=dict(ema=dict(...))`; True selects the defaults.
+
+    Args:
+        decay: maximum decay (the weight of the old average in an update); None means 0.9999.
+        type: decay schedule: `constant`, `threshold` or `exp`; or `swa` for the mean of the weights over all updates.
+        beta: rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`.
+        interval: number of weight updates per update of the average. The first weight update also updates the average.
+        begin_iter, begin_epoch: first iteration or epoch whose weights are averaged; set at most one of them.
+        count: unit of the steps in the decay schedule: `updates`, or `batches` as in SuperGradients.
+        update_buffers: whether to average floating-point buffers, such as BatchNorm statistics, or to copy them.
+    """
+
+    decay: float | None = None
+    type: Literal["constant", "threshold", "exp", "swa"] = "exp"
+    beta: float | None = None
+    interval: PositiveInt = 1
+    begin_iter: NonNegativeInt = 0
+    begin_epoch: NonNegativeInt = 0
+    count: Literal["updates", "batches"] = "updates"
+    update_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        check_begin(self.begin_iter, self.begin_epoch)
+        self.average(nn.Identity())  # checks the options
+
+    def average(self, model: nn.Module) -> BaseAveragedModel:
+        """Return an average of this type, initialized with the model's weights."""
+        options = {key: getattr(self, key) for key in ("decay", "beta") if getattr(self, key) is not None}
+        if self.type == "swa" and options:
+            raise ConfigError(
+                "does not apply to type 'swa', which is a plain mean; remove it", next(iter(options))
+            )
+        options |= dict(interval=self.interval, update_buffers=self.update_buffers)
+        if self.type == "swa":
+            return StochasticWeightAverage(model, every_batch=False, **options)
+        return ScheduledEMA(model, decay_type=self.type, count=self.count, **options)
+
+
+def read_ema(value: Any) -> EmaOptions | None:
+    """Read `ema`: True, False, None or a dict.
+
+    Raises:
+        ConfigError: the value has an unsupported type, or an option is unknown or has an invalid value.
+    """
+    if isinstance(value, Mapping) and "momentum" in value:
+        raise ConfigError("is an argument of EMAHook and equals 1 - decay; use decay instead", "ema.momentum")
+    return optional(EmaOptions, value, "ema")
+
+
+def check_begin(begin_iter: int, begin_epoch: int) -> None:
+    """Raise a ConfigError if both arguments are set, or if one of them is negative."""
+    check(begin_iter, NonNegativeInt, "begin_iter")
+    check(begin_epoch, NonNegativeInt, "begin_epoch")
+    if begin_iter and begin_epoch:
+        raise ConfigError("set begin_iter or begin_epoch, not both", "begin_epoch")

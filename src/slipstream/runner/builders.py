@@ -20,7 +20,7 @@ from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, LossError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import EMAHook, Hook
 from slipstream.logging import MMLogger, PhaseTimes
-from slipstream.model import unwrap_model
+from slipstream.model import EmaOptions, unwrap_model
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
@@ -29,7 +29,6 @@ from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.sharding import is_sharded, mesh_of
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
 from slipstream.speed.apply import overrides_train_step, prepare_model, process_settings
-from slipstream.speed.ema import EmaOptions
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.plan import no_effect
 from slipstream.speed.steps import StepSpec, build_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from slipstream.devices import default_device
 from slipstream.dist import get_world_size, is_distributed
 from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, ModelError
-from slipstream.model import BaseAveragedModel, unwrap_model
+from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
@@ -31,7 +31,6 @@ from slipstream.speed.apply import (
     to_device,
 )
 from slipstream.speed.auto import Capabilities
-from slipstream.speed.ema import EmaOptions
 from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
 from slipstream.speed.plan import SpeedPlan, no_effect
 from slipstream.speed.step_state import (
@@ -43,7 +42,6 @@ from slipstream.speed.step_state import (
 )
 from slipstream.speed.steps import StepSpec, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step
-from slipstream.step.average import AveragePart, update_count
 from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["TrainStep", "accelerate"]
@@ -197,8 +195,6 @@ class TrainStep:
     step is deleted.
     """
 
-    _in_averaged = False  # whether the code runs inside `with step.averaged()`
-
     def __init__(
         self,
         model: nn.Module,
@@ -255,8 +251,7 @@ class TrainStep:
         self._step: Step = build_step(spec, plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)
-        self.average: BaseAveragedModel | None = None
-        """The averaged model, or None if the plan does not set `ema`."""
+        self._average: BaseAveragedModel | None = None
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema, total_steps)
 
@@ -312,6 +307,13 @@ class TrainStep:
         return self.optim.batches
 
     @property
+    def average(self) -> BaseAveragedModel | None:
+        """The averaged model, with the current values of buffers that are not averaged, or None without `ema`."""
+        if self._average is not None:
+            self._average.copy_buffers(unwrap_model(self.model))
+        return self._average
+
+    @property
     def updated(self) -> bool:
         """Whether the last call updated the weights; with `accumulate`, whether it ended an accumulation window.
 
@@ -334,63 +336,31 @@ class TrainStep:
                 "weight updates) in the whole run, to accelerate(), or use ema=dict(type='threshold')",
                 path,
             )
-        core = unwrap_model(self.model)
-        self.average = average = options.average(core)
         optim = self.optim  # a reference to self would keep the step alive
         if options.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
             raise ConfigError("'batches' does not support batches_per_epoch; use 'updates'", f"{path}.count")
-        average.total_batches, average.window = total_steps, optim.accumulative_counts
-        if total_steps:
-            average.total_steps = self._updates(total_steps, options.begin_iter - 1)
-            self._warn_of_slow_average(average)
-
+        core, skipped = unwrap_model(self.model), max(options.begin_iter - 1, 0)
+        self._average = options.average(core)
+        if warning := self._average.start(
+            total_steps, skipped, optim.accumulative_counts, optim.batches_per_epoch
+        ):
+            self._warn(f"{path}: {warning}")
         optim.parts.append(
-            AveragePart(
-                average,
-                core,
-                batch_count=lambda: optim.batches,
-                ends_window=optim.ends_window,
-                has_begun=lambda batch: batch >= options.begin_iter,
-            )
+            AveragePart(self._average, core, lambda: optim.batches, optim.ends_window, skipped)
         )
-
-    def _updates(self, total: int, skipped: int) -> int:
-        """Return the number of weight updates in `total` batches, excluding those in the first `skipped` batches."""
-        window, epoch = self.optim.accumulative_counts, self.optim.batches_per_epoch
-        if not epoch:
-            return update_count(total, skipped, window)
-        epochs, rest = divmod(total, epoch)
-        skipped_epochs, skipped_rest = divmod(max(skipped, 0), epoch)
-        per_epoch = -(-epoch // window)
-        return max(1, (epochs - skipped_epochs) * per_epoch + -(-rest // window) - skipped_rest // window)
-
-    def _warn_of_slow_average(self, average: BaseAveragedModel) -> None:
-        if (mean := average.lagging_update()) is not None:
-            updates = f"{average.total_steps} update{'s' * (average.total_steps != 1)}"
-            self._warn(
-                f"{self.plan.config_path('ema')}: the decay is too high for a run of {updates}. The final average will "
-                f"resemble the weights at update {mean:.0f}. Train longer, use a smaller decay, or use "
-                "ema=dict(type='threshold'), which starts with a small decay"
-            )
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         """Swap the averaged weights into the unwrapped model within the context.
 
         Without `ema`, the model is unchanged, and the first call logs a warning.
         """
-        if self.average is None:
+        if self._average is None:
             self._warn_once("The option ema is off, so averaged() yields the model itself")
         return self._swapped_in(average=True)
 
-    @contextmanager
-    def _swapped_in(self, average: bool) -> Iterator[nn.Module]:
+    def _swapped_in(self, average: bool) -> AbstractContextManager[nn.Module]:
         core = unwrap_model(self.model)
-        before, self._in_averaged = self._in_averaged, average and self.average is not None
-        try:
-            with nullcontext() if self.average is None else self.average.swapped_in(core, average):
-                yield core
-        finally:
-            self._in_averaged = before
+        return nullcontext(core) if self._average is None else self._average.swapped_in(core, average)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the training state, except the state of the model.
@@ -436,7 +406,7 @@ class TrainStep:
         self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
-        saved, average = state.get("average"), self.average
+        saved, average = state.get("average"), self._average
         if average is None:
             if saved is not None and saved["steps"] > 0:
                 self._warn_once(
@@ -447,8 +417,7 @@ class TrainStep:
             average.load_state_dict(saved)
         else:
             # The current average belongs to other weights; the first update copies the loaded weights.
-            average.steps = 0
-            average.module.load_state_dict(unwrap_model(self.model).state_dict())
+            average.restart(unwrap_model(self.model))
             if state["steps"] > 0:
                 self._warn_once(
                     "The loaded state contains no average, so the average starts again from the loaded weights at the "
@@ -457,7 +426,7 @@ class TrainStep:
 
     def _may_be_averaged(self) -> bool:
         """Return whether the weights are swapped with the average, or the code runs inside `averaged()`."""
-        return self._in_averaged or (self.average is not None and self.average.swapped)
+        return self._average is not None and (self._average.selected or self._average.swapped)
 
     def _check_not_averaged(self, method: str) -> None:
         if self._may_be_averaged():

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from slipstream.config import optional
 from slipstream.dataset.loading.feed import read_prefetch
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.model import EmaOptions, read_ema
 from slipstream.optim import GradClip
 from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
@@ -18,7 +19,6 @@ from slipstream.speed.activation_checkpointing import (
 from slipstream.speed.adaptive_clip import AdaptiveClipOptions
 from slipstream.speed.auto import Capabilities, choose
 from slipstream.speed.compile import CompileOptions, read_compile
-from slipstream.speed.ema import EmaOptions, read_ema
 from slipstream.speed.front_ends import Setting, UserHook, read_front_ends, settings
 from slipstream.speed.gradient_centralization import GradientCentralizationOptions
 from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay

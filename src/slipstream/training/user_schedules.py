@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook
-from slipstream.model import DecaySchedule, ScheduledEMA, unwrap_model
+from slipstream.model import ScheduledEMA, unwrap_model
 from slipstream.registry import HOOKS, PARAM_SCHEDULERS
 from slipstream.training.callbacks import CallbackHook, Phase, PhaseCallback, PhaseContext
 from slipstream.training.params import TrainingParams
@@ -179,7 +179,7 @@ def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]
     name = options.pop("decay_type", None)
     if not params.ema or name not in EMA_DECAY_FUNCTIONS:
         return params, None
-    decay = options.pop("decay", DecaySchedule.decay)
+    decay = options.pop("decay", 0.9999)
     try:
         function = EMA_DECAY_FUNCTIONS[name](**options)
     except TypeError as error:
