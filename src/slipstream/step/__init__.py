@@ -2,7 +2,7 @@
 
 - `eager`: the interfaces of the steps, and the step without compilation.
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
-- `parts`, `average`: operations around the optimizer update, shared by the eager and the compiled step.
+- `parts`: operations around the optimizer update, shared by the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer update, loss scale and gradient sync inside a graph.
 - `captured`: the state shared by a step's graphs, and checks for changes that invalidate them.
 - `verification`: comparison of a new graph with the eager step and a float64 reference.
