@@ -7,17 +7,19 @@ import os
 import subprocess
 import sys
 
-from generated.programs import Program
+from generated.programs import Program, generate
+
+PASSED = ("ok", "refused", "invalid")
 
 
 def _work(numbers):
     """Check programs in this process, and print a JSON line for each."""
-    from generated.run import check, generate, quiet
+    from generated.run import check, quiet
 
     quiet()
     for number in numbers:
         print(json.dumps(dict(seed=number)), flush=True)
-        program, result = check(number)
+        program, result = check(number, most=int(os.environ.get("REDUCE", 60)))
         line = dict(
             seed=number, verdict=result.verdict, ran=result.ran, detail=result.detail, scope=program.scope
         )
@@ -43,8 +45,6 @@ def _supervise(numbers, file):
                 found.append(entry)
                 _report(entry, file)
         if process.wait() and done < len(numbers):
-            from generated.programs import generate
-
             entry = dict(
                 seed=started, verdict="crash", ran="", scope="", detail=f"exit code {process.returncode}"
             )
@@ -57,7 +57,7 @@ def _supervise(numbers, file):
 
 def _report(entry, file):
     print(json.dumps(entry), file=file, flush=True)
-    if entry["verdict"] not in ("ok", "refused", "invalid"):
+    if entry["verdict"] not in PASSED:
         print(
             f"seed {entry['seed']}: {entry['verdict']}: {entry['detail'].strip()}\n  {entry['program']}",
             flush=True,
@@ -89,7 +89,7 @@ def main(arguments):
     )
     for text, times in refusals.most_common():
         print(f"refused {times} times: {text}")
-    return any(entry["verdict"] not in ("ok", "refused", "invalid") for entry in entries)
+    return any(entry["verdict"] not in PASSED for entry in entries)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ class Layer(nn.Module):
         pass
 
 
+def _plain(function):
+    """Return a layer without state whose forward pass is `function(self, x)`."""
+    return type(function.__name__, (Layer,), {"forward": function})
+
+
 class Mix(Layer):
     def build(self):
         self.mix = _mixing(self.image)
@@ -59,6 +64,14 @@ class Summed(Layer):
 
     def forward(self, x):
         return x + _like(self.a + self.b, x)
+
+
+class Lazy(Layer):
+    def build(self):
+        self.mix = nn.LazyConv2d(WIDTH, 1) if self.image else nn.LazyLinear(WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.mix(x))
 
 
 class Shared(Mix):
@@ -163,18 +176,6 @@ class History(Layer):
         return x * (1 + 0.01 * self.means[-1])
 
 
-class HostNumber(Layer):
-    def forward(self, x):
-        _LOG.info("mean %s", x.shape)
-        return x * (1 + 0.1 * min(x.detach().abs().max().item(), 1.0))
-
-
-class Logging(Layer):
-    def forward(self, x):
-        _LOG.warning("shape %s", tuple(x.shape))
-        return x * 1.1
-
-
 class Branch(Layer):
     """Control flow that depends on the data."""
 
@@ -192,22 +193,6 @@ class RandomDepth(Mix):
         if self.training and random.random() < 0.3:
             return x
         return super().forward(x)
-
-
-class NumpyNoise(Layer):
-    def forward(self, x):
-        return x * (1 + 0.1 * np.random.rand()) if self.training else x
-
-
-class TorchNoise(Layer):
-    def forward(self, x):
-        return x + 0.1 * torch.randn_like(x) * torch.rand(()).to(x.dtype) if self.training else x
-
-
-class UnusedRandom(Layer):
-    def forward(self, x):
-        torch.rand(3)
-        return torch.sin(x)
 
 
 class Dropout(Layer):
@@ -303,13 +288,6 @@ class InnerGradient(Mix):
         return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
-class Inference(Layer):
-    def forward(self, x):
-        with torch.inference_mode():
-            mean = x.detach().mean()
-        return x + 0.1 * mean
-
-
 class _Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -320,25 +298,12 @@ class _Straight(torch.autograd.Function):
         return grad
 
 
-class StraightThrough(Layer):
-    def forward(self, x):
-        return _Straight.apply(x)
-
-
 class WeightHook(Mix):
     """A hook on a parameter."""
 
     def build(self):
         super().build()
         self.mix.weight.register_hook(lambda grad: grad * 0.5)
-
-
-class TensorHook(Layer):
-    def forward(self, x):
-        y = torch.sin(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * 0.5)
-        return y
 
 
 class ForwardHooks(Mix):
@@ -372,13 +337,6 @@ class WeightNorm(Spectral):
     wrap = staticmethod(nn.utils.parametrizations.weight_norm)
 
 
-class InPlace(Layer):
-    def forward(self, x):
-        y = x * 1.0
-        y.mul_(1.2).clamp_(-2, 2)
-        return F.leaky_relu(y, 0.2, inplace=True)
-
-
 class Norm(Layer):
     momentum = 0.1
 
@@ -403,14 +361,14 @@ class GroupNorm(Layer):
 
 
 class Attention(Layer):
-    """Attention over four tokens of two channels, or over the pixels."""
+    """Attention over two tokens of four channels, or over the pixels."""
 
     def build(self):
-        size = WIDTH if self.image else 2
+        size = WIDTH if self.image else 4
         self.project, self.norm = nn.Linear(size, 3 * size), nn.LayerNorm(size)
 
     def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2) if self.image else x.reshape(-1, 4, 2)
+        tokens = x.flatten(2).transpose(1, 2) if self.image else x.reshape(-1, 2, 4)
         q, k, v = self.project(self.norm(tokens)).chunk(3, -1)
         y = F.scaled_dot_product_attention(q, k, v)
         return y.transpose(1, 2).reshape(x.shape) if self.image else y.reshape(x.shape)
@@ -466,6 +424,60 @@ def _per_sample(x):
     return x.detach().flatten(1).mean(1)
 
 
+@_plain
+def HostNumber(self, x):  # noqa: N802
+    return x * (1 + 0.1 * min(x.detach().abs().max().item(), 1.0))
+
+
+@_plain
+def Logging(self, x):  # noqa: N802
+    _LOG.warning("shape %s", tuple(x.shape))
+    return x * 1.1
+
+
+@_plain
+def NumpyNoise(self, x):  # noqa: N802
+    return x * (1 + 0.1 * np.random.rand()) if self.training else x
+
+
+@_plain
+def TorchNoise(self, x):  # noqa: N802
+    return x + 0.1 * torch.randn_like(x) * torch.rand(()).to(x.dtype) if self.training else x
+
+
+@_plain
+def UnusedRandom(self, x):  # noqa: N802
+    torch.rand(3)
+    return torch.sin(x)
+
+
+@_plain
+def Inference(self, x):  # noqa: N802
+    with torch.inference_mode():
+        mean = x.detach().mean()
+    return x + 0.1 * mean
+
+
+@_plain
+def StraightThrough(self, x):  # noqa: N802
+    return _Straight.apply(x)
+
+
+@_plain
+def TensorHook(self, x):  # noqa: N802
+    y = torch.sin(x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 0.5)
+    return y
+
+
+@_plain
+def InPlace(self, x):  # noqa: N802
+    y = x * 1.0
+    y.mul_(1.2).clamp_(-2, 2)
+    return F.leaky_relu(y, 0.2, inplace=True)
+
+
 LAYERS = {
     kind.__name__: kind
     for kind in (
@@ -474,7 +486,7 @@ LAYERS = {
         Dropout, RunningMean, AssignedMean, SharedMemory, Expanded, Checkpointed, ReentrantCheckpointed,
         FullPrecision, InnerGradient, Inference, StraightThrough, WeightHook, TensorHook, ForwardHooks,
         BackwardHook, Spectral, OldSpectral, WeightNorm, InPlace, Norm, CumulativeNorm, GroupNorm, Attention,
-        HeadedAttention, Recurrent, Embedded, Codebook,
+        HeadedAttention, Recurrent, Embedded, Codebook, Lazy,
     )
 }  # fmt: skip
 PYTHON_STATE = {"PythonCounter", "Deque", "DequeProduct", "History", "NumpyNoise", "RandomDepth"}
@@ -533,19 +545,18 @@ class Net(nn.Module):
         scores = self.head(x)
         scores = scores + 0.1 * self.extra(scores)
         side = None if self.side is None else self.side(x)
-        if self.output == "tuple":
-            return scores, side
-        if self.output == "dict":
-            return {"scores": scores, "side": side}
-        if self.output == "object":
-            return Output(scores, side)
         if self.output == "loss" and y is not None:
             return {
                 "loss": F.mse_loss(scores, y),
                 "error": (scores - y).abs().mean(),
                 "scores": scores.detach(),
             }
-        return scores
+        forms = {
+            "tuple": (scores, side),
+            "dict": dict(scores=scores, side=side),
+            "object": Output(scores, side),
+        }
+        return forms.get(self.output, scores)
 
 
 def scores_of(outputs):

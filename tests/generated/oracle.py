@@ -16,16 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 
-from generated.programs import (
-    Objects,
-    batch_loss,
-    in_form,
-    loss_function,
-    make_batch,
-    out_of_form,
-    scores_of,
-    seed,
-)
+from generated import programs
+from generated.programs import Objects, make_batch, out_of_form
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -169,8 +161,10 @@ class Loop:
                 self.average.take(self.objects.model, batch + 1, ends)
             if self.objects.schedule is not None:
                 self.objects.schedule.step()
+            if program.through == "runner" and (batch + 1, "save_load") in program.events:
+                self.save_and_load()  # a resumed run repeats the validation after the checkpoint
             if validates(program, batch + 1):
-                self.evaluate(averaged=True)
+                self.evaluate()
         self.record += finish(self.objects)
         if self.average is not None and self.average.updates:
             self.record += [(f"average {name}", value) for name, value in self.average.values.items()]
@@ -181,25 +175,22 @@ class Loop:
             if number != batch:
                 continue
             if event == "save_load":
-                self.save_and_load()
+                if self.program.through == "accelerate":
+                    self.save_and_load()
             elif event == "averaged_eval":
-                self.evaluate(averaged=True)
+                self.evaluate()
             else:
                 self.objects.apply(event)
 
-    def evaluate(self, averaged):
-        model, swaps = self.objects.model, averaged and self.average is not None
-        if swaps:
-            self.average.swap(model)
-        was = [module.training for module in model.modules()]
-        model.eval()
-        with torch.no_grad(), self.autocast():
-            output = scores_of(model(self.objects.inputs())).detach().clone()
-        for module, mode in zip(model.modules(), was, strict=True):
-            module.training = mode
-        if swaps:
-            self.average.swap(model)
-        self.objects.outputs.append(output)
+    def evaluate(self):
+        """Run an evaluation with the averaged weights."""
+        model, average = self.objects.model, self.average
+        if average is not None:
+            average.swap(model)
+        with self.autocast():
+            self.objects.apply("eval")
+        if average is not None:
+            average.swap(model)
 
     def autocast(self):
         dtype = DTYPES.get(self.program.options.get("precision")) if self.dtype is None else None
@@ -227,7 +218,7 @@ class Loop:
         # A loop of two passes reads the batch twice; forward may change it in place.
         sample = make_batch(program, batch, self.rank, objects.model.stem.weight.dtype)
         with self.autocast():
-            loss = self.loss(in_form(program, sample))
+            loss = self.loss(programs.in_form(program, sample))
         (loss / size * self.scale).backward()
         own = set(self.params())
         for param in [*objects.model.parameters()]:
@@ -239,9 +230,11 @@ class Loop:
         program, model = self.program, self.objects.model
         if program.loss == "model":
             return (model(**batch) if isinstance(batch, dict) else model(*batch))["loss"]
-        if (compute := batch_loss(program)) is not None:
+        if (compute := programs.batch_loss(program)) is not None:
             return compute(model, batch)
-        found = loss_function(program, self.objects)(model(out_of_form(batch).x), out_of_form(batch).y)
+        found = programs.loss_function(program, self.objects)(
+            model(out_of_form(batch).x), out_of_form(batch).y
+        )
         if program.loss == "dict":
             return found["loss_a"] + found["loss_b"]
         return sum(loss.mean() for loss in found["loss_all"]) if program.loss == "list" else found
@@ -356,15 +349,14 @@ class Loop:
     def decay_layers(self, params, before):
         if "layer_decay" not in self.options:
             return
-        decay, blocks = self.options["layer_decay"]["decay"], len(self.objects.model.blocks)
-        names = {param: name for name, param in self.objects.model.named_parameters()}
+        decay, model = self.options["layer_decay"]["decay"], self.objects.model
+        layers = [block for block in model.blocks if any(True for _ in block.parameters())]
+        depths = {param: len(layers) + 1 for param in model.stem.parameters()}
+        for number, layer in enumerate(layers):
+            depths |= {param: len(layers) - number for param in layer.parameters()}
         with torch.no_grad():
             for param, old in zip(params, before, strict=True):
-                top, _, rest = names.get(param, "").partition(".")
-                depth = blocks + 1 if top == "stem" else 0
-                if top == "blocks":
-                    depth = blocks - int(rest.partition(".")[0])
-                param.copy_(old + decay**depth * (param - old))
+                param.copy_(old + decay ** depths.get(param, 0) * (param - old))
 
     # ---- saving and loading ---------------------------------------------------------------------
 
@@ -373,7 +365,7 @@ class Loop:
         state = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.objects = new = self._new()
         new.outputs = old.outputs
-        if old.has_group() and not new.has_group():
+        if len(old.optimizer.param_groups) > len(new.optimizer.param_groups):
             new.apply("add_group")
         new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
         new.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
@@ -428,5 +420,5 @@ def finish(objects):
         ("random numpy", np.random.rand()),
         ("random", random.random()),
     ]
-    seed(0)
+    programs.seed_all(0)
     return record

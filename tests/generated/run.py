@@ -1,6 +1,7 @@
 """Run programs through Slipstream's public functions, and judge the results by the plain loop."""
 
 import contextlib
+import copy
 import logging
 import os
 import signal
@@ -13,19 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from generated.oracle import Loop, finish, validates
-from generated.programs import (
-    IN_RUNNER,
-    Objects,
-    batch_loss,
-    generate,
-    in_form,
-    loss_function,
-    make_batch,
-    scores_of,
-    seed,
-    smaller,
-)
+from generated import programs
+from generated.oracle import Loop, finish
+from generated.programs import Objects, generate, make_batch, scores_of, smaller
 from ports import free_port
 from slipstream import accelerate
 from slipstream.errors import SlipstreamError
@@ -34,6 +25,7 @@ from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
 from slipstream.speed.steps import compiled_scope
 
+PASSED = ("ok", "refused", "invalid")
 EAGER, COMPILED, SINGLE = 1e-9, 1e-7, 1e-4
 """Relative tolerances: float64, eager and compiled; float32, in addition to four times the oracle's own error."""
 
@@ -77,11 +69,11 @@ class Own:
         self.step = accelerate(
             objects.model,
             objects.optimizer,
-            loss_function(program, objects),
+            programs.loss_function(program, objects),
             options,
             total_steps=program.batches if program.known_length else None,
             batches_per_epoch=program.epoch or None,
-            compute_loss=batch_loss(program),
+            compute_loss=programs.batch_loss(program),
         )
 
     def run(self):
@@ -91,7 +83,7 @@ class Own:
             for number, event in program.events:
                 if number == batch:
                     self._event(event)
-            log = self.step(in_form(program, make_batch(program, batch, self.rank)))
+            log = self.step(programs.in_form(program, make_batch(program, batch, self.rank)))
             self.record.append((f"loss[{batch}]", log["loss"].clone()))
             self.record.append((f"updated[{batch}]", self.step.updated))
             if self.objects.schedule is not None:
@@ -109,22 +101,17 @@ class Own:
             schedule = self.objects.schedule
             self.step.save(path, schedule=None if schedule is None else schedule.state_dict())
             self.step.close()
-            had = self.objects.has_group()
+            groups = len(self.objects.optimizer.param_groups)
             self._start()
-            if had and not self.objects.has_group():
+            if groups > len(self.objects.optimizer.param_groups):
                 self.objects.apply("add_group")
             self._accelerate()
             values = self.step.load(path)
             if schedule is not None:
                 self.objects.schedule.load_state_dict(values["schedule"])
         elif event == "averaged_eval":
-            model = self.objects.model
-            was = [module.training for module in model.modules()]
-            with self.step.averaged() as averaged, torch.no_grad():
-                averaged.eval()
-                self.outputs.append(scores_of(averaged(self.objects.inputs())).detach().clone())
-            for module, mode in zip(model.modules(), was, strict=True):
-                module.training = mode
+            with self.step.averaged():
+                self.objects.apply("eval")
         else:
             self.objects.apply(event)
 
@@ -147,7 +134,7 @@ class _StopError(Exception):
 class Events(Hook):
     """Run the events of a program, record the losses, and end the run at the next `save_load`."""
 
-    priority = "VERY_LOW"
+    priority = "LOWEST"
 
     def __init__(self, program, objects, stop, rank):
         self.program, self.objects, self.stop, self.rank = program, objects, stop, rank
@@ -158,18 +145,14 @@ class Events(Hook):
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == 0:
-            seed(self.program.seed % 1000 + 1 + self.rank)
+            programs.seed_all(self.program.seed % 1000 + 1 + self.rank)
         for number, event in self.program.events:
             if number == runner.iter and event != "save_load":
                 self.objects.apply(event)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.losses.append((f"loss[{runner.iter}]", outputs["loss"].clone()))
-        if runner.iter + 1 == self.stop and not validates(self.program, self.stop):
-            raise _StopError
-
-    def after_val(self, runner):
-        if runner.iter == self.stop:
+        if runner.iter + 1 == self.stop:
             raise _StopError
 
 
@@ -189,7 +172,8 @@ class Scores(BaseMetric):
 
 
 def _first(items):
-    return items[0]
+    """Return a copy of the only item, because forward may change it in place."""
+    return copy.deepcopy(items[0])
 
 
 class InRunner:
@@ -223,8 +207,11 @@ class InRunner:
     def _config(self, objects, hook, stop):
         program = self.program
         ranks = range(program.processes)
+        kind, settings = programs.OPTIMIZERS[program.optimizer]
         length = program.epoch or program.batches
-        batches = [in_form(program, make_batch(program, i, rank)) for i in range(length) for rank in ranks]
+        batches = [
+            programs.in_form(program, make_batch(program, i, rank)) for i in range(length) for rank in ranks
+        ]
         checkpoint = dict(type="CheckpointHook", interval=stop, by_epoch=False, save_last=False)
         cfg = dict(by_epoch=False, max_iters=program.batches, val_interval=4)
         if program.epoch:
@@ -234,13 +221,13 @@ class InRunner:
             work_dir=str(self.folder),
             train_dataloader=_loader(batches),
             train_cfg=cfg,
-            val_dataloader=_loader([in_form(program, make_batch(program, 1000)) for _ in ranks]),
+            val_dataloader=_loader([programs.in_form(program, make_batch(program, 1000)) for _ in ranks]),
             val_cfg={},
             val_evaluator=Scores(self.outputs),
-            optim_wrapper=dict(optimizer=dict(IN_RUNNER[program.optimizer])),
+            optim_wrapper=dict(optimizer=dict(type=kind, **settings)),
             default_hooks=dict(checkpoint=None if stop is None else checkpoint),
             custom_hooks=[hook],
-            loss_fn="model" if program.loss == "model" else loss_function(program, objects),
+            loss_fn="model" if program.loss == "model" else programs.loss_function(program, objects),
             log_level="ERROR",
             randomness=dict(seed=0),
             speed={**program.options, **_compile(program)},
@@ -369,23 +356,25 @@ def quiet():
 
 def reduce(program, result, most=60):
     """Return the smallest program found that gets the same verdict, by leaving out parts one at a time."""
-    for _ in range(most):
+    seen = {str(program)}
+    while most > 0:
         for candidate in smaller(program):
+            if str(candidate) in seen:
+                continue
+            seen.add(str(candidate))
             most -= 1
             if most < 0:
-                return program, result
+                break
             if (other := judge(candidate)).verdict == result.verdict:
                 program, result = candidate, other
                 break
         else:
-            return program, result
+            break
     return program, result
 
 
-def check(number, inductor=True, small=False):
-    """Run the program of a seed; return the result and, for a failure, the reduced program and its result."""
+def check(number, inductor=True, small=False, most=60):
+    """Run the program of a seed; return it and its result. A failing program is reduced in at most `most` runs."""
     program = generate(number, inductor, small)
     result = judge(program)
-    if result.verdict in ("ok", "refused", "invalid"):
-        return program, result
-    return reduce(program, result)
+    return (program, result) if result.verdict in PASSED else reduce(program, result, most)
