@@ -281,14 +281,14 @@ def _judge(program, folder, rank):
         raise
     except Exception as error:
         return Result("foreign", f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}")
-    differences = compare(program, found, right, exact, run.ran)
+    differences = compare(program, found, right, exact)
     return Result("wrong" if differences else "ok", "; ".join(differences[:4]), run.ran)
 
 
-def compare(program, found, right, exact, scope):
+def compare(program, found, right, exact):
     """Return the names of the values that differ, and by how much."""
     found, differences = dict(found), []
-    relative = EAGER if scope == "eager" else COMPILED
+    relative = EAGER if program.scope is None else COMPILED
     for (name, value), (_, best) in zip(right, exact or right, strict=True):
         if name not in found:
             if not (name.startswith("state") and float(torch.as_tensor(value).abs().max()) == 0):

@@ -4,7 +4,7 @@ import pytest
 
 from generated.run import PASSED, check
 
-FEW = (2, 5, 8, 9, 11, 13, 20, 29, 44, 54)
+FEW = (0, 5, 7, 9, 11, 14, 18, 20, 21, 22)
 MANY, CHUNK = 300, 10
 
 
