@@ -4,6 +4,7 @@ from torch import nn
 
 from slipstream.hooks import EMAHook
 from slipstream.model import StochasticWeightAverage, read_ema
+from slipstream.registry import MODELS
 from slipstream.runner.builders import plan_hooks
 from slipstream.speed import SpeedPlan
 
@@ -27,7 +28,7 @@ def test_all_ema_options_are_passed_to_the_average_and_the_hook():
     assert average.update_buffers
     hook = hook_of(value)
     assert (hook.begin_iter, hook.begin_epoch) == (0, 2)
-    other = hook._new_average(nn.BatchNorm1d(2))
+    other = MODELS.build(hook._cfg, default_args={"model": nn.BatchNorm1d(2)})
     assert (other.decay, other.decay_type, other.beta, other.interval) == (0.9, "exp", 3, 4)
     assert hook_of(dict(begin_iter=7)).begin_iter == 7
 

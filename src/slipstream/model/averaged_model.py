@@ -107,9 +107,8 @@ class BaseAveragedModel(nn.Module):
         if (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
             return None
         return (
-            f"the EMA decay is too high for a run of {self.total_steps} updates. The final average will resemble the "
-            f"weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or the decay type "
-            "'threshold' (of ScheduledEMA), which starts with a small decay"
+            f"the EMA decay is too high for a run of {self.total_steps} updates: the average will be close to the "
+            f"weights at update {mean:.0f}. Train longer, or use a smaller decay (larger momentum) or type 'threshold'"
         )
 
     def mean_update(self) -> float:
@@ -147,15 +146,10 @@ class BaseAveragedModel(nn.Module):
         for own, other in zip(self.module.parameters(), model.parameters(), strict=True):
             if not _can_average(own):
                 own.copy_(other)
-        for module, source in zip(_modules(self.module), _modules(model), strict=True):
-            for name, buffer in source._buffers.items():
-                if id(module._buffers.get(name)) not in averaged:  # the shape may have changed
-                    new = (
-                        None
-                        if buffer is None
-                        else buffer.detach().to(self.device or buffer.device, copy=True)
-                    )
-                    module._buffers[name] = new
+        for new, source in zip(_modules(self.module), _modules(model), strict=True):
+            for name, b in source._buffers.items():
+                if id(new._buffers.get(name)) not in averaged:  # the shape may have changed
+                    new._buffers[name] = None if b is None else b.detach().to(self.device, copy=True)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -210,9 +204,8 @@ class BaseAveragedModel(nn.Module):
         for average, current in zip_longest(averages, currents):
             if average is None or current is None or average.shape != current.shape:
                 raise ModelError(
-                    f"{names.get(id(current), 'a tensor')} has had another shape when the weight average was created; "
-                    "replace layers, and create buffers with their final shape, before the average is created, or "
-                    "remove the average (ema)"
+                    f"'{names.get(id(current), 'a tensor')}' had another shape when the weight average (ema) was "
+                    "created; replace layers before that, and create buffers with their final shape"
                 )
         return averages, currents
 
@@ -317,9 +310,7 @@ class AveragePart(StepPart):
             self._trace(averages, currents)
             return
         if self._moves:
-            currents = [tensor.to(averages[0].device, non_blocking=True) for tensor in currents]
-            if averages[0].is_cpu:  # wait once until all copies are complete
-                torch.accelerator.synchronize()
+            currents = [tensor.to(averages[0].device) for tensor in currents]
         try:
             if weight == 1:
                 torch._foreach_copy_(averages, currents)
@@ -398,12 +389,9 @@ def _copy(model: nn.Module) -> nn.Module:
     `weight_norm`. These tensors are detached and cloned. Tensors that overlap in memory, and expanded tensors, get
     memory of their own, because the average of each is updated in place.
     """
-    computed = (value for module in model.modules() for value in vars(module).values())
-    memo: dict[int, Any] = {
-        id(value): value.detach().clone()
-        for value in computed
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+    memo: dict[int, Any] = {id(value): value.detach().clone() for value in computed}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             memo[id(module)] = copy.deepcopy(module.module, memo)
@@ -426,19 +414,14 @@ def _sharded_copy(model: nn.Module) -> nn.Module:
 
     `deepcopy` does not support sharded models.
     """
-    modules = {module: nn.Module() for module in model.modules()}
-    copied: dict[Tensor | None, Any] = {None: None}
+    modules: dict[Any, nn.Module] = {module: nn.Module() for module in model.modules()}
+    copies: dict[Any, Any] = {p: nn.Parameter(p.detach().clone(), False) for p in model.parameters()}
+    copies.update({buffer: buffer.clone() for buffer in model.buffers()})
     for module, new in modules.items():
-        for name, param in module._parameters.items():
-            if param is not None and param not in copied:
-                copied[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
-            new.register_parameter(name, copied[param])
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer not in copied:
-                copied[buffer] = buffer.clone()
-            new.register_buffer(name, copied[buffer], name not in module._non_persistent_buffers_set)
-        for name, child in module._modules.items():
-            new.register_module(name, None if child is None else modules[child])
+        new._parameters = {name: copies.get(param) for name, param in module._parameters.items()}
+        new._buffers = {name: copies.get(buffer) for name, buffer in module._buffers.items()}
+        new._modules = {name: modules.get(child) for name, child in module._modules.items()}
+        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     return modules[model]
 
 
@@ -541,10 +524,7 @@ class ScheduledEMA(BaseAveragedModel):
         if self.decay_type == "threshold":
             return 1.0 - min(self.decay, (1 + number) / (10 + number))
         if total is None:
-            raise ConfigError(
-                "'exp' requires the number of training steps; set the average's total_steps, or use 'threshold'",
-                "decay_type",
-            )
+            raise ConfigError("'exp' requires the number of training steps; use 'threshold'", "decay_type")
         return 1.0 - self.decay * -math.expm1(-(self.beta or 15.0) * number / total)
 
 
