@@ -1,7 +1,4 @@
-"""The networks of the generated programs: stacks of small layers, many of which have side effects.
-
-Every layer maps a tensor to one of the same shape, with the channels (of which there are `WIDTH`) in dimension 1.
-"""
+"""The networks of the generated programs: stacks of small layers, many of which have side effects."""
 
 import collections
 import logging
@@ -16,8 +13,45 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, OUTPUTS = 8, 3
+LAYERS: dict[str, type] = {}
+KINDS = collections.defaultdict(set)
+"""The names of the layers of each kind:
+
+- `python`: has side effects that `activation_checkpointing` repeats, as its page says; `hooked`: has hooks, which it
+  also repeats.
+- `random`: draws random numbers, which depend on the dtype and on the memory layout.
+- `discontinuous`: a rounding error can change the result.
+- `untrained`: has parameters that can have no gradient, which DDP does not support by default.
+"""
 _LOG = logging.getLogger("generated")
 _LOG.propagate = False
+
+
+def layer(attributes=lambda image: {}, *kinds):
+    """Add a layer, whose forward pass is the decorated function, to `LAYERS`.
+
+    A layer maps a tensor to one of the same shape, with `WIDTH` channels in dimension 1. `attributes(image)` returns
+    its attributes; tensors are buffers, which are not saved if their name ends with `_`.
+    """
+
+    def add(forward):
+        def init(self, image):
+            nn.Module.__init__(self)
+            self.image = image
+            for name, value in attributes(image).items():
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                    self.register_buffer(name, value, persistent=not name.endswith("_"))
+                else:
+                    setattr(self, name, value)
+
+        LAYERS[forward.__name__] = type(
+            forward.__name__, (nn.Module,), {"__init__": init, "forward": forward}
+        )
+        for kind in kinds:
+            KINDS[kind].add(forward.__name__)
+        return forward
+
+    return add
 
 
 def _like(values, x):
@@ -33,259 +67,235 @@ def _mixing(image, bias=True):
     return nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=bias) if image else nn.Linear(WIDTH, WIDTH, bias=bias)
 
 
-class Layer(nn.Module):
-    def __init__(self, image):
-        super().__init__()
-        self.image = image
-        self.build()
-
-    def build(self):
-        pass
+def _mix(image):
+    return {"mix": _mixing(image)}
 
 
-def _plain(function):
-    """Return a layer without state whose forward pass is `function(self, x)`."""
-    return type(function.__name__, (Layer,), {"forward": function})
+def _two(image):
+    return {"one": _mixing(image), "two": _mixing(image)}
 
 
-class Mix(Layer):
-    def build(self):
-        self.mix = _mixing(self.image)
-
-    def forward(self, x):
-        return torch.tanh(self.mix(x))
+def _zeros(*names, size=()):
+    return lambda image: {name: torch.zeros(size) for name in names}
 
 
-class Summed(Layer):
+def _tokens(x, image):
+    return x.flatten(2).transpose(1, 2) if image else x[:, None]
+
+
+# ---- parameters -------------------------------------------------------------------------------------------
+
+
+@layer(_mix)
+def mix(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(lambda image: dict(a=nn.Parameter(torch.rand(WIDTH)), b=nn.Parameter(torch.rand(WIDTH))))
+def summed(self, x):
     """Two parameters that are added, and therefore have the same gradient."""
-
-    def build(self):
-        self.a, self.b = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x):
-        return x + _like(self.a + self.b, x)
+    return x + _like(self.a + self.b, x)
 
 
-class Lazy(Layer):
-    def build(self):
-        self.mix = nn.LazyConv2d(WIDTH, 1) if self.image else nn.LazyLinear(WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.mix(x))
+@layer(lambda image: dict(mix=nn.LazyConv2d(WIDTH, 1) if image else nn.LazyLinear(WIDTH)))
+def lazy(self, x):
+    return torch.tanh(self.mix(x))
 
 
-class Shared(Mix):
-    def forward(self, x):
-        return torch.tanh(self.mix(torch.tanh(self.mix(x))))
+@layer(_mix)
+def shared(self, x):
+    return torch.tanh(self.mix(torch.tanh(self.mix(x))))
 
 
-class Tied(Layer):
-    """Two layers that own the same parameter."""
-
-    def build(self):
-        self.one, self.two = _mixing(self.image), _mixing(self.image)
-        self.two.weight = self.one.weight
-
-    def forward(self, x):
-        return self.two(torch.sigmoid(self.one(x)))
+def _tied(image):
+    layers = _two(image)
+    layers["two"].weight = layers["one"].weight
+    return layers
 
 
-class Unused(Mix):
-    """A layer and a parameter that the forward pass never uses."""
-
-    def build(self):
-        super().build()
-        self.never, self.scale = _mixing(self.image), nn.Parameter(torch.ones(()))
+@layer(_tied)
+def tied(self, x):
+    return self.two(torch.sigmoid(self.one(x)))
 
 
-class UnusedOutput(Mix):
-    """A head whose output the loss does not use, with a dropout."""
-
-    def build(self):
-        super().build()
-        self.side = nn.Sequential(_mixing(self.image), nn.Dropout(0.5))
-
-    def forward(self, x):
-        self.side(x)
-        return super().forward(x)
+@layer(lambda image: dict(_two(image), scale=nn.Parameter(torch.ones(()))), "untrained")
+def unused(self, x):
+    return torch.tanh(self.one(x))
 
 
-class Frozen(Mix):
-    def build(self):
-        super().build()
-        self.mix.requires_grad_(False)
+@layer(lambda image: dict(_two(image), drop=nn.Dropout(0.5)), "untrained", "random")
+def unused_output(self, x):
+    self.drop(self.two(x))
+    return torch.tanh(self.one(x))
 
 
-class Counter(Layer):
-    """A number of calls in a buffer."""
-
-    def build(self):
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        self.calls += 1
-        return x * (1 + 0.1 * (self.calls % 3).to(x.dtype))
+@layer(lambda image: dict(mix=_mixing(image).requires_grad_(False)), "untrained")
+def frozen(self, x):
+    return torch.tanh(self.mix(x))
 
 
-class PythonCounter(Layer):
-    def build(self):
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x * (1 + 0.1 * (self.calls % 3))
+# ---- state ------------------------------------------------------------------------------------------------
 
 
-class Decaying(Layer):
+@layer(lambda image: dict(calls=torch.zeros((), dtype=torch.long)))
+def counter(self, x):
+    self.calls += 1
+    return x * (1 + 0.1 * (self.calls % 3).to(x.dtype))
+
+
+@layer(lambda image: dict(calls=0), "python")
+def python_counter(self, x):
+    self.calls += 1
+    return x * (1 + 0.1 * (self.calls % 3))
+
+
+@layer(_zeros("t"))
+def decaying(self, x):
     """A time that forward changes and that backward needs."""
-
-    def build(self):
-        self.register_buffer("t", torch.zeros(()))
-
-    def forward(self, x):
-        y = x * torch.exp(-0.1 * self.t)
-        self.t += 1
-        return y
+    y = x * torch.exp(-0.1 * self.t)
+    self.t += 1
+    return y
 
 
-class Deque(Layer):
-    def build(self):
-        self.history = collections.deque(maxlen=3)
-
-    def forward(self, x):
-        self.history.append(x.detach().mean())
-        return x - sum(self.history) / len(self.history)
+@layer(lambda image: dict(history=collections.deque(maxlen=3)), "python")
+def history(self, x):
+    self.history.append(x.detach().mean())
+    return x - sum(self.history) / len(self.history)
 
 
-class DequeProduct(Deque):
+@layer(lambda image: dict(history=collections.deque(maxlen=3)), "python")
+def history_product(self, x):
     """Python state that forward changes and that backward needs."""
-
-    def forward(self, x):
-        self.history.append(x.detach().std())
-        return x * (sum(self.history) / len(self.history))
+    self.history.append(x.detach().std())
+    return x * (sum(self.history) / len(self.history))
 
 
-class History(Layer):
-    """A list of Python numbers that grows."""
-
-    def build(self):
-        self.means = []
-
-    def forward(self, x):
-        self.means.append(float(x.detach().mean()))
-        return x * (1 + 0.01 * self.means[-1])
+@layer(lambda image: dict(means=[]), "python")
+def growing(self, x):
+    self.means.append(float(x.detach().mean()))
+    return x * (1 + 0.01 * self.means[-1])
 
 
-class Branch(Layer):
+@layer()
+def host_number(self, x):
+    return x * (1 + 0.1 * min(x.detach().abs().max().item(), 1.0))
+
+
+@layer()
+def logs(self, x):
+    _LOG.warning("shape %s", tuple(x.shape))
+    return x * 1.1
+
+
+@layer(_two, "untrained", "discontinuous")
+def branch(self, x):
     """Control flow that depends on the data."""
-
-    def build(self):
-        self.one, self.two = _mixing(self.image), _mixing(self.image)
-
-    def forward(self, x):
-        if x.detach().mean() > 0:
-            return torch.tanh(self.one(x))
-        return torch.tanh(self.two(x) + self.one(x))
+    return torch.tanh(self.one(x) if x.detach().mean() > 0 else self.two(x) + self.one(x))
 
 
-class RandomDepth(Mix):
-    def forward(self, x):
-        if self.training and random.random() < 0.3:
-            return x
-        return super().forward(x)
+@layer(_mix, "untrained", "random", "python")
+def random_depth(self, x):
+    return x if self.training and random.random() < 0.3 else torch.tanh(self.mix(x))
 
 
-class Dropout(Layer):
-    def build(self):
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x):
-        return self.drop(x)
+@layer(lambda image: {}, "random", "python")
+def numpy_noise(self, x):
+    return x * (1 + 0.1 * np.random.rand()) if self.training else x
 
 
-class RunningMean(Layer):
+@layer(lambda image: {}, "random")
+def torch_noise(self, x):
+    return x + 0.1 * torch.randn_like(x) * torch.rand(()).to(x.dtype) if self.training else x
+
+
+@layer(lambda image: {}, "random")
+def unused_random(self, x):
+    torch.rand(3)
+    return torch.sin(x)
+
+
+@layer(lambda image: dict(drop=nn.Dropout(0.3)), "random")
+def dropout(self, x):
+    return self.drop(x)
+
+
+@layer(_zeros("mean", size=WIDTH))
+def running_mean(self, x):
     """A moving average in forward, in place."""
-
-    def build(self):
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x):
-        if self.training:
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(_means(x), alpha=0.1)
-        return x - _like(self.mean, x)
-
-
-class AssignedMean(RunningMean):
-    """A moving average that is assigned to the buffer."""
-
-    def forward(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * _means(x)
-        return x * (1 + _like(self.mean, x))
-
-
-class SharedMemory(Layer):
-    """Buffers that share memory."""
-
-    def build(self):
-        whole = torch.zeros(2, WIDTH)
-        self.register_buffer("whole", whole)
-        self.register_buffer("row", whole[0])
-
-    def forward(self, x):
+    if self.training:
         with torch.no_grad():
-            self.row.add_(_means(x), alpha=0.1)
-            self.whole[1].add_(0.01)
-        return x + _like(self.whole.sum(0), x)
+            self.mean.mul_(0.9).add_(_means(x), alpha=0.1)
+    return x - _like(self.mean, x)
 
 
-class Expanded(Layer):
+@layer(_zeros("mean", size=WIDTH))
+def assigned_mean(self, x):
+    """A moving average that is assigned to the buffer."""
+    self.mean = 0.9 * self.mean + 0.1 * _means(x)
+    return x * (1 + _like(self.mean, x))
+
+
+def _views(image):
+    whole = torch.zeros(2, WIDTH)
+    return dict(whole=whole, row=whole[0])
+
+
+@layer(_views)
+def shared_memory(self, x):
+    """Buffers that share memory."""
+    with torch.no_grad():
+        self.row.add_(_means(x), alpha=0.1)
+        self.whole[1].add_(0.01)
+    return x + _like(self.whole.sum(0), x)
+
+
+@layer(lambda image: dict(ones=torch.ones(1).expand(WIDTH), steps_=torch.zeros(())))
+def expanded(self, x):
     """A buffer that is expanded, and one that is not saved."""
-
-    def build(self):
-        self.register_buffer("ones", torch.ones(1).expand(WIDTH))
-        self.register_buffer("steps", torch.zeros(()), persistent=False)
-
-    def forward(self, x):
-        self.steps += 1
-        return x * _like(self.ones, x) * (1 + 0.05 * torch.cos(self.steps))
+    self.steps_ += 1
+    return x * _like(self.ones, x) * (1 + 0.05 * torch.cos(self.steps_))
 
 
-class Checkpointed(Layer):
+def _block(image):
+    norm = nn.BatchNorm2d if image else nn.BatchNorm1d
+    return dict(block=nn.Sequential(_mixing(image), norm(WIDTH), nn.Tanh(), nn.Dropout(0.2)))
+
+
+@layer(_block, "random", "hooked")
+def checkpointed(self, x):
     """The user's own activation checkpointing, around BatchNorm and dropout."""
-
-    reentrant = False
-
-    def build(self):
-        norm = nn.BatchNorm2d if self.image else nn.BatchNorm1d
-        self.inner = nn.Sequential(_mixing(self.image), norm(WIDTH), nn.Tanh(), nn.Dropout(0.2))
-
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            return self.inner(x)
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+    return checkpoint(self.block, x, use_reentrant=False) if torch.is_grad_enabled() else self.block(x)
 
 
-class ReentrantCheckpointed(Checkpointed):
-    reentrant = True
+@layer(_block, "random", "hooked", "untrained")
+def reentrant_checkpointed(self, x):
+    return checkpoint(self.block, x, use_reentrant=True) if torch.is_grad_enabled() else self.block(x)
 
 
-class FullPrecision(Mix):
+# ---- autograd ---------------------------------------------------------------------------------------------
+
+
+@layer(_mix)
+def full_precision(self, x):
     """A region without autocast."""
-
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return super().forward(x.to(next(self.parameters()).dtype))
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(self.mix(x.to(self.mix.weight.dtype)))
 
 
-class InnerGradient(Mix):
+@layer(_mix)
+def inner_gradient(self, x):
     """A forward pass that contains a gradient, as in models of energies and forces."""
+    if not torch.is_grad_enabled():
+        return torch.tanh(self.mix(x))
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    return torch.autograd.grad(torch.tanh(self.mix(x)).square().sum(), x, create_graph=True)[0]
 
-    def forward(self, x):
-        if not torch.is_grad_enabled():
-            return super().forward(x)
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+@layer()
+def inference(self, x):
+    with torch.inference_mode():
+        mean = x.detach().mean()
+    return x + 0.1 * mean
 
 
 class _Straight(torch.autograd.Function):
@@ -298,206 +308,135 @@ class _Straight(torch.autograd.Function):
         return grad
 
 
-class WeightHook(Mix):
-    """A hook on a parameter."""
-
-    def build(self):
-        super().build()
-        self.mix.weight.register_hook(lambda grad: grad * 0.5)
-
-
-class ForwardHooks(Mix):
-    def build(self):
-        super().build()
-        self.mix.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
-        self.mix.register_forward_hook(lambda module, args, output: output * 0.9)
-
-
-class BackwardHook(Mix):
-    def build(self):
-        super().build()
-        self.mix.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-
-
-class Spectral(Layer):
-    wrap = staticmethod(nn.utils.parametrizations.spectral_norm)
-
-    def build(self):
-        self.mix = self.wrap(_mixing(self.image))
-
-    def forward(self, x):
-        return torch.tanh(self.mix(x))
-
-
-class OldSpectral(Spectral):
-    wrap = staticmethod(nn.utils.spectral_norm)
-
-
-class WeightNorm(Spectral):
-    wrap = staticmethod(nn.utils.parametrizations.weight_norm)
-
-
-class Norm(Layer):
-    momentum = 0.1
-
-    def build(self):
-        kind = nn.BatchNorm2d if self.image else nn.BatchNorm1d
-        self.norm = nn.Sequential(_mixing(self.image, False), kind(WIDTH, momentum=self.momentum))
-
-    def forward(self, x):
-        return torch.relu(self.norm(x))
-
-
-class CumulativeNorm(Norm):
-    momentum = None
-
-
-class GroupNorm(Layer):
-    def build(self):
-        self.norm = nn.GroupNorm(2, WIDTH)
-
-    def forward(self, x):
-        return F.silu(self.norm(x))
-
-
-class Attention(Layer):
-    """Attention over two tokens of four channels, or over the pixels."""
-
-    def build(self):
-        size = WIDTH if self.image else 4
-        self.project, self.norm = nn.Linear(size, 3 * size), nn.LayerNorm(size)
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2) if self.image else x.reshape(-1, 2, 4)
-        q, k, v = self.project(self.norm(tokens)).chunk(3, -1)
-        y = F.scaled_dot_product_attention(q, k, v)
-        return y.transpose(1, 2).reshape(x.shape) if self.image else y.reshape(x.shape)
-
-
-class HeadedAttention(Layer):
-    def build(self):
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2) if self.image else x[:, None]
-        y = self.attention(tokens, tokens, tokens, need_weights=False)[0]
-        return y.transpose(1, 2).reshape(x.shape)
-
-
-class Recurrent(Layer):
-    def build(self):
-        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x):
-        y, _ = self.cell(x.flatten(2).transpose(1, 2) if self.image else x[:, None])
-        return y.transpose(1, 2).reshape(x.shape)
-
-
-class Embedded(Layer):
-    def build(self):
-        self.table = nn.Embedding(9, WIDTH)
-
-    def forward(self, x):
-        rows = self.table(((_per_sample(x) + 2) * 2).clamp(0, 8).long())
-        return x + rows.view(*rows.shape, *[1] * (x.ndim - 2))
-
-
-class Codebook(Layer):
-    """A vector-quantized layer whose codes are moving averages of the inputs."""
-
-    def build(self):
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-
-    def forward(self, x):
-        flat = x.transpose(1, -1).reshape(-1, WIDTH)
-        index = torch.cdist(flat.detach().to(self.codes.dtype), self.codes).argmin(1)
-        if self.training:
-            with torch.no_grad():
-                hits = F.one_hot(index, 4).to(self.codes.dtype)
-                sums = hits.t() @ flat.detach().to(self.codes.dtype)
-                self.codes.lerp_(sums / hits.sum(0).clamp(min=1)[:, None], 0.1)
-        codes = self.codes[index].view_as(x.transpose(1, -1)).transpose(1, -1)
-        return x + (codes - x).detach()
-
-
-def _per_sample(x):
-    return x.detach().flatten(1).mean(1)
-
-
-@_plain
-def HostNumber(self, x):  # noqa: N802
-    return x * (1 + 0.1 * min(x.detach().abs().max().item(), 1.0))
-
-
-@_plain
-def Logging(self, x):  # noqa: N802
-    _LOG.warning("shape %s", tuple(x.shape))
-    return x * 1.1
-
-
-@_plain
-def NumpyNoise(self, x):  # noqa: N802
-    return x * (1 + 0.1 * np.random.rand()) if self.training else x
-
-
-@_plain
-def TorchNoise(self, x):  # noqa: N802
-    return x + 0.1 * torch.randn_like(x) * torch.rand(()).to(x.dtype) if self.training else x
-
-
-@_plain
-def UnusedRandom(self, x):  # noqa: N802
-    torch.rand(3)
-    return torch.sin(x)
-
-
-@_plain
-def Inference(self, x):  # noqa: N802
-    with torch.inference_mode():
-        mean = x.detach().mean()
-    return x + 0.1 * mean
-
-
-@_plain
-def StraightThrough(self, x):  # noqa: N802
+@layer(lambda image: {}, "discontinuous")
+def straight_through(self, x):
     return _Straight.apply(x)
 
 
-@_plain
-def TensorHook(self, x):  # noqa: N802
+def _hooked(method, hook, of=lambda module: module):
+    def attributes(image):
+        found = _mix(image)
+        getattr(of(found["mix"]), method)(hook)
+        return found
+
+    return attributes
+
+
+@layer(_hooked("register_hook", lambda grad: grad * 0.5, lambda module: module.weight))
+def weight_hook(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(lambda image: {}, "hooked")
+def tensor_hook(self, x):
     y = torch.sin(x)
     if y.requires_grad:
         y.register_hook(lambda grad: grad * 0.5)
     return y
 
 
-@_plain
-def InPlace(self, x):  # noqa: N802
+@layer(_hooked("register_forward_hook", lambda module, args, output: output * 0.9), "hooked")
+def forward_hook(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(_hooked("register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)), "hooked")
+def backward_hook(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(lambda image: dict(mix=nn.utils.parametrizations.spectral_norm(_mixing(image))))
+def spectral(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(lambda image: dict(mix=nn.utils.spectral_norm(_mixing(image))))
+def old_spectral(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer(lambda image: dict(mix=nn.utils.parametrizations.weight_norm(_mixing(image))))
+def weight_norm(self, x):
+    return torch.tanh(self.mix(x))
+
+
+@layer()
+def in_place(self, x):
     y = x * 1.0
     y.mul_(1.2).clamp_(-2, 2)
     return F.leaky_relu(y, 0.2, inplace=True)
 
 
-LAYERS = {
-    kind.__name__: kind
-    for kind in (
-        Mix, Summed, Shared, Tied, Unused, UnusedOutput, Frozen, Counter, PythonCounter, Decaying, Deque,
-        DequeProduct, History, HostNumber, Logging, Branch, RandomDepth, NumpyNoise, TorchNoise, UnusedRandom,
-        Dropout, RunningMean, AssignedMean, SharedMemory, Expanded, Checkpointed, ReentrantCheckpointed,
-        FullPrecision, InnerGradient, Inference, StraightThrough, WeightHook, TensorHook, ForwardHooks,
-        BackwardHook, Spectral, OldSpectral, WeightNorm, InPlace, Norm, CumulativeNorm, GroupNorm, Attention,
-        HeadedAttention, Recurrent, Embedded, Codebook, Lazy,
-    )
-}  # fmt: skip
-PYTHON_STATE = {"PythonCounter", "Deque", "DequeProduct", "History", "NumpyNoise", "RandomDepth"}
-"""Layers with side effects that `activation_checkpointing` repeats, as its page says."""
-HOOKED = {"TensorHook", "BackwardHook", "ForwardHooks", "ReentrantCheckpointed", "Checkpointed"}
-RANDOM = {"RandomDepth", "NumpyNoise", "TorchNoise", "UnusedRandom", "Dropout", "UnusedOutput", "HeadedAttention",
-          "Checkpointed", "ReentrantCheckpointed"}  # fmt: skip
-"""Layers that draw random numbers, which differ between float32 and float64."""
-DISCONTINUOUS = {"Branch", "StraightThrough", "Embedded", "Codebook"}
-UNTRAINED = {"Unused", "UnusedOutput", "Frozen", "Branch", "RandomDepth"}
-"""Layers with parameters that can have no gradient, which DDP does not support by default."""
+# ---- usual layers -----------------------------------------------------------------------------------------
+
+
+def _norm(momentum):
+    def attributes(image):
+        norm = nn.BatchNorm2d if image else nn.BatchNorm1d
+        return dict(norm=nn.Sequential(_mixing(image, False), norm(WIDTH, momentum=momentum)))
+
+    return attributes
+
+
+@layer(_norm(0.1))
+def norm(self, x):
+    return torch.relu(self.norm(x))
+
+
+@layer(_norm(None))
+def cumulative_norm(self, x):
+    return torch.relu(self.norm(x))
+
+
+@layer(lambda image: dict(norm=nn.GroupNorm(2, WIDTH)))
+def group_norm(self, x):
+    return F.silu(self.norm(x))
+
+
+def _attention(image):
+    size = WIDTH if image else 4
+    return dict(project=nn.Linear(size, 3 * size), norm=nn.LayerNorm(size))
+
+
+@layer(_attention)
+def attention(self, x):
+    """Attention over two tokens of four channels, or over the pixels."""
+    tokens = _tokens(x, True) if self.image else x.reshape(-1, 2, 4)
+    y = F.scaled_dot_product_attention(*self.project(self.norm(tokens)).chunk(3, -1))
+    return (y.transpose(1, 2) if self.image else y).reshape(x.shape)
+
+
+@layer(lambda image: dict(attention=nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)), "random")
+def headed_attention(self, x):
+    tokens = _tokens(x, self.image)
+    return self.attention(tokens, tokens, tokens, need_weights=False)[0].transpose(1, 2).reshape(x.shape)
+
+
+@layer(lambda image: dict(cell=nn.GRU(WIDTH, WIDTH, batch_first=True)))
+def recurrent(self, x):
+    return self.cell(_tokens(x, self.image))[0].transpose(1, 2).reshape(x.shape)
+
+
+@layer(lambda image: dict(table=nn.Embedding(9, WIDTH)), "discontinuous")
+def embedded(self, x):
+    rows = self.table(((x.detach().flatten(1).mean(1) + 2) * 2).nan_to_num().clamp(0, 8).long())
+    return x + rows.view(*rows.shape, *[1] * (x.ndim - 2))
+
+
+@layer(lambda image: dict(codes=torch.randn(4, WIDTH)), "discontinuous")
+def codebook(self, x):
+    """A vector-quantized layer whose codes are moving averages of the inputs."""
+    flat = x.detach().transpose(1, -1).reshape(-1, WIDTH).to(self.codes.dtype)
+    index = torch.cdist(flat, self.codes).argmin(1)
+    if self.training:
+        with torch.no_grad():
+            hits = F.one_hot(index, 4).to(flat.dtype)
+            self.codes.lerp_(hits.t() @ flat / hits.sum(0).clamp(min=1)[:, None], 0.1)
+    codes = self.codes[index].view_as(x.transpose(1, -1)).transpose(1, -1)
+    return x + (codes - x).detach()
+
+
+# ---- networks ---------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from generated.networks import DISCONTINUOUS, HOOKED, LAYERS, PYTHON_STATE, RANDOM, UNTRAINED, Net, scores_of
+from generated.networks import KINDS, LAYERS, Net, scores_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Program:
 
     seed: int = 0
     image: bool = False
-    layers: tuple[str, ...] = ("Mix",)
+    layers: tuple[str, ...] = ("mix",)
     optimizer: str = "SGD"
     options: dict[str, Any] = field(default_factory=dict)
     scope: str | None = None
@@ -50,7 +50,7 @@ class Program:
         """Return the program that `str` has printed."""
         values = json.loads(text)
         events = tuple((number, event) for number, event in values.get("events", ()))
-        return cls(**{**values, "layers": tuple(values.get("layers", ["Mix"])), "events": events})
+        return cls(**{**values, "layers": tuple(values.get("layers", ["mix"])), "events": events})
 
 
 class Lion(torch.optim.Optimizer):
@@ -183,13 +183,13 @@ def _options(draw, runner, two, dtype):
 def _layers(draw, options, two, dtype, image, most):
     left_out = set()
     if "activation_checkpointing" in options:
-        left_out |= PYTHON_STATE | HOOKED
+        left_out |= KINDS["python"] | KINDS["hooked"]
     if dtype == "float32":
-        left_out |= RANDOM | DISCONTINUOUS
+        left_out |= KINDS["random"] | KINDS["discontinuous"]
     if "channels_last" in options and image:
-        left_out |= RANDOM  # random numbers are drawn in the order of the memory
+        left_out |= KINDS["random"]  # random numbers are drawn in the order of the memory
     if two:
-        left_out |= UNTRAINED
+        left_out |= KINDS["untrained"]
     return tuple(draw.choices([name for name in LAYERS if name not in left_out], k=draw.randint(1, most)))
 
 
@@ -249,7 +249,9 @@ class Objects:
         groups = [dict(params=rest), dict(params=head + loss_params, lr=0.02)]
         kind, options = OPTIMIZERS[program.optimizer]
         make = getattr(torch.optim, kind) if isinstance(kind, str) else kind
-        self.optimizer = make(model.parameters() if program.through == "runner" else groups, **options)
+        if program.through == "runner":  # as its page says, a Runner's optimizer has no frozen parameters
+            groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
+        self.optimizer = make(groups, **options)
         self.schedule = None
         if "schedule" in names:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
@@ -423,7 +425,7 @@ def smaller(program):
         for name in layers:
             yield change(layers=(name,), options={}, events=())
     if len(layers) > 1:
-        yield change(layers=("Mix",))
+        yield change(layers=("mix",))
         yield from (change(layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers)))
     if program.processes > 1:
         yield change(processes=1)
@@ -447,7 +449,7 @@ def smaller(program):
     ):
         yield change(**{name: simple[name]})
     if len(layers) == 1:
-        yield change(layers=("Mix",))
+        yield change(layers=("mix",))
     last = max((number for number, _ in events), default=0)
     if program.through != "runner" and program.batches > last + 2:
         yield change(batches=max(last + 2, program.batches // 2))
