@@ -165,7 +165,9 @@ class BaseAveragedModel(nn.Module):
         """
         # FSDP2 keeps references to the storages of sharded weights, and a captured graph stores their addresses.
         in_place = mesh_of(model) is not None
-        for average, current in zip(*self.pairs(model), strict=True):
+        pairs = list(zip(*self.pairs(model), strict=True))
+        # If a forward pass has assigned one tensor to two buffers, only the reverse order restores it.
+        for average, current in reversed(pairs) if self.swapped else pairs:
             if in_place or average.device != current.device:
                 previous = current.clone()
                 current.copy_(average)
@@ -379,7 +381,8 @@ def _averaged_buffers(model: nn.Module) -> list[tuple[int, str]]:
 def _has_unit_vectors(buffer: Tensor) -> bool:
     """Return whether all vectors along one of the dimensions have length 1."""
     lengths = [buffer.abs().float().norm(dim=dim) for dim, size in enumerate(buffer.shape) if size > 1]
-    return any(bool(((length - 1).abs() < 1e-3).all()) for length in lengths)
+    tolerance = 16 * torch.finfo(buffer.dtype).eps
+    return any(bool(((length - 1).abs() < tolerance).all()) for length in lengths)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -337,8 +337,6 @@ class TrainStep:
                 path,
             )
         optim = self.optim  # a reference to self would keep the step alive
-        if options.count == "batches" and optim.batches_per_epoch and optim.accumulative_counts > 1:
-            raise ConfigError("'batches' does not support batches_per_epoch; use 'updates'", f"{path}.count")
         core, skipped = unwrap_model(self.model), max(options.begin_iter - 1, 0)
         self._average = options.average(core)
         if warning := self._average.start(
