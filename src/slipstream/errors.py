@@ -109,8 +109,39 @@ class DistributedError(SlipstreamError, RuntimeError):
     """The process group cannot be set up or used."""
 
 
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the candidate closest to `name`, or an empty string if none is close."""
+_NO_ROLLBACK = "it was removed: use nan_guard='skip', or 'stop' and restart the run with resume=True"
+_HINTS = {
+    "dataloader.stall_warning": "it was removed: set timeout to end a run that waits for a batch",
+    "compile.background": "it was removed: training waits for each compilation, whose code is cached",
+    "compile.budget": "it was removed: compile a smaller scope, such as compile='block', or a part with compile.blocks",
+    "compile.wait": "it was removed: training always waits for compilations",
+    "parallel.min_params": "it was removed: list the classes of the blocks in parallel.wrap",
+    "nan_guard.action=rollback": _NO_ROLLBACK,
+    "nan_guard.locate": "it was removed: use forward hooks, or torch.autograd.set_detect_anomaly(True)",
+    "nan_guard.max_rollbacks": _NO_ROLLBACK,
+    "nan_guard.skip_before": _NO_ROLLBACK,
+    "ema.momentum": "it is an argument of EMAHook and equals 1 - decay; use decay",
+    "speed.accumulate_grad_batches": "use 'accumulate'",
+    "speed.gradient_accumulation_steps": "use 'accumulate'",
+    "speed.gradient_clip_val": "use 'clip_grad'",
+    "speed.max_grad_norm": "use 'clip_grad'",
+    "speed.mixed_precision": "use 'precision'",
+    "speed.torch_compile": "use 'compile'",
+}
+"""Hints for names that were removed or that belong to other libraries, by the end of their path."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str], path: str = "") -> str:
+    """Return a hint for an unknown name: what replaces it, or the closest name; an empty string if there is neither.
+
+    Args:
+        name: the unknown name.
+        candidates: the known names.
+        path: config path of the unknown name, including the name. The default is the name itself.
+    """
+    for unknown, hint in _HINTS.items():
+        if f".{path or name}".endswith(f".{unknown}"):
+            return f"; {hint}"
     by_lower = {str(c).lower(): c for c in candidates}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
     return f"; did you mean '{by_lower[close[0]]}'?" if close else ""

@@ -12,7 +12,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 
 from slipstream import accelerate
 from slipstream.errors import ConfigError
-from slipstream.model import ExponentialMovingAverage, ScheduledEMA, read_ema
+from slipstream.model import ExponentialMovingAverage, ScheduledEMA
+from slipstream.speed import SpeedPlan
 
 COPIED = (
     "weight_u",
@@ -170,7 +171,7 @@ def test_first_update_copies_even_if_the_initial_values_are_not_finite():
 @pytest.mark.parametrize("value", ["yes", 1])
 def test_update_buffers_must_be_a_bool(value):
     with pytest.raises(ConfigError, match="update_buffers"):
-        read_ema(dict(update_buffers=value))
+        SpeedPlan.read({"ema": {"update_buffers": value}})
 
 
 def test_batch_that_raises_an_error_is_not_counted():

@@ -3,7 +3,7 @@
 from torch import nn
 
 from slipstream.hooks import EMAHook
-from slipstream.model import StochasticWeightAverage, read_ema
+from slipstream.model import StochasticWeightAverage
 from slipstream.registry import MODELS
 from slipstream.runner.builders import plan_hooks
 from slipstream.speed import SpeedPlan
@@ -11,7 +11,7 @@ from slipstream.speed import SpeedPlan
 
 def build(value):
     """Return the average for `ema=value`."""
-    return read_ema(value).average(nn.BatchNorm1d(2))
+    return SpeedPlan.read(dict(ema=value)).ema.average(nn.BatchNorm1d(2))
 
 
 def hook_of(value):

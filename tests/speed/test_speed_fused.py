@@ -11,7 +11,7 @@ from accelerators import DEVICE, IS_CUDA, no_waiting
 from slipstream import accelerate
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.optim import kernels as kernels_module
-from slipstream.speed.simple_options import fuse
+from slipstream.optim.kernels import fuse
 
 KINDS = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}),

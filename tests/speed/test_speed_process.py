@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.hooks import Hook
-from slipstream.speed.process import (
+from slipstream.speed.apply import (
     cudnn_benchmark,
     expandable_segments,
 )

@@ -5,28 +5,16 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
-__all__ = ["REMOVED", "optional", "options"]
+__all__ = ["options", "read_value"]
 
 T = TypeVar("T")
-
-REMOVED: dict[str, str] = {
-    "dataloader.stall_warning": "stall_warning no longer exists; set timeout to end a run that waits for a batch",
-    "compile.background": "training waits for each compilation, whose code is cached",
-    "compile.budget": "compile a smaller scope, such as compile='block', or a part of the model with compile.blocks",
-    "compile.wait": "training always waits for compilations",
-    "parallel.min_params": "list the classes of the blocks in parallel.wrap",
-    "nan_guard.locate": "check the outputs with forward hooks, or use torch.autograd.set_detect_anomaly(True)",
-    "nan_guard.max_rollbacks": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
-    "nan_guard.skip_before": "use nan_guard='skip', or 'stop' and restart the run with resume=True",
-}
-"""Options that no longer exist, keyed by the end of their config path: a sentence that names the replacement."""
 
 
 def options(cls: type[T], mapping: Any, path: str) -> T:
@@ -55,8 +43,10 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     values = {}
     for key, value in (mapping or {}).items():
         if key not in fields:
-            raise _unknown(join(path, key), fields)
-        values[key] = _field(hints[key], value, join(path, key))
+            raise UnknownNameError(
+                f"no such option{did_you_mean(key, fields, join(path, key))}", join(path, key)
+            )
+        values[key] = read_value(hints[key], value, join(path, key))
     missing = dataclasses.MISSING
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
@@ -67,26 +57,26 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     return _construct(cls, values, path)
 
 
-def optional(cls: type[T], value: Any, path: str) -> T | None:
-    """Return None if `value` is None or False, the defaults if it is True, and otherwise the result of `options`."""
-    if value is None or value is False:
-        return None
-    return options(cls, {} if value is True else value, path)
+def read_value(annotation: Any, value: Any, path: str) -> Any:
+    """Return the value of a field with this annotation, which is built from a dict if the annotation is a dataclass.
 
+    For a dataclass, True selects the defaults, and a str, a number or a list sets the field that the class attribute
+    `shorthand` names. `Annotated` may contain a function that reads the value instead.
 
-def _unknown(path: str, fields: Iterable[str]) -> UnknownNameError:
-    for removed, remedy in REMOVED.items():
-        if f".{path}".endswith(f".{removed}"):
-            return UnknownNameError(f"this option was removed; {remedy}", path)
-    return UnknownNameError(f"no such option{did_you_mean(path.rpartition('.')[2], fields)}", path)
-
-
-def _field(annotation: Any, value: Any, path: str) -> Any:
-    """Check `value` against the annotation of its field, and return the value of the field."""
-    kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    Raises:
+        ConfigError: the value does not match the annotation.
+    """
+    annotated = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
+    if isinstance(annotated[-1], types.FunctionType):
+        return annotated[-1](value)
+    kind = annotated[0]
     union = typing.get_origin(kind) in (typing.Union, types.UnionType)
     members = typing.get_args(kind) if union else (kind,)
     nested = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
+    if nested and value is True and bool not in members:
+        value = {}
+    elif nested and hasattr(nested[0], "shorthand") and isinstance(value, str | float | int | list):
+        value = {nested[0].shorthand: value}
     if not nested:
         fits = matches(value, annotation)
     elif isinstance(value, Mapping) or (value is None and not union):
@@ -94,8 +84,12 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
     else:
         # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
+        if not fits and union and {*members} <= {*nested, type(None)}:
+            return options(nested[0], value, path)  # raises an error
     if not fits:
-        raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}", path)
+        names = [name for m in members if typing.get_origin(m) is Literal for name in typing.get_args(m)]
+        hint = did_you_mean(value, names, f"{path}={value}") if isinstance(value, str) and names else ""
+        raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}{hint}", path)
     return value
 
 

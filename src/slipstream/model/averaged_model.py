@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
-from slipstream.config import optional
 from slipstream.dist import all_reduce_params
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model.weight_init import check_initialized
@@ -28,7 +27,7 @@ from slipstream.typecheck import NonNegativeInt, Positive, PositiveInt, Rule, ch
 
 __all__ = [
     "AveragePart", "BaseAveragedModel", "EmaOptions", "ExponentialMovingAverage", "MomentumAnnealingEMA",
-    "ScheduledEMA", "StochasticWeightAverage", "check_begin", "read_ema",
+    "ScheduledEMA", "StochasticWeightAverage", "check_begin",
 ]  # fmt: skip
 
 _VALUES = methodcaller("values")
@@ -588,17 +587,6 @@ class EmaOptions:
         if self.type == "swa":
             return StochasticWeightAverage(model, every_batch=False, **options)
         return ScheduledEMA(model, decay_type=self.type, count=self.count, **options)
-
-
-def read_ema(value: Any) -> EmaOptions | None:
-    """Read `ema`: True, False, None or a dict.
-
-    Raises:
-        ConfigError: the value has an unsupported type, or an option is unknown or has an invalid value.
-    """
-    if isinstance(value, Mapping) and "momentum" in value:
-        raise ConfigError("is an argument of EMAHook and equals 1 - decay; use decay instead", "ema.momentum")
-    return optional(EmaOptions, value, "ema")
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:

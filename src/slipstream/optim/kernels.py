@@ -16,10 +16,11 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dens
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from slipstream.errors import ConfigError
 from slipstream.sharding import is_sharded
 
 __all__ = [
-    "FusedLayouts", "has_explicit_kernels", "init_momentum", "lay_out_states", "replace_kernel_options",
+    "FusedLayouts", "fuse", "has_explicit_kernels", "init_momentum", "lay_out_states", "replace_kernel_options",
     "use_fused", "why_not_fused",
 ]  # fmt: skip
 
@@ -65,6 +66,31 @@ def use_fused(optimizer: Optimizer) -> None:
     for param in _parameters(optimizer):
         if "step" in (state := optimizer.state.get(param, {})):  # fused kernels count steps on the device
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
+
+
+def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
+    """Switch `optimizer` to fused kernels according to `wanted`; return whether it uses them.
+
+    By default, torch uses foreach kernels on accelerators and a loop over the weights on the CPU.
+
+    Args:
+        optimizer: the optimizer, which may already have taken steps.
+        wanted: True requires fused kernels. None selects them if torch provides them for the optimizer class, the
+            devices and the dtypes, unless the optimizer was built with `fused=` or `foreach=`. False does not change
+            the optimizer.
+
+    Raises:
+        ConfigError: `wanted` is True, and fused kernels are not supported.
+    """
+    if wanted is None and not has_explicit_kernels(optimizer) and why_not_fused(optimizer) is None:
+        use_fused(optimizer)
+    if wanted:
+        if any(group.get("foreach") for group in optimizer.param_groups):
+            raise ConfigError("the optimizer has foreach=True; use only one of fused and foreach", "fused")
+        if reason := why_not_fused(optimizer):
+            raise ConfigError(f"{reason}; remove fused to use torch's default kernels", "fused")
+        use_fused(optimizer)
+    return all(group.get("fused") is True for group in optimizer.param_groups)
 
 
 def init_momentum(optimizer: Optimizer) -> None:

@@ -1,8 +1,9 @@
 """Speed options, and `SpeedPlan`, which contains the options of a run."""
 
 from slipstream.speed.auto import Capabilities
-from slipstream.speed.compile import CompileOptions, compile_model, read_compile
-from slipstream.speed.plan import CFG_OPTIONS, PARAMS_OPTIONS, SpeedPlan
+from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.front_ends import CFG_OPTIONS, PARAMS_OPTIONS
+from slipstream.speed.plan import SpeedPlan
 
 __all__ = [
     "CFG_OPTIONS",
@@ -11,5 +12,4 @@ __all__ = [
     "CompileOptions",
     "SpeedPlan",
     "compile_model",
-    "read_compile",
 ]

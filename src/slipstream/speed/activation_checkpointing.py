@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from slipstream.config import optional
 from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
 
@@ -29,7 +28,6 @@ __all__ = [
     "ActivationCheckpointingOptions",
     "checkpoint_activations",
     "is_recomputed",
-    "read_activation_checkpointing",
 ]
 
 _KEY = "activation_checkpointing"
@@ -39,6 +37,8 @@ _KEY = "activation_checkpointing"
 class ActivationCheckpointingOptions:
     """Options of `activation_checkpointing=dict(...)`; a list sets `modules`, and True selects the defaults."""
 
+    shorthand: ClassVar = "modules"
+
     modules: list[str] | None = None
     """Blocks by name (`backbone.layer1`) or by class (`Bottleneck`). Names may contain the wildcards `*` and `?`, which
     do not match dots (`blocks.*`). The default is the repeated blocks: children of a `ModuleList` or `Sequential` that
@@ -46,17 +46,6 @@ class ActivationCheckpointingOptions:
     used."""
     offload: bool = False
     """Whether to store block inputs in host memory until the backward pass; compiled code ignores this option."""
-
-
-def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions | None:
-    """Read `activation_checkpointing`: True, False, None, a list of names or a dict.
-
-    Raises:
-        ConfigError: the value has an unsupported type, an option is unknown, or an entry of `modules` is not a string.
-    """
-    if isinstance(value, list):
-        value = {"modules": value} if value else None
-    return optional(ActivationCheckpointingOptions, value, _KEY)
 
 
 def checkpoint_activations(model: nn.Module, options: ActivationCheckpointingOptions) -> list[str]:

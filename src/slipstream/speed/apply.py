@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from slipstream.model import (
 )
 from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.optim.kernels import fuse
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.cpu_fixes import correct_kernels
@@ -34,14 +36,16 @@ from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
-from slipstream.speed.process import cudnn_benchmark, expandable_segments
-from slipstream.speed.simple_options import fuse
 from slipstream.step.parts import StepPart
 from slipstream.step.trained_parameters import keeps_parameters
+
+_EXPANDABLE = "expandable_segments"
 
 __all__ = [
     "add_parts",
     "compiling",
+    "cudnn_benchmark",
+    "expandable_segments",
     "overrides_train_step",
     "plan_optim",
     "prepare_model",
@@ -262,6 +266,44 @@ def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
         if plan.expandable_segments and on_cuda:
             stack.enter_context(expandable_segments())
         yield
+
+
+@contextmanager
+def cudnn_benchmark() -> Iterator[None]:
+    """Enable cuDNN's benchmark mode within the context; if deterministic algorithms are enabled, disable it instead."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+@contextmanager
+def expandable_segments() -> Iterator[None]:
+    """Enable the allocator's expandable segments within the context, to reduce memory fragmentation.
+
+    Only new allocations are affected. The other settings in
+    PYTORCH_ALLOC_CONF are unchanged. The previous setting is restored on exit.
+    """
+    before = _allocator_settings()
+    # Pass all settings, because torch resets some omitted settings to their defaults.
+    torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
+    try:
+        yield
+    finally:
+        after = before if _EXPANDABLE in before else _add_setting(before, f"{_EXPANDABLE}:False")
+        torch._C._accelerator_setAllocatorSettings(after)
+
+
+def _allocator_settings() -> str:
+    """Return the current settings or, before torch 2.12, the settings at startup."""
+    report = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") if report is None else str(report())
+
+
+def _add_setting(settings: str, setting: str) -> str:
+    return f"{settings},{setting}" if settings else setting  # the last value of a setting takes precedence
 
 
 @contextmanager

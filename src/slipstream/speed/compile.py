@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
-from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.speed.blocks import find_blocks
 
@@ -18,17 +17,26 @@ __all__ = [
     "backend_problem",
     "compile_model",
     "inductor_problem",
-    "read_compile",
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def _read_backend(value: Any) -> Any:
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if isinstance(value, str) and value not in backends:
+        hint = did_you_mean(value, backends)
+        raise ConfigError(f"'{value}' is not a backend of torch.compile{hint}", "compile.backend")
+    return value
 
 
 @dataclass(frozen=True)
 class CompileOptions:
     """Options of `compile=dict(...)`: the scope of compilation and the arguments of `torch.compile`."""
 
-    backend: Any = "inductor"
+    shorthand: ClassVar = "scope"
+
+    backend: Annotated[Any, _read_backend] = "inductor"
     """Name of a backend, or a callable."""
     mode: str | None = None
     """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
@@ -60,24 +68,6 @@ class CompileOptions:
             )
         if self.mode is not None and self.options is not None:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
-
-
-def read_compile(value: Any) -> CompileOptions | None:
-    """Read `compile`: True, False, None, a scope name, or a dict.
-
-    Raises:
-        ConfigError: the value has an unsupported type, or an option is unknown.
-    """
-    options = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
-    if options is None:
-        return None
-    backends = torch._dynamo.list_backends(exclude_tags=())
-    if isinstance(options.backend, str) and options.backend not in backends:
-        raise ConfigError(
-            f"'{options.backend}' is not a backend of torch.compile{did_you_mean(options.backend, backends)}",
-            "compile.backend",
-        )
-    return options
 
 
 def compile_model(model: nn.Module, options: CompileOptions, warn: Callable[[str], None]) -> None:

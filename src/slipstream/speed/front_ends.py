@@ -8,15 +8,42 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from slipstream.speed.parallel import read_model_wrapper
+from slipstream.typecheck import check
 
-__all__ = ["Setting", "UserHook", "is_plain_wrapper", "read_front_ends", "settings"]
+__all__ = ["CFG_OPTIONS", "PARAMS_OPTIONS", "Setting", "UserHook", "is_plain_wrapper", "read_settings"]
 
 _SHORT_NAMES = {"float16": "fp16", "fp16": "fp16", "half": "fp16", "bfloat16": "bf16", "bf16": "bf16"}
 _UNSUPPORTED = "efficient_conv_bn_eval"
 FrontEnd = Mapping[str, Any]
+_PATHS = {
+    "precision": ("optim_wrapper.dtype", "training_params.mixed_precision"),
+    "compile": ("cfg.compile", "training_params.torch_compile"),
+    "ema": ("custom_hooks.EMAHook", "training_params.ema"),
+    "sync_bn": ("cfg.sync_bn", "training_params.sync_bn"),
+    "parallel": ("cfg.parallel", "cfg.model_wrapper_cfg", "training_params.multi_gpu"),
+    "find_unused_parameters": ("cfg.find_unused_parameters",),
+    "accumulate": ("optim_wrapper.accumulative_counts", "training_params.batch_accumulate"),
+    "clip_grad": ("optim_wrapper.clip_grad", "training_params.clip_grad_norm"),
+    "activation_checkpointing": ("cfg.activation_checkpointing",),
+    "cudnn_benchmark": ("env_cfg.cudnn_benchmark",),
+}
+"""The config paths of options, in addition to `speed=`."""
+
+
+def _keys(front_end: str) -> list[str]:
+    """Return the keys of a front end that set options."""
+    paths = (path.rpartition(".") for option_paths in _PATHS.values() for path in option_paths)
+    return [key for prefix, _, key in paths if prefix == front_end]
+
+
+CFG_OPTIONS = (*_keys("cfg"), "training_params")
+"""The keys of options that a Runner reads only from its `cfg`."""
+_MORE_PARAMS = ("speed", "torch_compile_loss", "torch_compile_options", "torch_compile_mode", "ema_params")
+PARAMS_OPTIONS = (*_keys("training_params"), *_MORE_PARAMS)
+"""The keys of SuperGradients' `training_params` that set speed options."""
 
 
 class Setting(NamedTuple):
@@ -38,41 +65,43 @@ class UserHook:
         return repr(self.hook)
 
 
-def read_front_ends(
-    speed: Any, cfg: FrontEnd, optim_wrapper: Any, custom_hooks: Any, env_cfg: Any, params: Any, device: str
-) -> dict[str, FrontEnd]:
-    """Return a dict that maps the config path prefix of each front end to its keys and values.
+def read_settings(
+    options: Sequence[str],
+    speed: Any,
+    cfg: FrontEnd | None,
+    optim_wrapper: Any,
+    custom_hooks: Any,
+    env_cfg: Any,
+    params: Any,
+    device: str,
+) -> Iterator[Setting]:
+    """Yield the settings of all front ends, ordered by option.
 
-    Keys that are not options are not checked.
+    Keys that are not options are checked only in `speed`.
 
     Raises:
-        ConfigError: `speed` is neither 'auto' nor a dict, `training_params` is not a dict, or `cfg` sets an unsupported
-            option.
+        ConfigError: `speed` is neither 'auto' nor a dict of options, `training_params` is not a dict, or `cfg` sets an
+            unsupported option.
     """
-    if cfg.get(_UNSUPPORTED):
+    if cfg is not None and cfg.get(_UNSUPPORTED):
         raise ConfigError("this option is not supported yet; remove it from cfg", _UNSUPPORTED)
-    if not isinstance(params, Mapping):
-        raise ConfigError(f"must be a dict, not {params!r}", "training_params")
-    return {
-        "speed": _speed_keys(speed, "speed"),
-        "cfg": cfg,
+    params = {} if params is None else check(params, Mapping, "training_params")
+    front_ends: Mapping[str, FrontEnd] = {
+        "speed": _speed_keys(speed, "speed", options),
+        "cfg": cfg or {},
         "optim_wrapper": _wrapper_keys(optim_wrapper, device),
         "custom_hooks": {"EMAHook": _ema_hook(custom_hooks)},
         "env_cfg": env_cfg if isinstance(env_cfg, Mapping) else {},
         "training_params": {**params, "device": device},
-        "training_params.speed": _speed_keys(params.get("speed"), "training_params.speed"),
+        "training_params.speed": _speed_keys(params.get("speed"), "training_params.speed", options),
     }
-
-
-def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontEnd]) -> Iterator[Setting]:
-    """Yield the settings of all front ends; `paths` maps each option to its config paths (such as `cfg.compile`)."""
-    for option, option_paths in paths.items():
-        for path in option_paths:
+    for option in options:
+        for path in (f"speed.{option}", *_PATHS.get(option, ()), f"training_params.speed.{option}"):
             front_end, _, key = path.rpartition(".")
-            translate = _TRANSLATIONS.get(path)
-            value = translate(front_ends[front_end]) if translate else front_ends[front_end].get(key)
+            keys, translate = front_ends[front_end], _TRANSLATIONS.get(path)
+            value = translate(keys) if translate else keys.get(key)
             # None means that the option is not set, except for `fused`, for which None is a value.
-            if value is not None or (option == "fused" and key in front_ends[front_end]):
+            if value is not None or (option == "fused" and key in keys):
                 yield Setting(option, path, value)
 
 
@@ -85,7 +114,7 @@ def is_plain_wrapper(optim_wrapper: Any) -> bool:
     return _kind(optim_wrapper.get("type", "OptimWrapper")) in ("OptimWrapper", "AmpOptimWrapper")
 
 
-def _speed_keys(speed: Any, path: str) -> FrontEnd:
+def _speed_keys(speed: Any, path: str, options: Sequence[str]) -> FrontEnd:
     if speed is None:
         return {}
     if speed == "auto":
@@ -99,6 +128,10 @@ def _speed_keys(speed: Any, path: str) -> FrontEnd:
             f"{path}.compile=True on the command line",
             path,
         )
+    for key in speed:
+        if key not in options:
+            hint = did_you_mean(str(key), options, f"{path}.{key}")
+            raise UnknownNameError(f"no such option{hint}", f"{path}.{key}")
     return speed
 
 

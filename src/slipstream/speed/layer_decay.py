@@ -9,21 +9,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import optional
 from slipstream.errors import ConfigError
 from slipstream.speed.blocks import find_blocks, find_modules
 from slipstream.step.parts import StepPart
-from slipstream.typecheck import Rule, is_real
+from slipstream.typecheck import Rule
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_decay"]
+__all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors"]
 
 _KEY = "layer_decay"
 _UNSUPPORTED = re.compile("Adafactor|Rprop|ASGD|LBFGS|Lookahead|.*ScheduleFree")
@@ -33,6 +32,8 @@ _UNSUPPORTED = re.compile("Adafactor|Rprop|ASGD|LBFGS|Lookahead|.*ScheduleFree")
 @dataclass(frozen=True)
 class LayerDecayOptions:
     """Options of `layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
+
+    shorthand: ClassVar = "decay"
 
     decay: Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")] = 0.75
     """Ratio of a layer's learning rate to that of the next layer, in (0, 1]."""
@@ -57,17 +58,6 @@ class LayerDecayOptions:
             )
         factors = layer_factors(model, self)
         return DecayLayers({param: factors[name] for name, param in model.named_parameters()})
-
-
-def read_layer_decay(value: Any) -> LayerDecayOptions | None:
-    """Read `layer_decay`: True, False, None, the decay as a number, or a dict.
-
-    Raises:
-        ConfigError: the value has an unsupported type, an option is unknown, or the decay is not in (0, 1].
-    """
-    if is_real(value):
-        value = {"decay": value}
-    return optional(LayerDecayOptions, value, _KEY)
 
 
 class DecayLayers(StepPart):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices
 
-from slipstream.config import optional
-from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
+from slipstream.errors import NonFiniteLossError
 from slipstream.sharding import is_sharded, local_shard
 from slipstream.step.numerics import all_finite, restore_unless
 from slipstream.typecheck import PositiveInt, check
@@ -21,14 +20,17 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["NanGuardOptions", "StepGuard", "guard_step", "poison", "read_nan_guard"]
-
-_ACTIONS = ("stop", "skip")
+__all__ = ["NanGuardOptions", "StepGuard", "guard_step", "poison"]
 
 
 @dataclass(frozen=True)
 class NanGuardOptions:
-    """Options of `nan_guard=dict(...)`, which handles losses and gradients that are not finite."""
+    """Options of `nan_guard=dict(...)`, which handles losses and gradients that are not finite; a string sets `action`.
+
+    Without this option, a non-finite loss still stops the run the next time losses are read for logging.
+    """
+
+    shorthand: ClassVar = "action"
 
     action: Literal["stop", "skip"] = "stop"
     """`stop` ends the run the next time losses are read for logging. `skip` skips the step without updating weights."""
@@ -41,24 +43,6 @@ class NanGuardOptions:
     def hook_cfg(self) -> dict[str, Any]:
         """Return the configuration of the hook that implements the option."""
         return {"type": "NanGuardHook", **asdict(self)}
-
-
-def read_nan_guard(value: Any) -> NanGuardOptions | None:
-    """Read `nan_guard`: `'stop'`, `'skip'`, a dict, True (`'stop'`), None or False.
-
-    With None and False, a non-finite loss still stops the run the next time losses are read for logging.
-
-    Raises:
-        ConfigError: the value has an unsupported type, or an option is unknown.
-    """
-    if value == "rollback" or (isinstance(value, Mapping) and value.get("action") == "rollback"):
-        raise ConfigError(
-            "'rollback' was removed; use 'skip', or 'stop' and restart the run with resume=True", "nan_guard"
-        )
-    if isinstance(value, str) and value not in _ACTIONS:
-        hint = did_you_mean(value, _ACTIONS)
-        raise ConfigError(f"must be 'stop', 'skip' or a dict, not {value!r}{hint}", "nan_guard")
-    return optional(NanGuardOptions, {"action": value} if isinstance(value, str) else value, "nan_guard")
 
 
 def poison(loss: Tensor) -> Tensor:

@@ -4,117 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-from slipstream.config import optional
+from slipstream.config import read_value
 from slipstream.dataset.loading.feed import read_prefetch
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.model import EmaOptions, read_ema
+from slipstream.errors import ConfigError
+from slipstream.model import EmaOptions
 from slipstream.optim import GradClip
-from slipstream.speed.activation_checkpointing import (
-    ActivationCheckpointingOptions,
-    read_activation_checkpointing,
-)
+from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions
 from slipstream.speed.adaptive_clip import AdaptiveClipOptions
 from slipstream.speed.auto import Capabilities, choose
-from slipstream.speed.compile import CompileOptions, read_compile
-from slipstream.speed.front_ends import Setting, UserHook, read_front_ends, settings
+from slipstream.speed.compile import CompileOptions
+from slipstream.speed.front_ends import Setting, UserHook, read_settings
 from slipstream.speed.gradient_centralization import GradientCentralizationOptions
-from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay
-from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
+from slipstream.speed.layer_decay import LayerDecayOptions
+from slipstream.speed.nan_guard import NanGuardOptions
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.sam import SamOptions
-from slipstream.speed.simple_options import (
-    read_accumulate,
-    read_bool,
-    read_clip_grad,
-    read_fused,
-    read_gc,
-    read_sync_bn,
-)
+from slipstream.typecheck import PositiveInt, check
 
-__all__ = [
-    "CFG_OPTIONS",
-    "NO_EFFECT",
-    "PARAMS_OPTIONS",
-    "REFUSED",
-    "Refusal",
-    "SpeedPlan",
-    "no_effect",
-    "option_rows",
-]
+__all__ = ["NO_EFFECT", "REFUSED", "Refusal", "SpeedPlan", "no_effect", "option_rows"]
 
 
-class _Option(NamedTuple):
-    """How to read an option, and its config paths in addition to `speed=`."""
-
-    read: Callable[[Any], Any]
-    paths: tuple[str, ...] = ()
-
-
-def _dict(options: type[Any], name: str) -> _Option:
-    return _Option(partial(optional, options, path=name))
+def _read_clip_grad(value: Any) -> GradClip | None:
+    if isinstance(value, GradClip) or not value:
+        return value or None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"must be a dict such as dict(max_norm=35), not {value!r}", "clip_grad")
+    return GradClip.from_dict(value)
 
 
-def _bool(name: str) -> Callable[[Any], bool]:
-    return partial(read_bool, name=name)
-
-
-def _read_ema(value: Any) -> EmaOptions | UserHook | None:
-    return value if isinstance(value, UserHook) else read_ema(value)
+def _read_sync_bn(value: Any) -> bool:
+    return bool(check(value == "torch" or value, bool, "sync_bn"))  # MMEngine's 'torch' is the same as True
 
 
 @dataclass(frozen=True)
 class SpeedPlan:
     """The speed options of a run, with one field per option. The modules in this package read and apply the options."""
 
-    precision: Annotated[
-        PrecisionOptions | None,
-        _Option(read_precision, ("optim_wrapper.dtype", "training_params.mixed_precision")),
-    ] = None
-    compile: Annotated[
-        CompileOptions | None, _Option(read_compile, ("cfg.compile", "training_params.torch_compile"))
-    ] = None
-    ema: Annotated[
-        EmaOptions | UserHook | None, _Option(_read_ema, ("custom_hooks.EMAHook", "training_params.ema"))
-    ] = None
-    sync_bn: Annotated[bool, _Option(read_sync_bn, ("cfg.sync_bn", "training_params.sync_bn"))] = False
-    parallel: Annotated[
-        ParallelOptions | None,
-        _Option(read_parallel, ("cfg.parallel", "cfg.model_wrapper_cfg", "training_params.multi_gpu")),
-    ] = None
-    find_unused_parameters: Annotated[
-        bool, _Option(_bool("find_unused_parameters"), ("cfg.find_unused_parameters",))
-    ] = False
-    accumulate: Annotated[
-        int,
-        _Option(read_accumulate, ("optim_wrapper.accumulative_counts", "training_params.batch_accumulate")),
-    ] = 1
-    clip_grad: Annotated[
-        GradClip | None,
-        _Option(read_clip_grad, ("optim_wrapper.clip_grad", "training_params.clip_grad_norm")),
-    ] = None
-    gradient_centralization: Annotated[
-        GradientCentralizationOptions | None,
-        _dict(GradientCentralizationOptions, "gradient_centralization"),
-    ] = None
-    adaptive_clip: Annotated[AdaptiveClipOptions | None, _dict(AdaptiveClipOptions, "adaptive_clip")] = None
-    layer_decay: Annotated[LayerDecayOptions | None, _Option(read_layer_decay)] = None
-    sam: Annotated[SamOptions | None, _dict(SamOptions, "sam")] = None
-    activation_checkpointing: Annotated[
-        ActivationCheckpointingOptions | None,
-        _Option(read_activation_checkpointing, ("cfg.activation_checkpointing",)),
-    ] = None
-    channels_last: Annotated[bool, _Option(_bool("channels_last"))] = False
-    fused: Annotated[bool | None, _Option(read_fused)] = False
-    prefetch: Annotated[int, _Option(read_prefetch)] = 0
-    cuda_graph: Annotated[bool, _Option(_bool("cuda_graph"))] = False
-    nan_guard: Annotated[NanGuardOptions | None, _Option(read_nan_guard)] = None
-    cudnn_benchmark: Annotated[bool, _Option(_bool("cudnn_benchmark"), ("env_cfg.cudnn_benchmark",))] = False
-    expandable_segments: Annotated[bool, _Option(_bool("expandable_segments"))] = False
-    gc: Annotated[int | None, _Option(read_gc)] = None
+    precision: Annotated[PrecisionOptions | None, read_precision] = None
+    compile: CompileOptions | None = None
+    ema: EmaOptions | UserHook | None = None
+    sync_bn: Annotated[bool, _read_sync_bn] = False
+    parallel: Annotated[ParallelOptions | None, read_parallel] = None
+    find_unused_parameters: bool = False
+    accumulate: PositiveInt = 1
+    clip_grad: Annotated[GradClip | None, _read_clip_grad] = None
+    gradient_centralization: GradientCentralizationOptions | None = None
+    adaptive_clip: AdaptiveClipOptions | None = None
+    layer_decay: LayerDecayOptions | None = None
+    sam: SamOptions | None = None
+    activation_checkpointing: ActivationCheckpointingOptions | None = None
+    channels_last: bool = False
+    fused: bool | None = False
+    """True (required), None (if supported) or False (the optimizer does not change)."""
+    prefetch: Annotated[int, read_prefetch] = 0
+    cuda_graph: bool = False
+    nan_guard: NanGuardOptions | None = None
+    cudnn_benchmark: bool = False
+    expandable_segments: bool = False
+    gc: PositiveInt | None = None
+    """Number of steps between garbage collections; None keeps automatic collection."""
     auto: bool = False
     """Whether to enable the options that `slipstream.speed.auto.choose` selects."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -145,28 +96,23 @@ class SpeedPlan:
         Raises:
             ConfigError: an option is unknown, has an invalid value, or is set to two different values.
         """
-        front_ends = read_front_ends(
-            speed,
-            cfg or {},
-            optim_wrapper,
-            custom_hooks,
-            env_cfg,
-            {} if training_params is None else training_params,
-            device,
-        )
-        autos = [_read_auto(front_ends[path], path) for path in ("speed", "training_params.speed")]
+        options = [*cls.options(), "auto"]
         first: dict[str, Setting] = {}
         values: dict[str, Any] = {}
-        for setting in settings(_CONFIG_PATHS, front_ends):
-            value, earlier = _read(setting), first.setdefault(setting.option, setting)
-            if values.setdefault(setting.option, value) != value:
+        for setting in read_settings(
+            options, speed, cfg, optim_wrapper, custom_hooks, env_cfg, training_params, device
+        ):
+            option, value = setting.option, _read(setting)
+            earlier = first.setdefault(option, setting)
+            if values.setdefault(option, value) != value and option != "auto":
                 raise ConfigError(
                     f"{setting.value!r} conflicts with {_user_path(earlier.path)}={earlier.value!r}; remove one of "
                     "them",
                     _user_path(setting.path),
                 )
-        sources = {option: setting.path for option, setting in first.items()}
-        return cls(**values, auto=any(autos), sources=sources)
+            values[option] = values[option] or value
+        sources = {option: setting.path for option, setting in first.items() if option != "auto"}
+        return cls(**values, sources=sources)
 
     def complete(self, capabilities: Capabilities) -> SpeedPlan:
         """Return the plan, with the choices of `auto` for options that are not set.
@@ -174,49 +120,30 @@ class SpeedPlan:
         Raises:
             ConfigError: the plan is invalid (see `REFUSED`).
         """
-        values: dict[str, Any] = {}
-        sources, notes = dict(self.sources), {}
-        for choice in choose(capabilities) if self.auto else ():
-            if choice.option in self.sources:
-                continue
-            if choice.enabled:
-                values[choice.option] = choice.value
-                sources[choice.option] = f"auto: {choice.reason}"
-            else:
-                notes[choice.option] = choice.reason
-        plan = replace(self, **values, sources=sources, notes=notes)
-        _check(plan, capabilities)
+        choices = [c for c in choose(capabilities) if c.option not in self.sources] if self.auto else []
+        enabled = {choice.option: choice for choice in choices if choice.enabled}
+        plan = replace(
+            self,
+            **{option: choice.value for option, choice in enabled.items()},
+            sources={
+                **self.sources,
+                **{option: f"auto: {choice.reason}" for option, choice in enabled.items()},
+            },
+            notes={choice.option: choice.reason for choice in choices if not choice.enabled},
+        )
+        for refusal in REFUSED:
+            if refusal.when(plan, capabilities):
+                raise ConfigError(refusal.message, plan.config_path(refusal.option))
         return plan
 
     @staticmethod
     def options() -> list[str]:
         """Return the names of all options."""
-        return list(_OPTIONS)
+        return [f.name for f in fields(SpeedPlan) if f.name not in ("auto", "sources", "notes")]
 
     def config_path(self, option: str) -> str:
         """Return the config path of an option for an error message."""
         return _user_path(self.sources.get(option, option))
-
-
-_OTHER_NAMES = {
-    "accumulate_grad_batches": "accumulate",
-    "gradient_accumulation_steps": "accumulate",
-    "gradient_clip_val": "clip_grad",
-    "max_grad_norm": "clip_grad",
-    "mixed_precision": "precision",
-    "torch_compile": "compile",
-}
-"""Maps names of options in Accelerate, Lightning and transformers to the names of Slipstream's options."""
-
-
-def _read_auto(speed: Mapping[str, Any], path: str) -> bool:
-    """Check the names of the options in `speed`, and return the value of `auto`."""
-    known = [*_OPTIONS, "auto"]
-    for key in speed:
-        if key not in known:
-            hint = f"; use '{own}'" if (own := _OTHER_NAMES.get(key)) else did_you_mean(str(key), known)
-            raise UnknownNameError(f"no such option{hint}", f"{path}.{key}")
-    return read_bool(speed.get("auto"), f"{path}.auto")
 
 
 def _user_path(path: str) -> str:
@@ -226,35 +153,14 @@ def _user_path(path: str) -> str:
 
 def _read(setting: Setting) -> Any:
     """Return the typed value of a setting; errors name its config path."""
+    option, value = setting.option, setting.value
+    if getattr(SpeedPlan, option) is None and (value is False or value == []):
+        return None
     try:
-        return _OPTIONS[setting.option].read(setting.value)
+        return read_value(get_type_hints(SpeedPlan, include_extras=True)[option], value, option)
     except ConfigError as error:
-        error.path = _user_path(setting.path) + error.path.removeprefix(setting.option)
+        error.path = _user_path(setting.path) + error.path.removeprefix(option)
         raise
-
-
-_OPTIONS: Mapping[str, _Option] = {
-    name: hint.__metadata__[0]
-    for name, hint in get_type_hints(SpeedPlan, include_extras=True).items()
-    if hasattr(hint, "__metadata__")
-}
-_CONFIG_PATHS: Mapping[str, list[str]] = {
-    name: [f"speed.{name}", *option.paths, f"training_params.speed.{name}"]
-    for name, option in _OPTIONS.items()
-}
-
-
-def _keys(front_end: str) -> list[str]:
-    """Return the keys of a front end that set options."""
-    paths = (path.rpartition(".") for option_paths in _CONFIG_PATHS.values() for path in option_paths)
-    return [key for prefix, _, key in paths if prefix == front_end]
-
-
-CFG_OPTIONS = (*_keys("cfg"), "training_params")
-"""The keys of options that a Runner reads only from its `cfg`."""
-_MORE_PARAMS = ("speed", "torch_compile_loss", "torch_compile_options", "torch_compile_mode", "ema_params")
-PARAMS_OPTIONS = (*_keys("training_params"), *_MORE_PARAMS)
-"""The keys of SuperGradients' `training_params` that set speed options."""
 
 
 # ---- invalid combinations, and options without effect ---------------------------------------------------
@@ -323,17 +229,6 @@ NO_EFFECT = (
 )  # fmt: skip
 """Tuples (option, condition, reason): if the condition holds, the option has no effect. This is not an error, so that
 the same configuration works on a laptop and on a cluster."""
-
-
-def _check(plan: SpeedPlan, capabilities: Capabilities) -> None:
-    """Check that a plan is valid.
-
-    Raises:
-        ConfigError: an entry of `REFUSED` applies.
-    """
-    for refusal in REFUSED:
-        if refusal.when(plan, capabilities):
-            raise ConfigError(refusal.message, plan.config_path(refusal.option))
 
 
 def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:

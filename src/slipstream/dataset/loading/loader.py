@@ -24,7 +24,6 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from slipstream.config.options import REMOVED
 from slipstream.cores import cores
 from slipstream.dataset.loading.collate import default_collate, torch_default_collate
 from slipstream.dataset.loading.samplers import (
@@ -297,8 +296,8 @@ def _check_options(options: Mapping[str, Any], name: str, training: bool) -> Non
     known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch", "skip_errors"]
     for key in options:
         if key not in known:
-            removed = REMOVED.get(f"dataloader.{key}")
-            raise ConfigError(removed or f"there is no option '{key}'{did_you_mean(key, known)}", name)
+            hint = did_you_mean(key, known, f"dataloader.{key}")
+            raise ConfigError(f"there is no option '{key}'{hint}", name)
     if "dataset" not in options:
         raise ConfigError("the key 'dataset' is missing; set it to a dataset or its configuration", name)
     for key, annotation in _TYPES.items():
