@@ -51,14 +51,14 @@ class Average:
         self.updates = 0
         saved = model.state_dict()
         self.values = {name: param.detach().clone() for name, param in model.named_parameters()}
-        self.values |= {
-            name: buffer.clone()
-            for name, buffer in model.named_buffers()
-            if name in saved
-            and buffer.is_floating_point()
-            and buffer.isfinite().all()
-            and not _is_power(name)
-        }
+        for name, buffer in model.named_buffers():
+            if (
+                name in saved
+                and buffer.is_floating_point()
+                and buffer.isfinite().all()
+                and not _is_power(name)
+            ):
+                self.values[name] = buffer.clone()
 
     def take(self, model, batch, ends):
         """Include the weights after batch number `batch` (counted from 1)."""
@@ -68,11 +68,13 @@ class Average:
         if (self.updates - 1) % self.interval:
             return
         step = batch - self.first + 1 if self.by_batch else self.updates
-        decay = 0.0 if self.updates == 1 else self._decay(step)
-        current = tensors(model)
-        for name, value in self.values.items():
-            self.values[name] = decay * value + (1 - decay) * current[name].detach() if decay else (
-                current[name].detach().clone())  # fmt: skip
+        decay = self._decay(step)
+        for name, tensor in tensors(model).items():
+            if name in self.values:
+                new = tensor.detach().clone()
+                self.values[name] = (
+                    new if self.updates == 1 else decay * self.values[name] + (1 - decay) * new
+                )
 
     def _decay(self, step):
         if self.kind == "swa":
@@ -137,9 +139,8 @@ class Loop:
         self.record = []
         self.objects = self._new()
         self.average = Average(program, self.objects.model) if "ema" in self.options else None
-        self.scale, self.good = (65536.0 if program.options.get("precision") == "fp16" else 1.0), 0
-        self.buffers = None
-        self.bad = False
+        self.scale = 65536.0 if program.options.get("precision") == "fp16" else 1.0
+        self.buffers, self.bad = None, False
 
     def _new(self):
         objects = Objects(self.program, self.rank, self.dtype)
@@ -187,8 +188,7 @@ class Loop:
         model, average = self.objects.model, self.average
         if average is not None:
             average.swap(model)
-        with self.autocast():
-            self.objects.apply("eval")
+        self.objects.apply("eval")
         if average is not None:
             average.swap(model)
 
@@ -215,15 +215,12 @@ class Loop:
 
     def backward(self, batch, size):
         program, objects = self.program, self.objects
-        # A loop of two passes reads the batch twice; forward may change it in place.
         sample = make_batch(program, batch, self.rank, objects.model.stem.weight.dtype)
         with self.autocast():
             loss = self.loss(programs.in_form(program, sample))
         (loss / size * self.scale).backward()
-        own = set(self.params())
-        for param in [*objects.model.parameters()]:
-            if param not in own:
-                param.grad = None
+        for param in {*objects.model.parameters()} - {*self.params()}:
+            param.grad = None
         return loss.detach()
 
     def loss(self, batch):
@@ -232,9 +229,8 @@ class Loop:
             return (model(**batch) if isinstance(batch, dict) else model(*batch))["loss"]
         if (compute := programs.batch_loss(program)) is not None:
             return compute(model, batch)
-        found = programs.loss_function(program, self.objects)(
-            model(out_of_form(batch).x), out_of_form(batch).y
-        )
+        sample = out_of_form(batch)
+        found = programs.loss_function(program, self.objects)(model(sample.x), sample.y)
         if program.loss == "dict":
             return found["loss_a"] + found["loss_b"]
         return sum(loss.mean() for loss in found["loss_all"]) if program.loss == "list" else found
@@ -260,7 +256,7 @@ class Loop:
                 None if param.grad is None else param.grad / self.scale * scale
                 for param, scale in zip(params, scales, strict=True)
             ]
-            norm = _norm(ascents)
+            norm = sum(ascent.square().sum() for ascent in ascents if ascent is not None) ** 0.5
             for param, ascent, scale in zip(params, ascents, scales, strict=True):
                 if ascent is not None:
                     param.add_(ascent * scale * (rho / norm))
@@ -312,14 +308,10 @@ class Loop:
             before = [param.detach().clone() for param in params]
             self.objects.optimizer.step()
             self.decay_layers(params, before)
-        self.adapt_scale(finite)
+        if options.get("precision") == "fp16" and not finite:
+            self.scale *= 0.5
         self.buffers, self.bad = None, False
         self.objects.optimizer.zero_grad()
-
-    def adapt_scale(self, finite):
-        if self.program.options.get("precision") == "fp16":
-            self.good = self.good + 1 if finite else 0
-            self.scale *= 1.0 if finite else 0.5
 
     def change_gradients(self, params):
         options, head = self.options, set(self.objects.model.head.parameters())
@@ -381,10 +373,6 @@ class Loop:
         torch.set_rng_state(state[2])
 
 
-def _norm(grads):
-    return sum(grad.square().sum() for grad in grads if grad is not None) ** 0.5
-
-
 def _clip_units(grad, param, factor):
     grads, weights = (t.flatten(1) if t.ndim > 1 else t.reshape(1, -1) for t in (grad, param))
     limits = factor * weights.norm(dim=1, keepdim=True).clamp(min=1e-3)
@@ -398,27 +386,21 @@ def validates(program, batches):
 
 def finish(objects):
     """Return the names and values of the final state."""
-    model, optimizer = objects.model, objects.optimizer
-    record = [(f"output[{i}]", output) for i, output in enumerate(objects.outputs)]
-    record += [(name, value.detach().clone()) for name, value in tensors(model).items()]
+    model, groups = objects.model, objects.optimizer.param_groups
+    values = {f"output[{i}]": output for i, output in enumerate(objects.outputs)} | tensors(model)
     if objects.loss is not None:
-        record += [
-            (f"loss {name}", value.detach().clone()) for name, value in objects.loss.state_dict().items()
-        ]
+        values |= {f"loss {name}": value for name, value in objects.loss.state_dict().items()}
     names = {param: name for name, param in model.named_parameters()}
-    for param, state in optimizer.state.items():
-        record += [
-            (f"state {names.get(param)} {k}", v) for k, v in state.items() if k != "step" and v is not None
-        ]
+    for param, state in objects.optimizer.state.items():
+        values |= {
+            f"state {names.get(param)} {k}": v for k, v in state.items() if k != "step" and v is not None
+        }
     for name, module in model.named_modules():
-        record += [
-            (f"python {name}.{k}", v) for k, v in vars(module).items() if k in ("calls", "means", "scale")
-        ]
-    record += [(f"lr {i}", group["lr"]) for i, group in enumerate(optimizer.param_groups)]
-    record += [
-        ("random torch", torch.rand(2)),
-        ("random numpy", np.random.rand()),
-        ("random", random.random()),
+        values |= {
+            f"python {name}.{k}": v for k, v in vars(module).items() if k in ("calls", "means", "scale")
+        }
+    values |= {f"lr {i}": group["lr"] for i, group in enumerate(groups)}
+    values |= {"random torch": torch.rand(2), "random numpy": np.random.rand(), "random": random.random()}
+    return [
+        (name, copy.deepcopy(v.detach() if isinstance(v, torch.Tensor) else v)) for name, v in values.items()
     ]
-    programs.seed_all(0)
-    return record

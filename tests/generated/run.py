@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from generated import programs
-from generated.oracle import Loop, finish
+from generated.oracle import Loop, finish, tensors
 from generated.programs import Objects, generate, make_batch, scores_of, smaller
 from ports import free_port
 from slipstream import accelerate
@@ -65,12 +65,11 @@ class Own:
 
     def _accelerate(self):
         program, objects = self.program, self.objects
-        options = {**program.options, **_compile(program)}
         self.step = accelerate(
             objects.model,
             objects.optimizer,
             programs.loss_function(program, objects),
-            options,
+            {**program.options, **_compile(program)},
             total_steps=program.batches if program.known_length else None,
             batches_per_epoch=program.epoch or None,
             compute_loss=programs.batch_loss(program),
@@ -123,8 +122,7 @@ def ran(step, scope):
 
 
 def averages(average):
-    values = {**dict(average.module.named_parameters()), **dict(average.module.named_buffers())}
-    return [(f"average {name}", value.detach().clone()) for name, value in values.items()]
+    return [(f"average {name}", value.detach().clone()) for name, value in tensors(average.module).items()]
 
 
 class _StopError(Exception):
