@@ -62,6 +62,16 @@ def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     assert average_of(runner).steps == 4
 
 
+def test_counting_batches_starts_at_begin_iter(tmp_path):
+    history = History()
+    hook = dict(SCHEDULED, decay=0.8, beta=3.0, count="batches", begin_iter=5)
+    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
+    ema_run(tmp_path, custom_hooks=[hook, history], optim_wrapper=optim)
+    moved, batches = [history.steps[index] for index in (5, 8, 9)], [2, 5, 6]  # batches 6, 9 and 10 of 10
+    decay_of = lambda s, total: 0.8 * (1 - math.exp(-3 * batches[s - 1] / 6))  # noqa: E731
+    assert_close(scheduled(moved, decay_of), history.validated[1])
+
+
 def test_step_skipped_on_overflow_counts_as_an_update(tmp_path):
     scaled = dict(
         type="AmpOptimWrapper",
