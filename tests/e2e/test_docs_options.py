@@ -11,9 +11,10 @@ from torch import nn
 from slipstream.cli.main import main
 from slipstream.optim import build_optim_wrapper
 from slipstream.registry import HOOKS
-from slipstream.speed import SpeedPlan
-from slipstream.speed.plan import NO_EFFECT, REFUSED
+from slipstream.speed import Capabilities, SpeedPlan
+from slipstream.speed.plan import rules
 
+RULES = rules(SpeedPlan(), Capabilities())
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
@@ -85,11 +86,11 @@ def test_each_inline_snippet_is_valid():
 
 
 def test_documented_errors_match_the_code():
-    assert table(INDEX, "What raises an error") == [[f"`{r.option}`", r.message] for r in REFUSED]
+    assert table(INDEX, "What raises an error") == [[f"`{r.option}`", r.message] for r in RULES[0]]
 
 
 def test_documented_options_without_effect_match_the_code():
-    assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in NO_EFFECT]
+    assert table(INDEX, "What has no effect") == [[f"`{r.option}`", r.message] for r in RULES[1]]
 
 
 def test_explain_prints_the_output_on_the_page(capsys, monkeypatch):

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from slipstream.hooks import Hook
-from slipstream.speed.apply import (
-    cudnn_benchmark,
-    expandable_segments,
-)
+from slipstream.speed import SpeedPlan
+from slipstream.speed.apply import process_settings
 from tiny_runs import run
 
 
@@ -29,7 +27,8 @@ def _restore_settings():
 
 def test_settings_are_restored_after_the_context():
     before = torch.backends.cudnn.benchmark
-    with cudnn_benchmark(), expandable_segments():
+    plan = SpeedPlan(cudnn_benchmark=True, expandable_segments=True)
+    with process_settings(plan, torch.device("cuda")):
         assert torch.backends.cudnn.benchmark is True
         assert settings() == "expandable_segments:True"
     assert torch.backends.cudnn.benchmark is before
@@ -38,7 +37,7 @@ def test_settings_are_restored_after_the_context():
 
 def test_deterministic_runs_disable_cudnn_benchmark():
     torch.use_deterministic_algorithms(True)
-    with cudnn_benchmark():
+    with process_settings(SpeedPlan(cudnn_benchmark=True), torch.device("cuda")):
         assert torch.backends.cudnn.benchmark is False
 
 

@@ -68,11 +68,10 @@ def _model(cfg: Config) -> nn.Module:
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     """Yield each option that has no effect or is not supported on this machine, with the reason."""
     from slipstream.speed import SpeedPlan
-    from slipstream.speed.plan import REFUSED, no_effect
+    from slipstream.speed.plan import no_effect, refused
 
     for option, value in _MACHINE_BOUND:
         plan = SpeedPlan.read({"compile": True, option: value})
-        refused = [refusal.message for refusal in REFUSED if refusal.when(plan, capabilities)]
-        without_effect = [why for name, why in no_effect(plan, capabilities) if name == option]
-        for why in [*refused, *without_effect][:1]:
-            yield f"{option}={value}", why
+        reasons = {**no_effect(plan, capabilities), **refused(plan, capabilities)}
+        if option in reasons:
+            yield f"{option}={value}", reasons[option]

@@ -277,14 +277,20 @@ def prepare(
     preprocessor, loss_fn = arguments["data_preprocessor"], arguments["loss_fn"]
     model = build_model(arguments["model"], preprocessor, loss_fn)
     capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
-    plan = complete_plan(plan, capabilities, logger.info)
+    plan = plan.complete(capabilities)
+    if plan.sources:
+        logger.info(
+            "Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items())
+        )
+    for option, reason in no_effect(plan, capabilities).items():
+        logger.info(f"{plan.sources[option]} has no effect here: {reason}")
     with process_settings(plan, device):
         model = prepare_model(model, plan, device)
     return capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device)
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
-    """Return the capabilities of this machine, and the properties of the model and the run, for `complete_plan`."""
+    """Return the capabilities of this machine, and the properties of the model and the run."""
     return Capabilities.here(
         device_type(),
         model,
@@ -292,20 +298,6 @@ def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -
         plain_wrapper=is_plain_wrapper(optim_wrapper),
         deterministic=deterministic,
     )
-
-
-def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
-    """Set the options that depend on the capabilities. Log all options, and the reasons why some have no effect.
-
-    Raises:
-        ConfigError: an option, or a combination of options, is not supported for this run.
-    """
-    plan = plan.complete(capabilities)
-    if plan.sources:
-        log("Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items()))
-    for option, reason in no_effect(plan, capabilities):
-        log(f"{plan.sources[option]} has no effect here: {reason}")
-    return plan
 
 
 def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:

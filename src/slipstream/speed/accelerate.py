@@ -160,7 +160,7 @@ def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> tuple[
             "requires an optimizer built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
-    return plan, dict(no_effect(plan, capabilities))
+    return plan, no_effect(plan, capabilities)
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:

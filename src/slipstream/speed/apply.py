@@ -39,13 +39,9 @@ from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
 from slipstream.step.trained_parameters import keeps_parameters
 
-_EXPANDABLE = "expandable_segments"
-
 __all__ = [
     "add_parts",
     "compiling",
-    "cudnn_benchmark",
-    "expandable_segments",
     "overrides_train_step",
     "plan_optim",
     "prepare_model",
@@ -54,6 +50,8 @@ __all__ = [
     "to_device",
     "wrap_model",
 ]
+
+_EXPANDABLE = "expandable_segments"
 
 
 def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
@@ -256,44 +254,26 @@ def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
 
 @contextmanager
 def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
-    """Enable the plan's process-wide settings for this device type within the context."""
+    """Enable the plan's process-wide settings for this device type within the context.
+
+    cuDNN's benchmark mode is disabled if deterministic algorithms are enabled. Expandable segments reduce memory
+    fragmentation; only new allocations are affected, and the other settings in PYTORCH_ALLOC_CONF are unchanged.
+    """
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
             stack.enter_context(tf32())
         if plan.cudnn_benchmark:
-            stack.enter_context(cudnn_benchmark())
+            cudnn = torch.backends.cudnn
+            stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+            cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         if plan.expandable_segments and on_cuda:
-            stack.enter_context(expandable_segments())
+            before = _allocator_settings()
+            after = before if _EXPANDABLE in before else _add_setting(before, f"{_EXPANDABLE}:False")
+            stack.callback(torch._C._accelerator_setAllocatorSettings, after)
+            # Pass all settings, because torch resets some omitted settings to their defaults.
+            torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
         yield
-
-
-@contextmanager
-def cudnn_benchmark() -> Iterator[None]:
-    """Enable cuDNN's benchmark mode within the context; if deterministic algorithms are enabled, disable it instead."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-@contextmanager
-def expandable_segments() -> Iterator[None]:
-    """Enable the allocator's expandable segments within the context, to reduce memory fragmentation.
-
-    Only new allocations are affected. The other settings in
-    PYTORCH_ALLOC_CONF are unchanged. The previous setting is restored on exit.
-    """
-    before = _allocator_settings()
-    # Pass all settings, because torch resets some omitted settings to their defaults.
-    torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
-    try:
-        yield
-    finally:
-        after = before if _EXPANDABLE in before else _add_setting(before, f"{_EXPANDABLE}:False")
-        torch._C._accelerator_setAllocatorSettings(after)
 
 
 def _allocator_settings() -> str:

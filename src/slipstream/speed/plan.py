@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -24,7 +24,7 @@ from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.sam import SamOptions
 from slipstream.typecheck import PositiveInt, check
 
-__all__ = ["NO_EFFECT", "REFUSED", "Refusal", "SpeedPlan", "no_effect", "option_rows"]
+__all__ = ["SpeedPlan", "no_effect", "option_rows", "refused", "rules"]
 
 
 def _read_clip_grad(value: Any) -> GradClip | None:
@@ -118,7 +118,7 @@ class SpeedPlan:
         """Return the plan, with the choices of `auto` for options that are not set.
 
         Raises:
-            ConfigError: the plan is invalid (see `REFUSED`).
+            ConfigError: the plan is invalid (see `rules`).
         """
         choices = [c for c in choose(capabilities) if c.option not in self.sources] if self.auto else []
         enabled = {choice.option: choice for choice in choices if choice.enabled}
@@ -131,9 +131,8 @@ class SpeedPlan:
             },
             notes={choice.option: choice.reason for choice in choices if not choice.enabled},
         )
-        for refusal in REFUSED:
-            if refusal.when(plan, capabilities):
-                raise ConfigError(refusal.message, plan.config_path(refusal.option))
+        for option, message in refused(plan, capabilities).items():
+            raise ConfigError(message, plan.config_path(option))
         return plan
 
     @staticmethod
@@ -166,76 +165,69 @@ def _read(setting: Setting) -> Any:
 # ---- invalid combinations, and options without effect ---------------------------------------------------
 
 
-class Refusal(NamedTuple):
-    """A condition under which a plan is invalid."""
+class Rule(NamedTuple):
+    """A rule by which an option is refused, or has no effect."""
 
     option: str
-    """The option whose config path is included in the error message."""
-    when: Callable[[SpeedPlan, Capabilities], bool]
+    """The option whose config path is part of the error message."""
+    applies: bool
     message: str
-    """The error message, which describes what is wrong and how to fix it."""
 
 
-def _has_precision(plan: SpeedPlan, precision: str) -> bool:
-    return plan.precision is not None and plan.precision.name == precision
+def rules(plan: SpeedPlan, capabilities: Capabilities) -> tuple[list[Rule], list[Rule]]:
+    """Return the rules by which an option of the plan raises an error, and those by which an option has no effect.
+
+    The message of an error describes what is wrong and how to fix it. No effect is not an error, so that the same
+    configuration works on a laptop and on a cluster.
+    """
+    precision = plan.precision.name if plan.precision else None
+    scope = (plan.compile.scope or "step") if plan.compile else None
+    device, parallel, checkpointing = capabilities.device, plan.parallel, plan.activation_checkpointing
+    refused = [
+        Rule("precision", precision == "fp8" and capabilities.capability < (8, 9),
+             "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'"),
+        Rule("precision", precision == "fp8" and not capabilities.torchao,
+             "'fp8' requires torchao; run: pip install 'slipstream[fp8]'"),
+        Rule("cuda_graph", plan.cuda_graph and device != "cuda",
+             "requires an NVIDIA or AMD GPU; none found. Remove this option"),
+        Rule("cuda_graph", plan.cuda_graph and scope != "step",
+             "requires a step that is compiled as one graph; add compile=dict(scope='step')"),
+        Rule("compile", (plan.compile is not None and plan.compile.scope == "step"
+                         and parallel is not None and parallel.kind != "ddp"),
+             "scope='step' does not support sharded models or custom wrappers; use scope='model' or parallel='ddp'"),
+        Rule("compile", plan.compile is not None and plan.compile.backend == "eager" and checkpointing is not None,
+             "backend 'eager' does not support activation_checkpointing; use 'aot_eager' or 'inductor'"),
+        Rule("find_unused_parameters", plan.find_unused_parameters and parallel is not None and parallel.sharded,
+             "applies only to DDP; remove it or use parallel='ddp'"),
+    ]  # fmt: skip
+    without_effect = [
+        Rule("precision", precision == "tf32" and not capabilities.tf32,
+             "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); "
+             "the step computes in float32"),
+        Rule("cudnn_benchmark", plan.cudnn_benchmark and device != "cuda", "this device does not use cuDNN"),
+        Rule("cudnn_benchmark", plan.cudnn_benchmark and capabilities.deterministic,
+             "randomness.deterministic disables the benchmark"),
+        Rule("expandable_segments", plan.expandable_segments and device != "cuda",
+             "this option affects only GPU memory"),
+        Rule("prefetch", bool(plan.prefetch) and device == "cpu", "batches are already in CPU memory"),
+        Rule("activation_checkpointing", checkpointing is not None and checkpointing.offload and scope is not None,
+             "compiled code does not support offload; block inputs stay on the device, and the rest is recomputed"),
+        Rule("sync_bn", plan.sync_bn and capabilities.world_size == 1,
+             "a single process already normalizes over the whole batch"),
+        Rule("parallel", parallel is not None and capabilities.world_size == 1,
+             "only one process is running; start several with --nproc or a launcher"),
+    ]  # fmt: skip
+    return refused, without_effect
 
 
-def _compiles_step(plan: SpeedPlan) -> bool:
-    return plan.compile is not None and plan.compile.scope in (None, "step")
+def refused(plan: SpeedPlan, capabilities: Capabilities) -> dict[str, str]:
+    """Return the options that raise an error on this machine, with the message."""
+    return {rule.option: rule.message for rule in reversed(rules(plan, capabilities)[0]) if rule.applies}
 
 
-REFUSED = (
-    Refusal("precision", lambda plan, capabilities: _has_precision(plan, "fp8") and capabilities.capability < (8, 9),
-            "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'"),
-    Refusal("precision", lambda plan, capabilities: _has_precision(plan, "fp8") and not capabilities.torchao,
-            "'fp8' requires torchao; run: pip install 'slipstream[fp8]'"),
-    Refusal("cuda_graph", lambda plan, capabilities: plan.cuda_graph and capabilities.device != "cuda",
-            "requires an NVIDIA or AMD GPU; none found. Remove this option"),
-    Refusal("cuda_graph", lambda plan, capabilities: plan.cuda_graph and not _compiles_step(plan),
-            "requires a step that is compiled as one graph; add compile=dict(scope='step')"),
-    Refusal("compile", lambda plan, capabilities: (
-                plan.compile is not None and plan.compile.scope == "step"
-                and plan.parallel is not None and plan.parallel.kind != "ddp"),
-            "scope='step' does not support sharded models or custom wrappers; use scope='model' or parallel='ddp'"),
-    Refusal("compile", lambda plan, capabilities: (
-                plan.compile is not None and plan.compile.backend == "eager"
-                and plan.activation_checkpointing is not None),
-            "backend 'eager' does not support activation_checkpointing; use 'aot_eager' or 'inductor'"),
-    Refusal("find_unused_parameters", lambda plan, capabilities: (
-                plan.find_unused_parameters and plan.parallel is not None and plan.parallel.sharded),
-            "applies only to DDP; remove it or use parallel='ddp'"),
-)  # fmt: skip
-"""The conditions under which `_check` raises an error."""
-
-NO_EFFECT = (
-    ("precision", lambda plan, capabilities: _has_precision(plan, "tf32") and not capabilities.tf32,
-     "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); the step computes in float32"),
-    ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.device != "cuda",
-     "this device does not use cuDNN"),
-    ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.deterministic,
-     "randomness.deterministic disables the benchmark"),
-    ("expandable_segments", lambda plan, capabilities: plan.expandable_segments and capabilities.device != "cuda",
-     "this option affects only GPU memory"),
-    ("prefetch", lambda plan, capabilities: bool(plan.prefetch) and capabilities.device == "cpu",
-     "batches are already in CPU memory"),
-    ("activation_checkpointing", lambda plan, capabilities: (
-        plan.activation_checkpointing is not None and plan.activation_checkpointing.offload
-        and plan.compile is not None),
-     "compiled code does not support offload; block inputs stay on the device, and the rest is recomputed"),
-    ("sync_bn", lambda plan, capabilities: plan.sync_bn and capabilities.world_size == 1,
-     "a single process already normalizes over the whole batch"),
-    ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
-     "only one process is running; start several with --nproc or a launcher"),
-)  # fmt: skip
-"""Tuples (option, condition, reason): if the condition holds, the option has no effect. This is not an error, so that
-the same configuration works on a laptop and on a cluster."""
-
-
-def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
-    """Yield the name of each option that has no effect on this machine, and the reason."""
-    for option, when, why in NO_EFFECT:
-        if when(plan, capabilities):
-            yield option, why
+def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> dict[str, str]:
+    """Return the options that have no effect on this machine, with the reason."""
+    return {rule.option: rule.message for rule in reversed(rules(plan, capabilities)[1]) if rule.applies}
 
 
 # ---- description ----------------------------------------------------------------------------------------
@@ -243,15 +235,17 @@ def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str
 
 def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
     """Yield the option, value, source and reason for each option that is set, or that `auto` leaves disabled."""
-    without_effect = {option: f"no effect here: {why}" for option, why in no_effect(plan, capabilities)}
+    without_effect = no_effect(plan, capabilities)
     for option in plan.options():
         if option in plan.notes:
             yield option, "off", "auto", plan.notes[option]
         elif option in plan.sources:
             source, _, why = plan.sources[option].partition(": ")
+            if option in without_effect:
+                why = f"no effect here: {without_effect[option]}"
             value = getattr(plan, option)
             off = value is None and option != "fused"
-            yield option, "off" if off else _describe(value), source, without_effect.get(option, why)
+            yield option, "off" if off else _describe(value), source, why
 
 
 def _describe(value: Any) -> str:
