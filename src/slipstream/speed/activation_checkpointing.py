@@ -7,7 +7,6 @@ SyncBN's communication.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
+from slipstream.step.dynamo import recompute_contexts
 
 __all__ = [
     "ActivationCheckpointingOptions",
@@ -59,8 +59,6 @@ def checkpoint_activations(model: nn.Module, options: ActivationCheckpointingOpt
             repeated blocks.
     """
     blocks = find_blocks(model, options.modules, f"{_KEY}.modules")
-    # torch warns that in-place operations may change saved results. A test verifies that this does not happen here.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in blocks:
         if not is_recomputed(module):
             module.forward = update_wrapper(
@@ -87,8 +85,7 @@ def _recomputed(
     # devices whose random state it saves.
     block, args = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
-        contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
-        return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+        return checkpoint(block, *args, use_reentrant=False, context_fn=recompute_contexts)
     # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the parameters'
     # device.
     tensor = next(chain(module.parameters(), module.buffers()), None)
@@ -111,17 +108,6 @@ def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> 
     """Call `forward`; the last `len(names)` inputs are keyword arguments with these names."""
     first = len(inputs) - len(names)
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
-
-
-def _keep_in_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of random operators and collectives, and recompute all other results."""
-    random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-    communicates = getattr(operator, "namespace", "") == "_c10d_functional"
-    return CheckpointPolicy.MUST_SAVE if random or communicates else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _not_about_context_fn(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

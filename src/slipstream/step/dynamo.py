@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
 __all__ = [
+    "capture_config",
+    "check_random",
+    "check_traced",
     "has_side_effects",
     "needs_autograd_engine",
-    "refuse_checkpoint",
-    "refuse_python_random",
-    "refuse_uncompiled",
-    "tracing",
+    "prepare_graph",
+    "recompute_contexts",
     "why_not_recomputed",
 ]
 
+_LOG_NAME = re.compile(r"(debug|info|warn|error|critical|exception|fatal|log)(?!ger)")
+_RANDOM_NAME = re.compile(
+    r"dropout|rand|bernoulli|normal_?$|multinomial|poisson|attention|rrelu|exponential_|uniform_|cauchy_|geometric_"
+)
 
-def tracing() -> AbstractContextManager[Any]:
-    """Return a context manager with Dynamo's settings for capturing a step."""
-    settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        trace_autograd_ops=True,
-        # Without this setting, a counter that a module increments in forward causes a new graph at every step.
-        allow_unspec_int_on_nn_module=True,
-        # Capture a new graph if hooks are added or removed later.
-        skip_nnmodule_hook_guards=False,
-        # Without this setting, NumPy's random numbers are drawn from torch's generator.
-        use_numpy_random_stream=True,
-    )
-    return settings
+
+@contextmanager
+def capture_config() -> Iterator[None]:
+    """Apply the settings for capturing and compiling a step."""
+    known = hasattr(torch._dynamo.config, "ignore_logging_functions")
+    ignored = "ignore_logging_functions" if known else "ignore_logger_methods"  # the name in older versions
+    autocast = {"backward_pass_autocast": "off"}  # otherwise, float32 regions run backward in lower precision
+    functorch = torch._functorch.config
+    with (
+        torch._dynamo.config.patch(
+            trace_autograd_ops=True,
+            # Without this setting, a counter that a module increments in forward causes a new graph at every step.
+            allow_unspec_int_on_nn_module=True,
+            # Capture a new graph if hooks are added or removed later.
+            skip_nnmodule_hook_guards=False,
+            # Without this setting, NumPy's random numbers are drawn from torch's generator.
+            use_numpy_random_stream=True,
+            **{ignored: _log_functions()},
+        ),
+        functorch.patch(autocast) if hasattr(functorch, "backward_pass_autocast") else nullcontext(),
+    ):
+        yield
+
+
+def _log_functions() -> set[Any]:
+    """Return the functions that write log messages, including methods that libraries add to `logging.Logger`."""
+    owners = (logging, logging.Logger, logging.getLoggerClass(), *logging.Logger.__subclasses__())
+    named = [item for owner in owners for item in vars(owner).items()]
+    return {f for name, f in named if _LOG_NAME.match(name) and callable(f) and not isinstance(f, type)}
 
 
 def needs_autograd_engine() -> bool:
@@ -58,7 +84,7 @@ def has_side_effects() -> bool:
     )
 
 
-def refuse_uncompiled() -> None:
+def check_traced() -> None:
     """Check, from inside the step, that Dynamo is tracing the step rather than skipping it.
 
     Raises:
@@ -71,7 +97,7 @@ def refuse_uncompiled() -> None:
         )
 
 
-def refuse_python_random() -> None:
+def check_random() -> None:
     """Check that a step does not use Python's `random`, because the verification would also draw numbers from it.
 
     Raises:
@@ -95,16 +121,60 @@ def why_not_recomputed() -> str | None:
     return "activation checkpointing in a step's graph requires torch 2.12 or newer, which recomputes activations there"
 
 
-def refuse_checkpoint(graph: fx.GraphModule) -> None:
-    """Check that a captured step contains no activation checkpoint that this version of torch ignores.
+def prepare_graph(graph: fx.GraphModule) -> int:
+    """Prepare a captured step for compilation, in place, and return the number of outputs that were added to it.
+
+    Compilers drop random operators whose results are not used, which changes all later random numbers. Therefore, these
+    results become additional outputs.
 
     Raises:
         NotCapturedError: the model calls `torch.utils.checkpoint`, and torch is older than 2.12.
     """
-    if (reason := why_not_recomputed()) is None:
-        return
-    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
-    if any(
-        node.target is torch.ops.higher_order.tag_activation_checkpoint for g in graphs for node in g.nodes
-    ):
-        raise NotCapturedError(reason)
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+        for node in nodes:
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                if (reason := why_not_recomputed()) is not None:
+                    raise NotCapturedError(reason)
+                # torch cannot recompute random operators, so store their results.
+                body = getattr(module, node.args[0].target)
+                body.meta.setdefault("_checkpoint_context_fn", recompute_contexts)
+    unused = _unused_random(graph)
+    if unused:
+        output = graph.graph.output_node()
+        output.args = ((*output.args[0], *unused),)
+        graph.recompile()
+    return len(unused)
+
+
+def _unused_random(graph: fx.GraphModule) -> list[fx.Node]:
+    """Return the nodes without users that depend on the result of a random operator, or that are random themselves."""
+    random: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        name = str(getattr(node.target, "__name__", node.target))
+        if node.op.startswith("call") and (
+            _RANDOM_NAME.search(name) or random.intersection(node.all_input_nodes)
+        ):
+            random.add(node)
+    unused = [node for node in graph.graph.nodes if node in random and not node.users]
+    return [node for node in unused if isinstance(node.meta.get("example_value"), Tensor)]
+
+
+def recompute_contexts() -> Any:
+    """Return the contexts of a checkpoint in a graph, which stores the results of random operators and collectives."""
+    return create_selective_checkpoint_contexts(_keep_in_graph)
+
+
+def _keep_in_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of random operators and collectives, and recompute all other results."""
+    random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    communicates = getattr(operator, "namespace", "") == "_c10d_functional"
+    return CheckpointPolicy.MUST_SAVE if random or communicates else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _not_about_context_fn(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+# torch warns that in-place operations may change saved results. A test verifies that this does not happen here.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)

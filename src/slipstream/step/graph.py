@@ -19,12 +19,12 @@ from torch import Tensor, fx, nn
 from slipstream.step.captured import CapturedStep, Shapes, check_batch
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import (
+    capture_config,
+    check_random,
+    check_traced,
     has_side_effects,
     needs_autograd_engine,
-    refuse_checkpoint,
-    refuse_python_random,
-    refuse_uncompiled,
-    tracing,
+    prepare_graph,
 )
 from slipstream.step.eager import (
     BackwardPasses,
@@ -216,7 +216,7 @@ class GraphStep(CompiledStep):
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
             """Train on `inputs`, and update the accumulated gradients in `grad_buffers` in place."""
             if compiled:
-                refuse_uncompiled()
+                check_traced()
             grads, logs = gradients(inputs)
             if repeats is not None:
                 grads = repeats.gradients(params, lambda: sync_grads(gradients(inputs)[0]), sync_grads(grads))
@@ -271,7 +271,7 @@ class GraphStep(CompiledStep):
             torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
         check_batch(inputs)
         try:
-            with tracing():
+            with capture_config():
                 outputs = captured.run(*arguments)
         except VerificationNeeded as outcome:
             outcome.grad_buffers = grad_buffers or []
@@ -404,13 +404,15 @@ class GraphStep(CompiledStep):
         """Compile a graph captured by Dynamo; the code runs only after its verification."""
         ends_window = self.optim.should_sync()
         captured.count_graph(ends_window)
-        refuse_python_random()
-        refuse_checkpoint(graph)
+        check_random()
+        added = prepare_graph(graph)
         # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
         # not participate.
         verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
         started = time.monotonic()
-        compiled = CompiledGraph(graph, self.backend(graph, inputs), verified, has_side_effects())
+        compiled = CompiledGraph(
+            graph, _without_last(self.backend(graph, inputs), added), verified, has_side_effects()
+        )
         self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 
         def run(*args: Any) -> Any:
@@ -535,3 +537,8 @@ class GraphStep(CompiledStep):
             logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
         self._replace(error)
         return logs
+
+
+def _without_last(run: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a function that calls `run` and drops the last `count` outputs."""
+    return (lambda *args: run(*args)[:-count]) if count else run
