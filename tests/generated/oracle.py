@@ -188,6 +188,7 @@ class Loop:
         model, average = self.objects.model, self.average
         if average is not None:
             average.swap(model)
+        self.share_statistics()
         self.objects.apply("eval")
         if average is not None:
             average.swap(model)
@@ -280,9 +281,7 @@ class Loop:
     def reduce(self):
         if self.world > 1:
             for param in self.params():
-                if param.grad is not None:
-                    dist.all_reduce(param.grad)
-                    param.grad /= self.world
+                self.mean([] if param.grad is None else [param.grad])
 
     def everywhere(self, flag):
         if self.world > 1:
@@ -352,8 +351,30 @@ class Loop:
 
     # ---- saving and loading ---------------------------------------------------------------------
 
+    def share_statistics(self):
+        """Average BatchNorm's statistics over the ranks, as a Runner does before validation and checkpoints."""
+        if self.world > 1 and self.program.through == "runner":
+            for module in self.objects.model.modules():
+                if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                    self.mean([module.running_mean, module.running_var])
+
+    def mean(self, tensors):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            tensor /= self.world
+
     def save_and_load(self):
+        """Continue with new objects. All processes load the file of the first one."""
         old = self.objects
+        self.share_statistics()
+        if self.world > 1:
+            buffers = dict(old.model.named_buffers())
+            if self.average is not None:
+                own = [value for name, value in self.average.values.items() if name in buffers]
+                self.mean(own if self.program.through == "runner" else [])
+                buffers |= {f"average {i}": value for i, value in enumerate(own)}
+            for buffer in buffers.values():
+                dist.broadcast(buffer, 0)
         state = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.objects = new = self._new()
         new.outputs = old.outputs
