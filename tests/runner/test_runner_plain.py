@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from slipstream import Runner
+from slipstream.hooks import Hook
 from tiny_runs import Accuracy, loader, samples, scalars, training
 
 
@@ -155,3 +156,37 @@ def test_metrics_receive_outputs_and_targets(tmp_path):
     expected = (runner.model.eval()(inputs).argmax(1) == targets).double().mean().item()
     assert runner.val()["acc"] == pytest.approx(expected)
     assert runner.message_hub.get_scalar("val/acc").current() == pytest.approx(expected)
+
+
+class FreezesFirst(nn.Sequential):
+    """A model whose `train` method puts its BatchNorm into evaluation mode in the first epoch."""
+
+    epochs = 0
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode and self.epochs < 1:
+            self[1].eval()
+        return self
+
+
+@pytest.mark.parametrize("stage", [None, "before_train", "before_train_epoch"])
+def test_modules_in_evaluation_mode_stay_in_it(tmp_path, stage):
+    model = net()
+    model[1].train(stage is not None)
+    hooks = (
+        [] if stage is None else [type("Sets", (Hook,), {stage: lambda _, runner: runner.model[1].eval()})()]
+    )
+    validation = dict(val_dataloader=loader(data(), shuffle=False), val_cfg={}, val_evaluator="loss")
+    Runner(**arguments(tmp_path, model, custom_hooks=hooks, **validation)).train()
+    assert model[1].num_batches_tracked == 0
+
+
+def test_a_module_that_the_train_method_freezes_is_trained_once_the_method_unfreezes_it(tmp_path):
+    class Counts(Hook):
+        def after_train_epoch(self, runner):
+            runner.model.epochs += 1
+
+    model = FreezesFirst(*net())
+    Runner(**arguments(tmp_path, model, custom_hooks=[Counts()])).train()
+    assert model[1].num_batches_tracked == 5

@@ -161,3 +161,15 @@ def test_summary_reports_why_the_step_is_not_compiled():
     assert "step: eager, with a compiled model; trained on 4 batches" in text
     assert "warning: The step cannot be compiled as one graph" in text
     assert "outputs.sum().item() > 0" in text
+
+
+def test_a_file_is_loaded_into_lazy_modules(tmp_path):
+    def step():
+        model = nn.LazyLinear(2)
+        return accelerate(model, torch.optim.SGD(model.parameters(), 0.1), F.mse_loss)
+
+    first, second, batch = step(), step(), (torch.ones(2, 3), torch.ones(2, 2))
+    first(batch)
+    first.save(tmp_path / "step.pth")
+    second.load(tmp_path / "step.pth")
+    assert torch.equal(first(batch)["loss"], second(batch)["loss"])

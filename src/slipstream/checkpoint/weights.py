@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from slipstream.checkpoint.matching import MismatchError, Schema, check
 from slipstream.errors import CheckpointError
@@ -98,7 +99,7 @@ def loaded_names(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if _renames(model):
         return set(own)
-    return {name for name, value in own.items() if name in state and _shape(state[name]) == _shape(value)}
+    return {name for name, value in own.items() if name in state and _fits(state[name], value)}
 
 
 def compare_weights(
@@ -115,7 +116,7 @@ def compare_weights(
     shapes = {
         key: f"{key} is {_shape(state[key])} in the checkpoint and {_shape(value)} in the model"
         for key, value in own.items()
-        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != _shape(value)
+        if isinstance(value, torch.Tensor) and key in state and not _fits(state[key], value)
     }
     not_tensors = any(not isinstance(state[key], torch.Tensor) for key in shapes)
     if shapes and (strict or not_tensors or 2 * len(shapes) > len(own)):
@@ -134,6 +135,11 @@ def compare_weights(
         )
     skipped = [f"skipped because of different shapes: {_abbreviate([*shapes.values()])}"] if shapes else []
     return [*_differences(missing, unexpected), *skipped], list(shapes)
+
+
+def _fits(saved: Any, own: torch.Tensor) -> bool:
+    # torch initializes the parameters of lazy modules from the loaded tensors.
+    return (is_lazy(own) and isinstance(saved, torch.Tensor)) or _shape(saved) == _shape(own)
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:

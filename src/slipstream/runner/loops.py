@@ -136,6 +136,8 @@ class _TrainLoop(BaseLoop):
         self._validated = True
         # Random state at the start of an incomplete validation.
         self._validation_start: dict[str, Any] | None = None
+        # Modules that the model's `train` method puts into evaluation mode.
+        self._frozen_by_model: set[torch.nn.Module] = set()
         self._sizes, self._world_size = BatchSizes(self.dataloader), get_world_size()
         self.step_samples = 0
         """Number of samples in the latest step, summed over all processes."""
@@ -256,7 +258,7 @@ class _TrainLoop(BaseLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
-        runner.model.train()
+        self._set_training_mode(self._modules_in_eval_mode())
         with self._annotate_errors():
             self._train()
         runner.phases.switch("other")
@@ -305,10 +307,23 @@ class _TrainLoop(BaseLoop):
     def _validate(self, due: bool = False) -> None:
         if self._runner.val_loop is not None and (due or self._is_due(self._progress)):
             self._validated, self._validation_start = False, get_random_state()
+            modules = self._modules_in_eval_mode()
             self._runner.val_loop.run()
-            self._runner.model.train()
+            self._set_training_mode(modules)
             self.end_validation()
         self._validated = True
+
+    def _modules_in_eval_mode(self) -> list[torch.nn.Module]:
+        """Return the modules that the user, not the model's `train` method, put into evaluation mode."""
+        model = self._runner.model
+        modules = model.modules() if model.training else ()
+        return [module for module in modules if not module.training and module not in self._frozen_by_model]
+
+    def _set_training_mode(self, except_modules: list[torch.nn.Module]) -> None:
+        self._runner.model.train()
+        self._frozen_by_model = {m for m in self._runner.model.modules() if not m.training}
+        for module in except_modules:
+            module.training = False
 
     def end_validation(self) -> None:
         """Mark the validation as complete. Validation loops call this method before hooks use the metrics."""
@@ -418,7 +433,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
         runner = self._runner
         runner.call_hook("before_train_epoch")
-        runner.model.train()
+        self._set_training_mode(self._modules_in_eval_mode())
         for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
         self._end_pass()
@@ -466,7 +481,7 @@ class IterBasedTrainLoop(_TrainLoop):
 
     def _train(self) -> None:
         self._runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
-        self._runner.model.train()
+        self._set_training_mode(self._modules_in_eval_mode())
         self._begin()
         batches = self._batches()
         while self._iter < self.max_iters and not self.stop_training:
