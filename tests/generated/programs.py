@@ -121,11 +121,16 @@ NOT_IN_RUNNER = {"eval", "averaged_eval", "extra_forward", "add_group", "schedul
 
 
 def generate(seed, inductor=True, small=False):
-    """Return the program of a seed: every fifth runs in a Runner, every twentieth in two processes."""
+    """Return the program of a seed: every fifth runs in a Runner, every twentieth in two processes.
+
+    Args:
+        inductor: whether every tenth program is compiled by inductor.
+        small: whether to draw fewer layers, batches and compiled programs.
+    """
     draw = random.Random(f"slipstream {seed}")
     runner, two = seed % 5 == 4, seed % 40 in (10, 34)
     dtype = "float32" if draw.random() < 0.1 and not two else "float64"
-    scope = draw.choice([None, None, "step", "step", "any", "model", "block"])
+    scope = draw.choice([None] * (5 if small else 2) + ["step", "step", "any", "model", "block"])
     options = _options(draw, runner, two, dtype)
     image = draw.random() < 0.4
     losses = ["mse", "mse", "dict", "list", "model"] + ["module", "penalty", "compute"] * (not runner)
@@ -142,7 +147,7 @@ def generate(seed, inductor=True, small=False):
     program = Program(
         seed=seed,
         image=image,
-        layers=_layers(draw, options, two, dtype, image, 3 if small else 5),
+        layers=_layers(draw, options, two, dtype, image, 2 if small else 5),
         optimizer=draw.choice(FUSED if fused or runner else [*OPTIMIZERS]),
         options=options,
         scope=scope,

@@ -4,7 +4,7 @@ import pytest
 
 from generated.run import PASSED, check
 
-FEW = (0, 5, 7, 9, 11, 14, 18, 20, 21, 22)
+FEW = (0, 1, 3, 5, 6, 8, 9, 11, 14, 15)
 MANY, CHUNK = 300, 10
 
 
