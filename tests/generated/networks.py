@@ -322,6 +322,10 @@ def _hooked(method, hook, of=lambda module: module):
     return attributes
 
 
+def _halve_gradients(module, inputs, outputs):
+    return tuple(grad if grad is None else grad * 0.5 for grad in inputs)
+
+
 @layer(_hooked("register_hook", lambda grad: grad * 0.5, lambda module: module.weight))
 def weight_hook(self, x):
     return torch.tanh(self.mix(x))
@@ -340,7 +344,7 @@ def forward_hook(self, x):
     return torch.tanh(self.mix(x))
 
 
-@layer(_hooked("register_full_backward_hook", lambda module, inputs, outputs: (inputs[0] * 0.5,)), "hooked")
+@layer(_hooked("register_full_backward_hook", _halve_gradients), "hooked")
 def backward_hook(self, x):
     return torch.tanh(self.mix(x))
 
