@@ -427,7 +427,7 @@ def smaller(program):
     change = functools.partial(dataclasses.replace, program)
     layers, options, events = program.layers, program.options, program.events
     if len(layers) > 1 or options or events:
-        for name in layers:
+        for name in layers if program.dtype == "float64" else ():
             yield change(layers=(name,), options={}, events=())
     if len(layers) > 1:
         yield change(layers=("mix",))
@@ -436,7 +436,8 @@ def smaller(program):
         yield change(processes=1)
     if program.through == "runner" and "nan_guard" not in options:
         yield change(through="accelerate")
-    yield from (change(options={k: v for k, v in options.items() if k != name}) for name in options)
+    for name in options if program.dtype == "float64" else ():
+        yield change(options={k: v for k, v in options.items() if k != name})
     yield from (change(events=events[:i] + events[i + 1 :]) for i in range(len(events)))
     simple = {f.name: f.default for f in dataclasses.fields(Program)}
     yield change(loss="mse", output="tensor", batch="tuple")
