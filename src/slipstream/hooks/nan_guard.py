@@ -9,7 +9,7 @@ from slipstream.hooks.hook import Hook
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapperDict
 from slipstream.registry import HOOKS
-from slipstream.speed.nan_guard import NanGuardOptions, StepGuard
+from slipstream.speed.nan_guard import NanGuardOptions, SkipNonFinite
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -27,7 +27,7 @@ class NanGuardHook(Hook):
 
     def __init__(self, action: Literal["stop", "skip"] = "stop", max_skipped: int = 50) -> None:
         self.options = NanGuardOptions(action, max_skipped)
-        self.guard: StepGuard | None = None
+        self.guard: SkipNonFinite | None = None
         self._cleanup = ExitStack()
         self.skipped = 0
         """Number of skipped steps, as of the last call to `read_logs`."""
@@ -44,9 +44,10 @@ class NanGuardHook(Hook):
                     "'skip' of nan_guard supports only one optimizer, but this run has several; use 'stop'",
                     "action",
                 )
-            optim.guard = self.guard = StepGuard(model, runner.device, self.options.max_skipped)
+            self.guard = SkipNonFinite(model, runner.device, self.options.max_skipped)
+            optim.parts.append(self.guard)
             meter.tolerant = True
-            self._cleanup.callback(setattr, optim, "guard", None)
+            self._cleanup.callback(optim.parts.remove, self.guard)
             self._cleanup.callback(setattr, meter, "tolerant", False)
 
     def read_logs(self, runner: Runner) -> None:

@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError
-from slipstream.optim.kernels import has_explicit_kernels, init_momentum, use_fused, why_not_fused
-from slipstream.optim.optim_wrapper import OptimWrapper
+from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fused
+from slipstream.optim.optim_wrapper import NO_CONTEXT, OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
+from slipstream.step.numerics import LossScale
 from slipstream.typecheck import Positive, matches, short_repr
 
 __all__ = ["AmpOptimWrapper"]
@@ -79,44 +78,29 @@ class AmpOptimWrapper(OptimWrapper):
             use_fused(self.optimizer)
         return _make_scaler(self.device_type, self._loss_scale)
 
+    @cached_property
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale, which uses the tensors of `loss_scaler`; None unless the dtype is float16."""
+        device = next(self.parameters()).device
+        scaler = self.loss_scaler
+        return None if scaler is None else LossScale(scaler, self._fixed_scale is None, device)
+
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return a context manager that applies autocast to the forward pass and loss of the next batch.
 
         The context manager also applies `no_sync`, unless the batch ends its accumulation window.
         """
-        autocast = self.autocast()
-        if self._accumulative_counts == 1 and self.guard is None:
+        autocast, no_sync = self.autocast(), super().optim_context(model)
+        if no_sync is NO_CONTEXT:
             return autocast
         stack = ExitStack()
-        stack.enter_context(super().optim_context(model))
+        stack.enter_context(no_sync)
         stack.enter_context(autocast)
         return stack
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
-
-    @property
-    def adapts_scale(self) -> bool:
-        """Whether overflows change the loss scale; False for a fixed scale."""
-        return self._fixed_scale is None
-
-    def _amplify(self, loss: Tensor) -> Tensor:
-        return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
-
-    def step(self, **kwargs: Any) -> None:
-        """Unscale and clip the gradients, run the optimizer step unless a gradient overflowed, and update the scale."""
-        if self.loss_scaler is None:
-            super().step(**kwargs)
-            return
-        scaler = self.loss_scaler
-        finite = None
-        if self.parts:
-            scaler.unscale_(self.optimizer)
-            finite = _no_overflow(scaler, self.optimizer)
-        init_momentum(self.optimizer)
-        self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs), finite)
-        scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state and, if there is a loss scaler, its state as `loss_scaler`."""
@@ -131,14 +115,8 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = state.pop("loss_scaler", None)
         if self.loss_scaler is not None and scaler:
             self.loss_scaler.load_state_dict(scaler)
+            self.__dict__.pop("loss_scale", None)
         super().load_state_dict(state)
-
-
-def _no_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return whether all gradients unscaled by `scaler` are finite, as a 0-dim bool tensor."""
-    counts = list(scaler._found_inf_per_device(optimizer).values())
-    total: Tensor = sum((count.to(counts[0].device) for count in counts[1:]), start=counts[0])
-    return total == 0
 
 
 def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.sharding import is_sharded
 
 __all__ = [
-    "FusedLayouts", "fuse", "has_explicit_kernels", "init_momentum", "lay_out_states", "replace_kernel_options",
+    "FusedLayouts", "fuse", "has_explicit_kernels", "lay_out_states", "replace_kernel_options",
     "use_fused", "why_not_fused",
 ]  # fmt: skip
 
@@ -91,27 +91,6 @@ def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
             raise ConfigError(f"{reason}; remove fused to use torch's default kernels", "fused")
         use_fused(optimizer)
     return all(group.get("fused") is True for group in optimizer.param_groups)
-
-
-def init_momentum(optimizer: Optimizer) -> None:
-    """Initialize the momentum of a fused optimizer. Call this function before each step.
-
-    torch (2.13) leaves the momentum of parameters uninitialized if their first step is skipped because of an overflow.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return  # the loss scaler skips the step on the host
-    if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
-        return
-    for group in optimizer.param_groups:
-        # Only SGD has dampening. A scheduler can also add `momentum` to the groups of other optimizers.
-        if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
-            continue
-        if group["dampening"]:  # the first step ignores dampening, so a zero buffer is not equivalent
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-            continue
-        for param in group["params"]:
-            if param.grad is not None and "momentum_buffer" not in optimizer.state[param]:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
 def replace_kernel_options(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Annotated, Any, Literal, NoReturn
@@ -16,18 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
+from slipstream.dist import all_reduce, get_world_size
 from slipstream.errors import ConfigError, ModelError
-from slipstream.logging import PhaseTimes
 from slipstream.optim.kernels import FusedLayouts, lay_out_states, replace_kernel_options
+from slipstream.optim.window import AccumulationWindow
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
-from slipstream.step.numerics import scale_
-from slipstream.step.parts import StepPart, apply_update
+from slipstream.step.function import finish
+from slipstream.step.numerics import LossScale, scale_
+from slipstream.step.parts import StepPart
 from slipstream.typecheck import PositiveInt, Rule, check
 
-__all__ = ["ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm"]
+__all__ = ["NO_CONTEXT", "ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm"]
 
-_NO_CONTEXT = nullcontext()
+NO_CONTEXT = nullcontext()
 
 
 _Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
@@ -111,30 +114,16 @@ class OptimWrapper:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step requires a closure, which is not supported", "optimizer"
             )
-        self._lay_out = FusedLayouts(optimizer)
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
         """Step parts that eager and compiled steps run around each update, in list order."""
-        self.on_gradients: Callable[[], None] | None = None
-        """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
-        self.grad_norm: Tensor | None = None
-        self.logs: Mapping[str, Tensor] = {}
+        self.logs: dict[str, Tensor] = {}
         """Values to log, as returned by the parts in the last update."""
-        self.guard: Any = None
-        """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
-        self.finite: Tensor | None = None
-        """During an update that the guard checks, whether the gradients are finite (0-dim bool); otherwise None."""
-        self.phases: PhaseTimes | None = None
-        """Measures the host time of each phase of eager steps, if set."""
-        self.batches_per_epoch: int | None = None
-        """Number of batches per epoch if accumulation windows end at the end of each epoch; otherwise None."""
-        self._accumulative_counts = accumulative_counts
-        self._inner_count = 0
-        self._max_counts = -1
-        self._window_start = 0
+        self.accumulation = AccumulationWindow(accumulative_counts)
+        self._update = _EagerUpdate(optimizer)
         self._trains = False  # whether a backward pass has produced a gradient
 
-    # ---- one step -------------------------------------------------------------------------------
+    # ---- one step: obtain the gradients and finish the update -----------------------------------------------
 
     def update_params(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; at the end of an accumulation window, update the weights.
@@ -143,46 +132,29 @@ class OptimWrapper:
             loss: a scalar tensor.
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
+        for part in self.parts:
+            part.after_loss(loss)
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
-            self.update()
-
-    def update(self) -> None:
-        """Update the weights with the gradients of the accumulation window, and clear the gradients."""
-        if self.on_gradients is not None:
-            self.on_gradients()
-        before = self.phases.current if self.phases is not None else None
-        if self.phases is not None:
-            self.phases.switch("optimizer")
-        if self.guard is None:
             self.step()
-        else:
-            self.guard.step(self)
-        self.zero_grad()
-        if self.phases is not None and before is not None:
-            self.phases.switch(before)
+            self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
-        window = self.window
+        window = self.accumulation.size
         return loss if window == 1 else loss / window
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward pass and count the batch."""
-        self.backward_only(loss, **kwargs)
-        self.count_batch()
-
-    def backward_only(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward pass without counting the batch, for steps with several backward passes.
+        """Run the backward pass and count the batch.
 
         Raises:
             ModelError: at the end of the first accumulation window, none of the optimizer's parameters has a gradient.
         """
-        if self.guard is not None:
-            loss = self.guard.poison(loss)
-        self._amplify(loss).backward(**kwargs)
+        scale = self.loss_scale
+        (loss if scale is None else loss * scale.scale.to(loss.device)).backward(**kwargs)
+        self.accumulation.advance()
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
-        if not self._trains and self.should_sync():
+        if not self._trains and self.accumulation.unfinished == 0:
             self._check_any_gradient()
 
     def _check_any_gradient(self) -> None:
@@ -194,26 +166,17 @@ class OptimWrapper:
             )
         self._trains = True
 
-    def _amplify(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward. A subclass may multiply it by a loss scale."""
-        return loss
-
     def step(self, **kwargs: Any) -> None:
-        """Run the optimizer step, and run `parts` before and after it."""
-        self._apply_parts(lambda: self.optimizer.step(**kwargs), self.finite)
-
-    def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
-        """Run `parts` before and after `step`, which runs the optimizer step; undo the parts if `finite` is False."""
-        self._lay_out()
-        params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
-        self.logs, self.grad_norm = {}, None
-        if not params:
-            step()
-            return
+        """Finish the window: unscale and check the gradients, run the parts, and run the optimizer's step."""
+        self._update.prepare()
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
+        update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
-            self.logs = apply_update(self.parts, params, grads, lambda _: step(), finite)
-        self.grad_norm = self.logs.get("grad_norm")
+            reduce = everywhere if get_world_size() > 1 else None
+            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, reduce)
+            for part in self.parts:
+                part.after_window(finite)
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
@@ -225,48 +188,47 @@ class OptimWrapper:
             for param in group["params"]:
                 param.grad = None
 
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
+        """Return the context manager for the next batch: `no_sync`, or a null context at the end of a window."""
+        for part in self.parts:
+            if part.nonfinite is not None:  # an own train_step does not call before_batch
+                part.before_batch()
+        if self.accumulation.counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
+            context: AbstractContextManager[Any] = model.no_sync()
+            return context
+        return NO_CONTEXT
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context manager for autocast, which has no effect in this class."""
+        return NO_CONTEXT
+
     # ---- accumulation ---------------------------------------------------------------------------
 
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the number of completed batches and the total number of batches (-1 if unknown).
+    def initialize_count_status(
+        self, model: nn.Module, init_counts: int, max_counts: int, batches_per_epoch: int | None = None
+    ) -> None:
+        """Set the number of completed batches, the total number of batches (-1 if unknown), and the epoch's length.
 
         If no parameter has a gradient, the next batch is the first of its accumulation window.
         """
-        self._max_counts = max_counts
+        self.accumulation.total, self.accumulation.batches_per_epoch = max_counts, batches_per_epoch
         self.batches = init_counts
 
     def should_update(self) -> bool:
         """Return whether the last counted batch ends an accumulation window."""
-        return self.ends_window(self._inner_count)
+        return self.accumulation.ends(self.accumulation.count)
 
     def should_sync(self) -> bool:
         """Return whether the next batch ends its window, in which case backward must synchronize gradients."""
-        return self.ends_window(self._inner_count + 1)
-
-    def begins_window(self) -> bool:
-        """Return whether the next batch is the first of its accumulation window."""
-        return self._inner_count == self._window_start
+        return self.accumulation.ends(self.accumulation.count + 1)
 
     def ends_window(self, count: int) -> bool:
         """Return whether batch number `count` (counted from 1) ends an accumulation window."""
-        in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
-        return in_epoch % self._accumulative_counts == 0 or count == self._max_counts
+        return self.accumulation.ends(count)
 
-    def count_batch(self) -> None:
-        """Count a batch after its backward pass."""
-        self._inner_count += 1
-        if self.ends_window(self._inner_count):
-            self._window_start = self._inner_count
-
-    @property
-    def unfinished(self) -> int:
-        """Number of batches since the end of the last accumulation window.
-
-        If a run ends with a smaller window and is then extended, the next window is also smaller than
-        `accumulative_counts`. Therefore, this value cannot be inferred from the number of completed batches, and
-        checkpoints contain it.
-        """
-        return self._inner_count - self._window_start
+    def begins_window(self) -> bool:
+        """Return whether the next batch is the first of its accumulation window."""
+        return self.accumulation.unfinished == 0
 
     def resume_window(self, unfinished: int, window: int | None, ratio: float = 1.0) -> None:
         """Continue the unfinished accumulation window of a checkpoint, whose gradients have been loaded into `p.grad`.
@@ -282,73 +244,49 @@ class OptimWrapper:
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         own = max(1, round(unfinished * ratio)) if unfinished and grads else 0
-        self._window_start = self._inner_count - own
-        scale = window / unfinished * own / self.window if own and window is not None else 1.0
+        self.accumulation.start = self.accumulation.count - own
+        scale = window / unfinished * own / self.accumulation.size if own and window is not None else 1.0
         if scale != 1:
             for grad in grads:
                 grad.mul_(scale)
 
     @property
-    def window(self) -> int:
-        """Number of batches in the accumulation window that contains the next batch."""
-        counts, epoch = self._accumulative_counts, self.batches_per_epoch
-        in_epoch = self._inner_count % epoch if epoch else self._inner_count
-        first = self._inner_count - in_epoch  # the first batch of the epoch
-        ends = [first + in_epoch - in_epoch % counts + counts]
-        if epoch:
-            ends.append(first + epoch)
-        if self._max_counts > self._inner_count:
-            ends.append(self._max_counts)
-        return min(ends) - self._window_start
+    def batches(self) -> int:
+        """Number of batches trained on, including those before resuming."""
+        return self.accumulation.count
 
-    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for the next batch: `no_sync`, or a null context at the end of a window."""
-        if self.guard is not None:
-            self.guard.before_forward()
-        if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
-            context: AbstractContextManager[Any] = model.no_sync()
-            return context
-        return _NO_CONTEXT
+    @batches.setter
+    def batches(self, count: int) -> None:
+        self.accumulation.move_to(count, any(param.grad is not None for param in self.parameters()))
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for autocast, which has no effect in this class."""
-        return _NO_CONTEXT
-
-    # ---- properties that compiled steps, guards and checkpoints read ------------------------------------
+    # ---- properties that compiled steps and checkpoints read --------------------------------------------
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """Loss scaler; always None in this class."""
+        """The object that stores the loss scale; always None in this class."""
         return None
 
     @property
-    def adapts_scale(self) -> bool:
-        """Whether overflows change the loss scale; always False in this class."""
-        return False
+    def loss_scale(self) -> LossScale | None:
+        """The loss scale; always None in this class."""
+        return None
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the gradients in the last update, before clipping; None if they were not clipped by their norm."""
+        return self.logs.get("grad_norm")
 
     @property
     def overrides_zero_grad(self) -> bool:
         """Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None."""
         return getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
-    @property
-    def batches(self) -> int:
-        """Number of batches trained on, including those before resuming."""
-        return self._inner_count
-
-    @batches.setter
-    def batches(self, count: int) -> None:
-        self._inner_count = self._window_start = count
-        if not self.ends_window(count) and any(param.grad is not None for param in self.parameters()):
-            in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
-            self._window_start = count - in_epoch % self._accumulative_counts
-
     # ---- accessors ------------------------------------------------------------------------------
 
     @property
     def accumulative_counts(self) -> int:
         """Number of batches per optimizer step."""
-        return self._accumulative_counts
+        return self.accumulation.counts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -388,6 +326,52 @@ class OptimWrapper:
             state_dict = {**state_dict, "state": state}
         self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
+        self._update = _EagerUpdate(self.optimizer)
+
+
+class _EagerUpdate:
+    """Runs an optimizer's step, unless a gradient or loss was not finite.
+
+    Fused kernels skip the step themselves. For other optimizers, and for a step that creates optimizer state, the host
+    waits for the device, and calls the optimizer only if everything is finite.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.prepare = FusedLayouts(optimizer)
+        """Converts the memory formats of gradients and states, before each update."""
+        self._updated: set[Tensor] = set()  # parameters that a checked step has updated
+
+    def __call__(
+        self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None, **kwargs: Any
+    ) -> None:
+        optimizer: Any = self._optimizer
+        if finite is None:
+            optimizer.step(**kwargs)
+        elif self._updated.issuperset(params) and self._skips_itself(params):
+            optimizer.grad_scale, optimizer.found_inf = (
+                None,
+                (~finite).float(),
+            )  # GradScaler uses these attributes
+            try:
+                optimizer.step(**kwargs)
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif finite:  # this check waits for the device
+            optimizer.step(**kwargs)
+            self._updated.update(params)
+
+    def _skips_itself(self, params: Sequence[nn.Parameter]) -> bool:
+        fused = all(group.get("fused") for group in self._optimizer.param_groups)
+        supported = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return fused and supported and not any(map(is_sharded, params))
+
+
+def everywhere(finite: Tensor) -> Tensor:
+    """Return whether `finite` (0-dim bool) is true on all ranks, without waiting for the device."""
+    flag = finite.to(torch.int32)
+    all_reduce(flag, "min")
+    return flag.bool()
 
 
 class OptimWrapperDict(OptimWrapper):
@@ -398,9 +382,7 @@ class OptimWrapperDict(OptimWrapper):
             if not isinstance(wrapper, OptimWrapper):
                 raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
         self.optim_wrappers = optim_wrappers
-        self.grad_norm, self.logs = None, {}
-        self.parts = []
-        self.phases = None
+        self.logs, self.parts = {}, []
 
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         names = ", ".join(self.optim_wrappers)
@@ -416,7 +398,9 @@ class OptimWrapperDict(OptimWrapper):
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
-    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+    def initialize_count_status(
+        self, model: nn.Module, init_counts: int, max_counts: int, batches_per_epoch: int | None = None
+    ) -> None:
         """Do nothing, because the model determines how often each optimizer steps."""
 
     @property

@@ -327,7 +327,8 @@ def make_step(
     if owner is None:
         prepare = interface.prepare(training=True)
         prepare = partial(_timed, prepare, phases) if phases.running else prepare
-        spec = StepSpec(model, optim, interface.losses, prepare, interface.reduce)
+        timed = phases if phases.running else None
+        spec = StepSpec(model, optim, interface.losses, prepare, interface.reduce, timed)
         return build_step(spec, plan, logger.warning, logger.info)
     if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(

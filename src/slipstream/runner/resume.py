@@ -198,8 +198,8 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     state = {
         "optimizer": optim.state_dict(),
         "batches": {name: wrapper.batches for name, wrapper in wrappers.items()},
-        "unfinished": {name: wrapper.unfinished for name, wrapper in wrappers.items()},
-        "windows": {name: wrapper.window for name, wrapper in wrappers.items()},
+        "unfinished": {name: wrapper.accumulation.unfinished for name, wrapper in wrappers.items()},
+        "windows": {name: wrapper.accumulation.size for name, wrapper in wrappers.items()},
     }
     return state | _pending_gradients(unwrap_model(model))
 
@@ -223,7 +223,7 @@ def restore_counts(optim: OptimWrapper, saved: Mapping[str, Mapping[str, int]], 
         if count is not None and (name or count != iteration):
             wrapper.batches = count
         ratio = wrapper.batches / count if count else 1.0
-        wrapper.resume_window(unfinished.get(name, wrapper.unfinished), windows.get(name), ratio)
+        wrapper.resume_window(unfinished.get(name, wrapper.accumulation.unfinished), windows.get(name), ratio)
 
 
 def _wrappers(optim: OptimWrapper) -> dict[str, OptimWrapper]:

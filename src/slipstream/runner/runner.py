@@ -367,7 +367,6 @@ class Runner:
         if self.optim_wrapper is None:
             with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
-            self.optim_wrapper.phases = self.phases
             select_kernels(self.optim_wrapper, self.speed, self.device)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])

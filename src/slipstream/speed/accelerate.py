@@ -222,8 +222,7 @@ class TrainStep:
             # torch warns if a schedule steps before the first update, as in the first accumulation window.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._total_steps = total_steps
-        self.optim.initialize_count_status(model, 0, total_steps or -1)
-        self.optim.batches_per_epoch = batches_per_epoch
+        self.optim.initialize_count_status(model, 0, total_steps or -1, batches_per_epoch)
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
         messages: list[str] = []  # do not reference self, which would keep the step alive
@@ -340,7 +339,7 @@ class TrainStep:
         core, skipped = unwrap_model(self.model), max(options.begin_iter - 1, 0)
         self._average = options.average(core)
         if warning := self._average.start(
-            total_steps, skipped, optim.accumulative_counts, optim.batches_per_epoch
+            total_steps, skipped, optim.accumulative_counts, optim.accumulation.batches_per_epoch
         ):
             self._warn(f"{path}: {warning}")
         optim.parts.append(
@@ -378,8 +377,8 @@ class TrainStep:
             state["average"] = self.average.state_dict()
         if not self.optim.begins_window():
             state["gradients"] = [param.grad for param in self.optim.parameters()]
-            state["unfinished"] = self.optim.unfinished
-            state["window"] = self.optim.window
+            state["unfinished"] = self.optim.accumulation.unfinished
+            state["window"] = self.optim.accumulation.size
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -400,8 +399,11 @@ class TrainStep:
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
             param.grad = None if grad is None else grad.to(param, copy=True)
         # Call this after loading the gradients, which show whether the accumulation window is unfinished.
-        self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
-        self.optim.resume_window(state.get("unfinished", self.optim.unfinished), state.get("window"))
+        per_epoch = self.optim.accumulation.batches_per_epoch
+        self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1, per_epoch)
+        self.optim.resume_window(
+            state.get("unfinished", self.optim.accumulation.unfinished), state.get("window")
+        )
 
     def _load_average(self, state: Mapping[str, Any]) -> None:
         saved, average = state.get("average"), self._average

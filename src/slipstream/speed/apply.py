@@ -245,7 +245,7 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
     """Return the name of the method with which a user's class replaces the update, and with it the parts, or None."""
-    for method in ("update_params", "update", "step"):
+    for method in ("update_params", "step"):
         owner = next(owner for owner in kind.__mro__ if method in vars(owner))
         if not owner.__module__.startswith("slipstream."):
             return method

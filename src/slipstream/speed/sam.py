@@ -67,12 +67,21 @@ class SharpnessAware(StepPart):
         first: list[Tensor],
     ) -> list[Tensor]:
         """Return the gradients at the perturbed weights, and restore weights and buffers."""
-        changed = [*(param.detach() for param in params), *self.model.buffers()]
+        buffers = [
+            (module._buffers, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        changed = [*(param.detach() for param in params), *(buffer for _, _, buffer in buffers)]
         before = [tensor.clone() for tensor in changed]
         try:
             self._perturb(params, first)
             return compute()
         finally:
+            for owner, name, buffer in buffers:
+                if owner[name] is not buffer:  # forward has assigned a new tensor
+                    owner[name] = buffer
             with torch.no_grad():
                 for tensor, old in zip(changed, before, strict=True):
                     tensor.copy_(old)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
+from slipstream.logging import PhaseTimes
 from slipstream.model.wrappers import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import backend_problem, compile_model
@@ -29,6 +30,7 @@ class StepSpec(NamedTuple):
         losses: `losses(module, inputs)` calls `module` (`model` or the unwrapped model) and returns the losses.
         prepare: moves a batch to the device and converts it to the inputs of `losses`.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
+        phases: measures the host time of each phase, if set.
     """
 
     model: nn.Module
@@ -36,6 +38,7 @@ class StepSpec(NamedTuple):
     losses: Callable[[nn.Module, Any], Losses]
     prepare: Callable[[Any], Any]
     reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None
+    phases: PhaseTimes | None = None
 
 
 def build_step(
@@ -57,7 +60,7 @@ def build_step(
     """
     model, optim, options = spec.model, spec.optim, plan.compile
     spec = spec._replace(prepare=add_parameter_check(spec.prepare, model, optim))
-    eager = EagerStep(partial(spec.losses, model), model, optim, spec.reduce, spec.prepare)
+    eager = EagerStep(partial(spec.losses, model), model, optim, spec.reduce, spec.prepare, spec.phases)
     if options is None:
         return eager
     core = unwrap_model(model)

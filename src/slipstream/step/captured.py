@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from slipstream.step.direct import DirectCalls, Outputs
+from slipstream.step.direct import DirectCalls
+from slipstream.step.function import Outputs
 from slipstream.step.leaves import leaves_of
-from slipstream.step.numerics import HostNumber, LossScale
+from slipstream.step.numerics import HostNumber
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, UnstableGraphError
 
@@ -66,7 +67,7 @@ class CapturedStep:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
         self.window = HostNumber(1.0, device)
-        self.scale = LossScale.of(optim, device)
+        self.scale = optim.loss_scale
         self.parts = list(optim.parts)
         contains_update = allow_update_inside and can_trace(optim.optimizer)
         self.update = GraphUpdate(optim.optimizer, params) if contains_update else None

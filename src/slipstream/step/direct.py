@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.step.function import Outputs
 from slipstream.step.leaves import leaves_of, structure_of
 from slipstream.step.verification import CompiledGraph
 
-__all__ = ["DirectCalls", "Outputs"]
-
-Outputs = tuple[dict[str, Tensor], Tensor | None]
-"""The values to log, and whether all gradients were finite (a 0-dim bool tensor, or None if this is not checked)."""
+__all__ = ["DirectCalls"]
 
 _Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")

@@ -6,21 +6,20 @@ The steps do not depend on the Runner or the registry. They return device tensor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import LossError, ModelError
-from slipstream.sharding import is_sharded
+from slipstream.step.function import EagerFunction, Losses, Reduce
 from slipstream.step.leaves import leaves_of
-from slipstream.step.parts import StepPart, has_gradients
+from slipstream.step.parts import has_gradients
 
 if TYPE_CHECKING:
-    from slipstream.logging import Phase
+    from slipstream.logging import PhaseTimes
     from slipstream.optim.optim_wrapper import OptimWrapper
 
 __all__ = [
@@ -35,8 +34,6 @@ __all__ = [
 
 _UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
 """Parts of torch's error messages for a second backward pass through a compiled model."""
-
-Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
 
 class Step(Protocol):
@@ -69,7 +66,7 @@ class CompiledStep(ABC):
 
 
 class EagerStep:
-    """The uncompiled training step.
+    """The training step without compilation.
 
     It is also the fallback for a compiled step, which prepares the inputs and calls `train`.
 
@@ -80,6 +77,7 @@ class EagerStep:
         optim: the optimizer wrapper.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         prepare: `prepare(batch) -> inputs`, for example a transfer to the device; runs under autocast, as in MMEngine.
+        phases: measures the host time of each phase, if set.
     """
 
     def __init__(
@@ -87,15 +85,12 @@ class EagerStep:
         forward: Callable[[Any], Losses],
         model: nn.Module,
         optim: OptimWrapper,
-        reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
+        reduce: Reduce | None = None,
         prepare: Callable[[Any], Any] = lambda batch: batch,
+        phases: PhaseTimes | None = None,
     ) -> None:
-        self.forward, self.prepare = forward, prepare
-        self.model = model
-        self.optim = optim
-        self.reduce = reduce or sum_losses
-        self._can_restrict: bool | None = None
-        self._reaches_inputs = False
+        self.prepare, self.optim = prepare, optim
+        self.function = EagerFunction(forward, reduce or sum_losses, optim, model, phases)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
@@ -105,129 +100,35 @@ class EagerStep:
             inputs = self.prepare(batch)
         return self.train(inputs)
 
-    def train(self, inputs: Any, with_host_parts: bool = True) -> dict[str, Tensor]:
+    def train(
+        self, inputs: Any, with_host_parts: bool = True, on_gradients: Callable[[], None] | None = None
+    ) -> dict[str, Tensor]:
         """Train on the prepared inputs of a batch, after `StepPart.before_batch` has been called for it.
 
         Args:
             with_host_parts: whether to also call `after_batch` for parts with `on_host`.
+            on_gradients: called before an update, when `p.grad` contains the gradients of the accumulation window.
         """
-        optim = self.optim
-        if self._can_restrict is False and optim.begins_window() and has_gradients(optim.parameters()):
+        optim, function = self.optim, self.function
+        if (
+            function.only_own_gradients is False
+            and optim.begins_window()
+            and has_gradients(optim.parameters())
+        ):
             optim.zero_grad()  # other steps' gradients, because backward is not restricted
-        part = next((part for part in optim.parts if part.replaces_gradients), None)
+        function.on_gradients = on_gradients
         try:
-            logs = self._train_once(inputs) if part is None else self._train_repeatedly(inputs, part)
+            logs, _ = function(inputs, None, optim.should_sync())
         except RuntimeError as error:
             check_compiled_backward(error)
             raise
+        finally:
+            function.on_gradients = None
         for part in optim.parts:
             if with_host_parts or not part.on_host:
                 part.after_batch()
             part.count_batch()
-        if optim.should_update():
-            logs.update(optim.logs)
-        if optim.grad_norm is not None:
-            logs["grad_norm"] = optim.grad_norm
         return logs
-
-    def _switch(self, phase: Phase) -> None:
-        if self.optim.phases is not None:
-            self.optim.phases.switch(phase)
-
-    def _train_once(self, inputs: Any) -> dict[str, Tensor]:
-        """Train with one forward and one backward pass."""
-        self._switch("forward")
-        # Run under autocast, and without gradient sync before the last batch of an accumulation window.
-        with self.optim.optim_context(self.model):
-            losses = self.forward(inputs)
-        loss, logs = self.reduce(losses)
-        self._switch("backward")
-        # Run backward and, at the end of an accumulation window, clipping, optimizer step and zero_grad.
-        self.optim.update_params(loss, **self._backward_kwargs(loss, inputs))
-        self._switch("step")
-        return logs
-
-    def _train_repeatedly(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
-        """Train with a part that computes the gradients of a batch more than once."""
-        optim = self.optim
-        params = [param for param in optim.parameters() if param.requires_grad]
-        # DDP's gradients are views of its buckets, which the next backward pass overwrites.
-        views = isinstance(self.model, DistributedDataParallel)
-        grad_buffers = {
-            param: param.grad.clone() if views else param.grad for param in params if param.grad is not None
-        }
-        logs: dict[str, Tensor] = {}
-
-        def run() -> None:
-            # Synchronize in every pass, because the part requires the same gradients in all processes.
-            with optim.autocast():
-                losses = self.forward(inputs)
-            loss, values = self.reduce(losses)
-            logs.update({} if logs else values)
-            for param in params:
-                param.grad = None
-            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss, inputs))
-
-        def gradients() -> list[Tensor]:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-            return [grad.clone() for grad in grads] if views else grads
-
-        def compute() -> list[Tensor]:
-            run()
-            return gradients()
-
-        if optim.guard is not None:
-            optim.guard.before_forward()
-        run()
-        trained = [param for param in params if param.grad is not None]  # only these are updated
-        grads = part.gradients(trained, compute, gradients())
-        for param in params:
-            param.grad = grad_buffers.get(param)
-        for param, grad in zip(trained, grads, strict=True):
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
-        optim.count_batch()
-        if optim.should_update():
-            optim.update()
-        return logs
-
-    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
-        if self._can_restrict is None:
-            # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
-            wrapped = isinstance(self.model, DistributedDataParallel)
-            wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
-            nodes = _nodes(loss)
-            self._can_restrict = not wrapped and all(n.name() != "CheckpointFunctionBackward" for n in nodes)
-            self._reaches_inputs = any(True for _ in _input_leaves(nodes))
-        if not self._can_restrict:
-            return {}
-        inputs: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
-        if self._reaches_inputs or _requires_grad(batch):
-            inputs += _input_leaves(_nodes(loss))
-        return {"inputs": inputs} if inputs else {}
-
-
-def _requires_grad(batch: Any) -> bool:
-    return any(leaf.requires_grad for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
-
-
-def _nodes(loss: Tensor) -> set[Any]:
-    """Return the nodes of a loss's autograd graph."""
-    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
-    seen = set(nodes)
-    while nodes:
-        sources = {source for source, _ in nodes.pop().next_functions if source is not None} - seen
-        seen |= sources
-        nodes += sources
-    return seen
-
-
-def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
-    """Yield the leaves of an autograd graph that are not parameters."""
-    for node in nodes:
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
-            yield variable
 
 
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:

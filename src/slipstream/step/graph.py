@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.captured import CapturedStep, Shapes, check_batch
-from slipstream.step.direct import DirectCalls, Outputs
+from slipstream.step.direct import DirectCalls
 from slipstream.step.dynamo import (
     capture_config,
     check_random,
@@ -30,12 +29,11 @@ from slipstream.step.eager import (
     BackwardPasses,
     CompiledStep,
     EagerStep,
-    Losses,
     observe_backward,
     sum_losses,
 )
-from slipstream.step.numerics import all_finite, undo_unless
-from slipstream.step.parts import apply_update, has_gradients, trained_params
+from slipstream.step.function import GraphFunction, Losses, Outputs
+from slipstream.step.parts import has_gradients, trained_params
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import infer_trained
 from slipstream.step.verification import (
@@ -191,58 +189,22 @@ class GraphStep(CompiledStep):
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
         """Return the function to compile. If `compiled` is true, calling it outside Dynamo raises an error."""
-        optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
-        params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
-        parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
-        repeats = next((part for part in parts if part.replaces_gradients), None)
-
-        def gradients(inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-            with optim.autocast():
-                losses = loss_of(inputs)
-            loss, logs = reduce(losses)
-            finite = torch.isfinite(loss.detach())
-            if adds:
-                loss = loss / window.read()
-            if scale is not None:
-                loss = loss * scale.scale
-            grads = list(torch.autograd.grad(loss, params))
-            if guard is not None:  # the mean of an empty tensor is NaN, but its gradient is finite
-                grads[0] = torch.where(finite, grads[0], torch.nan)
-            return grads, logs
-
-        def sync_grads(grads: list[Tensor]) -> list[Tensor]:
-            return grads if sync is None else sync(grads)
+        window = captured.window if captured.adds_gradients else None
+        function = GraphFunction(
+            self.loss_of,
+            self.reduce,
+            self.optim,
+            captured.params,
+            window,
+            captured.scale,
+            captured.update,
+            self.sync,
+        )
 
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
-            """Train on `inputs`, and update the accumulated gradients in `grad_buffers` in place."""
             if compiled:
                 check_traced()
-            grads, logs = gradients(inputs)
-            if repeats is not None:
-                grads = repeats.gradients(params, lambda: sync_grads(gradients(inputs)[0]), sync_grads(grads))
-            finite = None
-            with torch.no_grad():
-                if adds and grad_buffers is not None:
-                    grads = list(torch._foreach_add(grad_buffers, grads))
-                if ends_window and repeats is None:
-                    grads = sync_grads(grads)
-                if ends_window and update is not None:
-                    if scale is not None:
-                        grads = scale.unscale(grads)
-                    if scale is not None or guard is not None:
-                        finite = all_finite(grads)
-                    own = [*params, *update.state]
-                    guarded = update if finite is None else undo_unless(finite, update, own)
-                    logs = {**logs, **apply_update(parts, params, grads, guarded, finite)}
-                    if scale is not None and finite is not None:
-                        scale.adapt(finite)
-                elif grad_buffers is not None:
-                    torch._foreach_copy_(grad_buffers, grads)
-                if not ends_window or update is not None:
-                    for part in parts:
-                        if not part.on_host:
-                            part.after_batch()
-            return logs, finite
+            return function(inputs, grad_buffers, ends_window)
 
         # PyTorch counts recompiles per code object, so give each step its own code object.
         step.__code__ = step.__code__.replace()
@@ -254,11 +216,9 @@ class GraphStep(CompiledStep):
         """Call the compiled step."""
         optim = self.optim
         grad_buffers = captured.grad_buffers()
-        captured.window.set(optim.window)
+        captured.window.set(optim.accumulation.size)
         arguments = (inputs, grad_buffers, ends_window)
         call = captured.direct.find(*arguments) if captured.direct is not None else None
-        if optim.guard is not None:
-            optim.guard.before_forward()
         if captured.last_compiled is not None:
             captured.last_compiled.running = False
         captured.uses[ends_window] += 1
@@ -291,26 +251,24 @@ class GraphStep(CompiledStep):
                 )
         logs, finite = called.outputs
         self.batches += 1
-        optim.count_batch()
+        optim.accumulation.advance()
         if grad_buffers is not None:
             for param, grad in zip(captured.params, grad_buffers, strict=True):
                 param.grad = grad
         outside = ends_window and captured.update is None
         if outside:
-            optim.update()
+            optim.step()
+            optim.zero_grad()
             logs.update(optim.logs)
         elif ends_window:
             if grad_buffers is not None:
                 optim.zero_grad()
-            optim.grad_norm = logs.get("grad_norm")
-            if optim.guard is not None and finite is not None:
-                optim.guard.finish_step(finite)
+            for part in captured.parts:
+                part.after_window(finite)
         for part in captured.parts:
             if outside or part.on_host:
                 part.after_batch()
             part.count_batch()
-        if optim.grad_norm is not None:
-            logs["grad_norm"] = optim.grad_norm
         return logs
 
     def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
@@ -324,21 +282,13 @@ class GraphStep(CompiledStep):
             self._trained = trained_params(optim.parameters())
 
         failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        with self._on_gradients(record), observe_backward(self.model) as self._backward_passes:
-            logs = self.eager.train(inputs)
+        with observe_backward(self.model) as self._backward_passes:
+            logs = self.eager.train(inputs, on_gradients=record)
         if failed is not None and not self._trained:
             self._failed = failed  # postpone the comparison until the accumulation window ends
         elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
             self._replace(failed[0])
         return logs
-
-    @contextmanager
-    def _on_gradients(self, call: Callable[[], None]) -> Iterator[None]:
-        self.optim.on_gradients = call
-        try:
-            yield
-        finally:
-            self.optim.on_gradients = None
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
         """Train with the graph for this kind of batch; if there is none, capture and verify one first."""
@@ -463,8 +413,7 @@ class GraphStep(CompiledStep):
             if outside:
                 compare()
 
-        with self._on_gradients(record):
-            logs = self.eager.train(inputs, with_host_parts=outside)
+        logs = self.eager.train(inputs, outside, record)
         if not outside:
             compare()
             # Call these parts after `compare`, because it may replace the weights with the graph's results.

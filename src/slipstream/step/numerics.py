@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from slipstream.optim.optim_wrapper import OptimWrapper
+from slipstream.sharding import local_shard
 
 __all__ = [
-    "HostNumber", "LossScale", "all_finite", "precise_dtype", "restore_unless", "scale_", "undo_unless",
+    "HostNumber", "LossScale", "all_finite", "precise_dtype", "restore_unless", "scale_", "undo_unless", "values_of",
 ]  # fmt: skip
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements of the tensors are finite, as a 0-dim bool tensor on their device."""
-    largest = [x.detach().abs().amax().float() for x in tensors if x.numel()]  # amax propagates NaN
-    return torch.isfinite(torch.stack(largest)).all()
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if torch.compiler.is_compiling():  # inductor fuses these operations into a few kernels
+        return torch.isfinite(
+            torch.stack([x.abs().amax().float() for x in tensors])
+        ).all()  # amax propagates NaN
+    largest = torch._foreach_norm(tensors, torch.inf)  # so does this norm
+    return torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """Return the tensor that contains a gradient's values on this rank, without a copy."""
+    return grad._values() if grad.is_sparse else local_shard(grad)
 
 
 def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
@@ -98,15 +107,13 @@ class LossScale:
         self._scaler = scaler
         self.growth, self.backoff, self.interval = self._settings()
 
-    @classmethod
-    def of(cls, optim: OptimWrapper, device: torch.device) -> LossScale | None:
-        """Return the loss scale of an optimizer wrapper, or None if the wrapper does not scale the loss."""
-        scaler = optim.loss_scaler
-        return None if scaler is None else cls(scaler, optim.adapts_scale, device)
-
     def _settings(self) -> tuple[float, float, int]:
         scaler = self._scaler
         return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+    def _exact(self) -> Tensor:
+        """Return the scale in float64, in which GradScaler computes, if the device supports it."""
+        return self.scale if self.scale.device.type == "mps" else self.scale.double()
 
     def is_changed(self) -> bool:
         """Return whether the scaler's settings have changed."""
@@ -117,17 +124,30 @@ class LossScale:
         """The scale and the growth tracker, which a step changes in place."""
         return self.scale, self.growth_tracker
 
-    def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients divided by the scale."""
-        inverse = self.scale.double().reciprocal().float()  # the same rounding as in GradScaler
-        return [grad * inverse.to(grad.dtype) for grad in grads]
+    def unscale(self, grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Divide the gradients by the scale, in place if eager; return them and whether all are finite."""
+        inverse = self._exact().reciprocal().float()  # the same rounding as in GradScaler
+        if torch.compiler.is_compiling():
+            grads = [grad * inverse.to(grad.dtype) for grad in grads]
+            return grads, all_finite(grads)
+        overflows = torch.zeros((), device=self.scale.device)
+        kinds: dict[Any, list[Tensor]] = {}
+        for grad in map(values_of, grads):
+            kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), group in kinds.items():
+            overflow = torch.zeros(1, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, overflow, inverse.to(device))
+            overflows += overflow.select(0, 0).to(overflows.device)
+        return grads, overflows == 0
 
     def adapt(self, finite: Tensor) -> None:
         """Decrease the scale after an overflow, or increase it after `interval` finite steps, like `GradScaler`."""
         if not self.adapts:
             return
+        if not torch.compiler.is_compiling():
+            self.growth, self.backoff, self.interval = self._settings()
         count = self.growth_tracker + 1
-        exact = self.scale.double()  # the same precision as in torch
+        exact = self._exact()
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)

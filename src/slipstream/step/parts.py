@@ -37,9 +37,15 @@ class StepPart:
     """Whether `after_batch` must run on the host, outside a compiled step."""
     replaces_gradients: bool = False
     """Whether `gradients` is overridden."""
+    nonfinite: Tensor | None = None
+    """A one-element tensor that is not 0 if a loss of the accumulation window was not finite. If it is set, the update
+    is skipped in this case, and if a gradient is not finite."""
 
     def before_batch(self) -> None:
         """Prepare for the next batch; for example, write changed numbers to tensors. Do not count it here."""
+
+    def after_loss(self, loss: Tensor) -> None:
+        """Observe the loss of a batch, before it is scaled."""
 
     def gradients(
         self,
@@ -72,6 +78,14 @@ class StepPart:
         Args:
             params: the trained parameters.
             previous: copies of `params` before the update; may be empty unless `needs_previous` is set.
+        """
+
+    def after_window(self, finite: Tensor | None) -> None:
+        """Process the end of an accumulation window, on the host, without waiting for the device.
+
+        Args:
+            finite: whether the losses and gradients were finite (0-dim bool on the device), or None if this was not
+                checked.
         """
 
     def after_batch(self) -> None:

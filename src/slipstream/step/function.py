@@ -1,0 +1,376 @@
+"""The training step as one function of three pieces: losses, obtain, finish.
+
+- `losses` runs the forward pass and the loss.
+- `obtain` computes the gradients of this batch.
+- `finish` adds them to the accumulation window and, at its end, averages them over all ranks, divides them by the loss
+  scale, checks that they are finite, runs the step parts around the optimizer's update, and adapts the loss scale.
+
+Run as it is (`EagerFunction`), the function is the eager step. Compiled (`GraphFunction`), it is the graph. The two
+differ in how they obtain gradients (`backward`, `torch.autograd.grad`) and in how they update the weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.sharding import is_sharded
+from slipstream.step.leaves import leaves_of
+from slipstream.step.numerics import HostNumber, LossScale, all_finite, undo_unless, values_of
+from slipstream.step.parts import StepPart, apply_update
+
+if TYPE_CHECKING:
+    from slipstream.logging import Phase, PhaseTimes
+    from slipstream.optim.optim_wrapper import OptimWrapper
+    from slipstream.step.sync import GradientSync
+    from slipstream.step.update import GraphUpdate
+
+__all__ = ["EagerFunction", "GraphFunction", "Losses", "Outputs", "Reduce", "finish"]
+
+Losses = Mapping[str, Tensor | Iterable[Tensor]]
+Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
+Outputs = tuple[dict[str, Tensor], Tensor | None]
+"""The values to log, and whether the losses and gradients were finite (0-dim bool; None if this is not checked)."""
+
+
+class StepFunction(ABC):
+    """The training step of one optimizer; see the module's docstring.
+
+    Args:
+        loss_of: `loss_of(inputs) -> losses`.
+        reduce: returns the loss to minimize and the values to log.
+        optim: the optimizer wrapper, with the loss scale, the accumulation window and the step parts.
+    """
+
+    def __init__(self, loss_of: Callable[[Any], Losses], reduce: Reduce, optim: OptimWrapper) -> None:
+        self.loss_of, self.reduce, self.optim = loss_of, reduce, optim
+        self.parts = optim.parts
+        self.repeats = any(part.replaces_gradients for part in self.parts)
+        """Whether a part computes the gradients of a batch several times."""
+
+    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+        """Train on the inputs of one batch.
+
+        Args:
+            inputs: the argument of `loss_of`.
+            grad_buffers: the gradients of the accumulation window, which a graph changes in place. The eager step uses
+                `p.grad`.
+            ends_window: whether the batch is the last of its accumulation window.
+        """
+        loss, logs = self.losses(inputs)
+        grads = self.obtain(loss, inputs)
+        for part in self.parts:
+            if part.replaces_gradients:
+                grads = part.gradients(
+                    self.trained(), lambda: self.obtain(self.losses(inputs)[0], inputs), grads
+                )
+        finite = None
+        with torch.no_grad():
+            grads = self.accumulate(grads, grad_buffers, ends_window)
+            if ends_window:
+                values, finite = self.finish(grads)
+                logs = {**logs, **values}
+        return logs, finite
+
+    def losses(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the forward pass; return the loss and the values to log."""
+        with self.context():
+            losses = self.loss_of(inputs)
+        loss, logs = self.reduce(losses)
+        for part in self.parts:
+            part.after_loss(loss)
+        return loss, logs
+
+    @abstractmethod
+    def context(self) -> Any:
+        """Return the context manager of the forward pass."""
+
+    @abstractmethod
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters to which the gradients of `obtain` belong."""
+
+    @abstractmethod
+    def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
+        """Return this batch's gradients, each in its own dense storage, or [] if they were added to `p.grad`."""
+
+    @abstractmethod
+    def accumulate(
+        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
+    ) -> list[Tensor]:
+        """Add the gradients to those of the window, and return the sum."""
+
+    @abstractmethod
+    def finish(self, grads: list[Tensor]) -> Outputs:
+        """Update the weights with the gradients of the window."""
+
+
+class Update(Protocol):
+    """Updates parameters, unless `finite` (0-dim bool; None for True) is false."""
+
+    def __call__(self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None) -> None:
+        """Update `params` with `grads`."""
+        ...
+
+
+def finish(
+    params: list[nn.Parameter],
+    grads: list[Tensor],
+    parts: Sequence[StepPart],
+    scale: LossScale | None,
+    update: Update,
+    everywhere: Callable[[Tensor], Tensor] | None = None,
+) -> Outputs:
+    """Update the weights with the gradients of an accumulation window.
+
+    Args:
+        params, grads: the trained parameters and their gradients, which are changed in place.
+        parts: the step parts.
+        scale: the loss scale by which the gradients are multiplied.
+        update: the optimizer's update.
+        everywhere: reduces a 0-dim bool tensor over all ranks with a logical and; None if the flags and gradients are
+            those of all ranks.
+    """
+    finite = None
+    if scale is not None:
+        grads, finite = scale.unscale(grads)
+    flags = [part.nonfinite for part in parts if part.nonfinite is not None]
+    if flags:
+        finite = all_finite([values_of(grad) for grad in grads]) if finite is None else finite
+        for flag in flags:
+            finite = finite & (flag.select(0, 0) == 0).to(finite.device)
+    if finite is not None and everywhere is not None and (flags or any(map(is_sharded, grads))):
+        finite = everywhere(finite)
+    logs = apply_update(parts, params, grads, lambda updated: update(params, updated, finite), finite)
+    if scale is not None and finite is not None:
+        scale.adapt(finite)
+    return logs, finite
+
+
+class GraphFunction(StepFunction):
+    """The step for `torch.compile`, which must be traceable.
+
+    Args:
+        params: the trained parameters.
+        window: number of batches in the accumulation window, by which losses are divided; None if it is 1.
+        scale: the loss scale, or None.
+        update: the update inside the graph, or None if the optimizer runs after the graph.
+        sync: averages gradients over all ranks; None for a single rank.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[[Any], Losses],
+        reduce: Reduce,
+        optim: OptimWrapper,
+        params: list[nn.Parameter],
+        window: HostNumber | None,
+        scale: LossScale | None,
+        update: GraphUpdate | None,
+        sync: GradientSync | None,
+    ) -> None:
+        super().__init__(loss_of, reduce, optim)
+        self.params, self.window, self.scale, self.update, self.sync = params, window, scale, update, sync
+
+    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+        """Train on the inputs of one batch, and process the new weights."""
+        logs, finite = super().__call__(inputs, grad_buffers, ends_window)
+        if not ends_window or self.update is not None:
+            for part in self.parts:
+                if not part.on_host:
+                    part.after_batch()
+        return logs, finite
+
+    def context(self) -> Any:
+        """Return the context manager for autocast."""
+        return self.optim.autocast()
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trained parameters."""
+        return self.params
+
+    def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
+        """Return the gradients. Several results of autograd may be one tensor, so they are cloned."""
+        if self.window is not None:
+            loss = loss / self.window.read()
+        if self.scale is not None:
+            loss = loss * self.scale.scale
+        grads = [grad.clone() for grad in torch.autograd.grad(loss, self.params)]
+        return self.sync(grads) if self.repeats and self.sync is not None else grads
+
+    def accumulate(
+        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
+    ) -> list[Tensor]:
+        """Add the gradients to `grad_buffers`; at the end of a window, average them over all ranks."""
+        if self.window is not None and grad_buffers is not None:
+            grads = list(torch._foreach_add(grad_buffers, grads))
+        if ends_window and self.sync is not None and not self.repeats:
+            flags = [part.nonfinite for part in self.parts if part.nonfinite is not None]
+            means = self.sync([*grads, *flags])
+            grads = means[: len(grads)]
+            for flag, mean in zip(flags, means[len(grads) :], strict=True):
+                flag.copy_(mean)
+        if grad_buffers is not None and not (ends_window and self.update is not None):
+            torch._foreach_copy_(grad_buffers, grads)
+        return grads
+
+    def finish(self, grads: list[Tensor]) -> Outputs:
+        """Update the weights, unless the optimizer runs after the graph."""
+        if self.update is None:
+            return {}, None
+        return finish(self.params, grads, self.parts, self.scale, self._apply)
+
+    def _apply(self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None) -> None:
+        assert self.update is not None
+        update = self.update
+        if finite is not None:
+            undo_unless(finite, update, [*params, *update.state])(grads)
+        else:
+            update(grads)
+
+
+class EagerFunction(StepFunction):
+    """The step without compilation, which calls the methods of the optimizer wrapper.
+
+    A wrapper class that overrides `scale_loss`, `backward`, `step` or `zero_grad` replaces that piece. If it overrides
+    `update_params`, this method replaces both obtain and finish.
+
+    Args:
+        model: the module that `loss_of` calls, which may be wrapped.
+        phases: measures the host time of each phase, if set.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[[Any], Losses],
+        reduce: Reduce,
+        optim: OptimWrapper,
+        model: nn.Module,
+        phases: PhaseTimes | None = None,
+    ) -> None:
+        super().__init__(loss_of, reduce, optim)
+        self.model, self.phases = model, phases
+        self.on_gradients: Callable[[], None] | None = None
+        """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
+        self.only_own_gradients: bool | None = None
+        """Whether backward computes only the gradients of this optimizer's parameters; None before the first batch."""
+        self._reaches_inputs = False
+        self._trained: list[nn.Parameter] | None = None
+        self.replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
+
+    def _switch(self, phase: Phase) -> None:
+        if self.phases is not None:
+            self.phases.switch(phase)
+
+    def context(self) -> Any:
+        """Return the context manager for autocast and, before the last batch of a window, without gradient sync."""
+        self._switch("forward")
+        if self.repeats:
+            return (
+                self.optim.autocast()
+            )  # synchronize in every pass, so that all ranks have the same gradients
+        return self.optim.optim_context(self.model)
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that received a gradient in the first pass over the batch."""
+        assert self._trained is not None
+        return self._trained
+
+    def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
+        """Run backward, which adds the gradients to `p.grad`.
+
+        For a part that requires the gradients of this batch alone, restore `p.grad`, and return the gradients.
+        """
+        optim = self.optim
+        self._switch("backward")
+        if self.replaces_update:
+            optim.update_params(loss)
+            return []
+        kwargs = self._backward_kwargs(loss, inputs)
+        if not self.repeats:
+            optim.backward(optim.scale_loss(loss), **kwargs)
+            return []
+        params = [param for param in optim.parameters() if param.requires_grad]
+        window = self._take_gradients(params)
+        optim.backward(optim.scale_loss(loss), **kwargs)
+        grads = self._take_gradients(params)
+        for param, grad in window.items():
+            param.grad = grad
+        if self._trained is None:
+            self._trained = list(grads)
+        else:
+            optim.accumulation.count -= 1  # another pass over the same batch
+        return [grads[param] if param in grads else torch.zeros_like(param) for param in self._trained]
+
+    def _take_gradients(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        # DDP's gradients are views of its buckets, which the next backward pass overwrites.
+        views = isinstance(self.model, DistributedDataParallel)
+        grads = {p: p.grad.clone() if views else p.grad for p in params if p.grad is not None}
+        for param in params:
+            param.grad = None
+        return grads
+
+    def accumulate(
+        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
+    ) -> list[Tensor]:
+        """Add the gradients to `p.grad`."""
+        for param, grad in zip(self._trained or (), grads, strict=True):
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        self._trained = None
+        return grads
+
+    def finish(self, grads: list[Tensor]) -> Outputs:
+        """Update the weights."""
+        optim = self.optim
+        if not self.replaces_update:
+            self._switch("optimizer")
+            if self.on_gradients is not None:
+                self.on_gradients()
+            optim.step()
+            optim.zero_grad()
+        return optim.logs, None
+
+    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
+        """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
+        if self.only_own_gradients is None:
+            # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
+            wrapped = isinstance(self.model, DistributedDataParallel)
+            wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
+            nodes = _nodes(loss)
+            self.only_own_gradients = not wrapped and all(
+                n.name() != "CheckpointFunctionBackward" for n in nodes
+            )
+            self._reaches_inputs = any(True for _ in _input_leaves(nodes))
+        if not self.only_own_gradients:
+            return {}
+        inputs: list[Tensor] = [
+            p for group in self.optim.param_groups for p in group["params"] if p.requires_grad
+        ]
+        if self._reaches_inputs or any(
+            leaf.requires_grad for leaf in leaves_of(batch) if isinstance(leaf, Tensor)
+        ):
+            inputs += _input_leaves(_nodes(loss))
+        return {"inputs": inputs} if inputs else {}
+
+
+def _nodes(loss: Tensor) -> set[Any]:
+    """Return the nodes of a loss's autograd graph."""
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        sources = {source for source, _ in nodes.pop().next_functions if source is not None} - seen
+        seen |= sources
+        nodes += sources
+    return seen
+
+
+def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
+    """Yield the leaves of an autograd graph that are not parameters."""
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
+            yield variable
