@@ -20,7 +20,7 @@ from torch import nn
 from fused import make_optimizer
 from report import environment_info, table, write_result
 from slipstream.optim import OptimWrapper
-from slipstream.speed.nan_guard import StepGuard
+from slipstream.speed.nan_guard import SkipNonFinite
 
 CASES = {"fused AdamW": ("AdamW", "fused"), "unfused AdamW": ("AdamW", "loop"),
          "fused SGD with momentum": ("SGD", "fused"), "unfused SGD with momentum": ("SGD", "loop")}  # fmt: skip
@@ -30,11 +30,12 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_t
 def steps(case: str) -> dict[str, Callable[[], None]]:
     """Return the contenders after two warm-up steps each."""
     plain, guarded = (OptimWrapper(make_optimizer(*CASES[case])) for _ in range(2))
-    guard = StepGuard(nn.Module(), torch.device("cpu"))
+    guard = SkipNonFinite(nn.Module(), torch.device("cpu"))
+    guarded.parts.append(guard)
 
     def with_guard() -> None:
-        guard.before_forward()
-        guard.step(guarded)
+        guard.before_batch()
+        guarded.step()
 
     contenders = {"without guard": plain.step, "with guard": with_guard}
     for step in contenders.values():

@@ -12,7 +12,7 @@ from slipstream.model import MMDistributedDataParallel
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
 from slipstream.sharding import full_tensor
-from slipstream.speed.nan_guard import StepGuard
+from slipstream.speed.nan_guard import SkipNonFinite
 from slipstream.step import EagerStep
 
 PLAIN, NAN_ON_1, INF_LOSS_ON_0 = "plain", "nan in the data on rank 1", "infinite loss on rank 0"
@@ -39,8 +39,8 @@ def train(wrap, batches, guard=True):
     core = Net()
     net = wrap(core)
     optim = OptimWrapper(torch.optim.AdamW(core.parameters(), lr=0.05))
-    if guard:
-        optim.guard = StepGuard(core, torch.device("cpu"))
+    skip = SkipNonFinite(core, torch.device("cpu"))
+    optim.parts += [skip] if guard else []
     optim.initialize_count_status(net, 0, -1)
     step = EagerStep(lambda batch: net(*batch), net, optim)
     done = 0
@@ -52,7 +52,7 @@ def train(wrap, batches, guard=True):
         extra = math.nan if kind == NO_GRADIENT_ON_1 and rank == 1 else 0.0
         step((x, math.inf if kind == INF_LOSS_ON_0 and rank == 0 else extra))
     weights = {name: full_tensor(p).tolist() for name, p in core.named_parameters()}
-    return weights, optim.guard.read() if guard else None
+    return weights, skip.read() if guard else None
 
 
 def both(wrap):

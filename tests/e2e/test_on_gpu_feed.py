@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerators import DEVICE, IS_CUDA, cuda_only, no_waiting
 from slipstream.dataset.loading.feed import DeviceFeed, feed
 from slipstream.optim import OptimWrapper
-from slipstream.speed.nan_guard import StepGuard
+from slipstream.speed.nan_guard import SkipNonFinite
 from slipstream.speed.precision import tf32
 from slipstream.step import EagerStep
 
@@ -75,7 +75,7 @@ def test_bad_steps_have_no_effect_and_do_not_synchronize(options):
         net = Net().to(DEVICE)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **options)
         optim = OptimWrapper(optimizer, clip_grad=dict(max_norm=1.0))
-        optim.guard = StepGuard(net, torch.device(DEVICE.type, 0)) if guarded else None
+        optim.parts += [SkipNonFinite(net, torch.device(DEVICE.type, 0))] if guarded else []
         step = EagerStep(lambda x: net(x), net, optim)
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(4, 8, generator=generator).to(DEVICE) for _ in range(kinds.count("good"))]

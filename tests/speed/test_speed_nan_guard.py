@@ -8,9 +8,7 @@ from torch import nn
 
 from slipstream.errors import NonFiniteLossError
 from slipstream.optim import OptimWrapper
-from slipstream.speed.nan_guard import (
-    StepGuard,
-)
+from slipstream.speed.nan_guard import SkipNonFinite
 from slipstream.step import EagerStep
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
@@ -70,12 +68,13 @@ def train(batches, kind="sgd", guard=True, wrapper=OptimWrapper, forward=None, *
     """Train one step per batch. Return the model, the optimizer wrapper and the guard."""
     net = Net()
     optim = wrapper(optimizer=OPTIMIZERS[kind](net.parameters()), **options)
-    optim.guard = StepGuard(net, torch.device("cpu")) if guard else None
+    skip = SkipNonFinite(net, torch.device("cpu"))
+    optim.parts += [skip] if guard else []
     optim.initialize_count_status(net, 0, -1)
     step = EagerStep(lambda x: (forward or Net.forward)(net, x), net, optim)
     for x in batches:
         step(x)
-    return net, optim, optim.guard
+    return net, optim, skip
 
 
 def assert_same_run(one, other):

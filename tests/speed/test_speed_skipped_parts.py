@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream import accelerate
-from slipstream.speed.nan_guard import StepGuard
+from slipstream.speed.nan_guard import SkipNonFinite
 from slipstream.step.parts import StepPart
 
 COMPILE = dict(backend="aot_eager", cache=False)
 FP16 = dict(precision="fp16")
-CASES = {  # for each case: whether it uses a `StepGuard`, and its options
+CASES = {  # for each case: whether it uses `SkipNonFinite`, and its options
     "eager": (True, {}),
     "fused": (True, dict(fused=True)),
     "compiled": (True, dict(compile=COMPILE)),
@@ -80,7 +80,7 @@ def test_skipped_step_does_not_change_weights_or_parts(case, bad):
     if scaler is not None:
         scaler.load_state_dict(scaler.state_dict() | {"scale": 16.0})
     if guarded:
-        step.optim.guard = StepGuard(model, torch.device("cpu"))
+        step.optim.parts.append(SkipNonFinite(model, torch.device("cpu")))
     step.optim.parts.append(part)
     for number, (x, y) in enumerate(batches()):
         step((x * torch.inf if number in bad else x, y))

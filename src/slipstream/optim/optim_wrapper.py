@@ -273,7 +273,7 @@ class OptimWrapper:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the gradients in the last update, before clipping; None if they were not clipped by their norm."""
+        """The norm of the gradients before clipping, in the last update; None without clipping by norm."""
         return self.logs.get("grad_norm")
 
     @property
