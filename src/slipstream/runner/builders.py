@@ -343,7 +343,7 @@ def make_step(
                 "modules that train_step calls",
                 "compile.scope",
             )
-        compile_model(core, plan.compile, logger.warning)
+        compile_model(core, plan.compile, logger.warning, optim, logger.info)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
         logs: dict[str, Tensor] = owner.train_step(batch, optim)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.blocks import find_blocks
 
 __all__ = [
@@ -56,7 +57,7 @@ class CompileOptions:
     cache: bool | str = True
     """Where to cache compiled code: True for the user's cache folder, a path, or False to disable the cache."""
     verify: bool = True
-    """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
+    """Whether to compare compiled code with eager code before its first use."""
 
     def __post_init__(self) -> None:
         """Check the options and their combinations."""
@@ -70,17 +71,26 @@ class CompileOptions:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
 
 
-def compile_model(model: nn.Module, options: CompileOptions, warn: Callable[[str], None]) -> None:
+def compile_model(
+    model: nn.Module,
+    options: CompileOptions,
+    warn: Callable[[str], None],
+    optim: OptimWrapper | None = None,
+    info: Callable[[str], None] = lambda _: None,
+) -> None:
     """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
 
     The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
-    `fully_shard`. Each module is compiled on its first call. If a module cannot be compiled, all modules of its
-    class run eagerly, and `warn` is called once with the reason.
+    `fully_shard`. If a module cannot be compiled, or if its compiled code computes other results than eager mode, all
+    modules of its class run eagerly, and `warn` is called once with the reason.
 
     Args:
         model: the unwrapped model.
         options: the options.
         warn: called with a message if the model cannot be compiled as requested.
+        optim: the optimizer wrapper, or a dict of wrappers, whose update verifies graphs for training; without it,
+            these are not verified.
+        info: called with a message if a graph is not verified.
 
     Raises:
         ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
@@ -95,7 +105,10 @@ def compile_model(model: nn.Module, options: CompileOptions, warn: Callable[[str
     # Imported here, because most runs do not compile.
     from slipstream.speed.compiled_modules import compile_modules
 
-    compile_modules(modules, options, backend_options(options), warn)
+    verifier = compile_modules(modules, options, backend_options(options), warn, info)
+    for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim] if optim else []:
+        wrapper.parts.append(verifier)
+        verifier.attached = True
 
 
 def backend_options(options: CompileOptions) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ def build_graph_step(
     """
 
     def recover(error: Exception, problem: str | None) -> EagerStep:
-        _compile_less(core, options, warn, error, problem)
+        _compile_less(spec, core, options, warn, info, error, problem)
         return eager
 
     device_type = next(core.parameters()).device.type
@@ -102,9 +102,11 @@ def build_graph_step(
 
 
 def _compile_less(
+    spec: StepSpec,
     core: nn.Module,
     options: CompileOptions,
     warn: Callable[[str], None],
+    info: Callable[[str], None],
     error: Exception,
     problem: str | None,
 ) -> None:
@@ -125,7 +127,7 @@ def _compile_less(
             f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
             f"{remedy}To suppress this warning, set compile=dict(scope='model')"
         )
-        compile_model(core, options, warn)
+        compile_model(core, options, warn, spec.optim, info)
 
 
 def _wrong_numbers(error: WrongNumbersError, options: CompileOptions) -> str:
@@ -150,32 +152,14 @@ def _sync(model: nn.Module) -> GradientSync | None:
 
 def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
     """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
-    backend_kwargs = backend_options(options)
+    from slipstream.speed.inductor import OVERLAP_OPTIONS, backend_of  # imports Dynamo, which takes seconds
+
+    settings = backend_options(options)
     if options.backend == "inductor":
-        from slipstream.speed.inductor import (
-            OVERLAP_OPTIONS,
-            inductor_options,
-        )  # imports Dynamo, which takes seconds
-
-        overlap = OVERLAP_OPTIONS if get_world_size() > 1 else {}
-        backend_kwargs = overlap | inductor_options(device_type) | backend_kwargs
+        settings = (OVERLAP_OPTIONS if get_world_size() > 1 else {}) | settings
         # One CUDA graph of the whole step replaces inductor's CUDA graphs.
-        cuda_graph = bool(backend_kwargs.pop("triton.cudagraphs", False)) or cuda_graph
-
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-        if options.backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx
-
-            compiled = compile_fx(graph, inputs, config_patches=backend_kwargs)
-            # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
-            return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
-        own = options.backend
-        compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
-        kwargs = {"mode": options.mode, "options": backend_kwargs}
-        run: Callable[..., Any] = compiler(graph, inputs, **{k: v for k, v in kwargs.items() if v})
-        return run
-
-    return backend, cuda_graph and torch.cuda.is_available()
+        cuda_graph = bool(settings.pop("triton.cudagraphs", False)) or cuda_graph
+    return backend_of(options, settings, device_type), cuda_graph and torch.cuda.is_available()
 
 
 class _EvaluationOnly:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -11,7 +12,17 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from slipstream.speed.conv_layout import LayOutConvolutions
 
-__all__ = ["OVERLAP_OPTIONS", "SendEarly", "correct_tiled_additions", "inductor_options", "send_early"]
+if TYPE_CHECKING:
+    from slipstream.speed.compile import CompileOptions
+
+__all__ = [
+    "OVERLAP_OPTIONS",
+    "SendEarly",
+    "backend_of",
+    "correct_tiled_additions",
+    "inductor_options",
+    "send_early",
+]
 
 _MARK = "_slipstream_corrected"
 # Torch reuses compiled code only if the options are equal, and two instances of a pass are not equal.
@@ -38,6 +49,33 @@ def inductor_options(device_type: str) -> dict[str, Any]:
         "layout_optimization": False,
         "post_grad_custom_pre_pass": _LAYOUTS,
     }
+
+
+def backend_of(options: CompileOptions, settings: Mapping[str, Any], device_type: str) -> Callable[..., Any]:
+    """Return the compiler of captured graphs: `compiler(graph, inputs)` returns the compiled code.
+
+    Args:
+        options: the options of `compile`.
+        settings: the options of the backend, which replace inductor's options for the device type.
+        device_type: the device type of the graphs.
+    """
+    if options.backend == "inductor":
+        settings = {**inductor_options(device_type), **settings}
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        if options.backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            compiled: Any = compile_fx(graph, inputs, config_patches=dict(settings))
+        else:
+            own = options.backend
+            compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
+            kwargs = {"mode": options.mode, "options": dict(settings)}
+            compiled = compiler(graph, inputs, **{key: value for key, value in kwargs.items() if value})
+        # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
+        return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+    return compile_graph
 
 
 def correct_tiled_additions() -> None:

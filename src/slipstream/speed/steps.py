@@ -76,7 +76,7 @@ def build_step(
                 f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"
             )
         warn(f"The step cannot be compiled as one graph: {reason}. Only the model is compiled")
-    compile_model(core, options, warn)
+    compile_model(core, options, warn, optim, info)
     return eager
 
 

@@ -16,6 +16,7 @@ from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
 __all__ = [
     "capture_config",
+    "changed_objects",
     "check_random",
     "check_traced",
     "has_side_effects",
@@ -32,15 +33,15 @@ _RANDOM_NAME = re.compile(
 
 
 @contextmanager
-def capture_config() -> Iterator[None]:
-    """Apply the settings for capturing and compiling a step."""
+def capture_config(autograd: bool = True) -> Iterator[None]:
+    """Apply the settings for capturing and compiling a step (with `autograd`) or a module."""
     known = hasattr(torch._dynamo.config, "ignore_logging_functions")
     ignored = "ignore_logging_functions" if known else "ignore_logger_methods"  # the name in older versions
     autocast = {"backward_pass_autocast": "off"}  # otherwise, float32 regions run backward in lower precision
     functorch = torch._functorch.config
     with (
         torch._dynamo.config.patch(
-            trace_autograd_ops=True,
+            trace_autograd_ops=autograd,
             # Without this setting, a counter that a module increments in forward causes a new graph at every step.
             allow_unspec_int_on_nn_module=True,
             # Capture a new graph if hooks are added or removed later.
@@ -82,6 +83,13 @@ def has_side_effects() -> bool:
     return bool(effects.tensor_hooks or effects.save_for_backward) or any(
         not isinstance(variable.mutation_type, new) for variable in changed
     )
+
+
+def changed_objects() -> list[Any]:
+    """Return the existing Python objects that the captured code changes; call this function only from a backend."""
+    effects = _translator().output.side_effects
+    variables = ((each, effects.id_to_variable.get(id(each))) for each in effects.keepalive)
+    return [each for each, variable in variables if variable is not None and effects.is_modified(variable)]
 
 
 def check_traced() -> None:

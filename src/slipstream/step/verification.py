@@ -11,7 +11,7 @@ step. A larger error in the compiled code indicates a compiler bug.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "Verification",
     "VerificationNeeded",
     "WrongNumbersError",
+    "compare_graph",
 ]
 
 _LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
@@ -215,15 +216,8 @@ class Verification:
         }.values()
         if not any(row.key in updated and row.moved for row in rows):
             return False
-        typical = {
-            kind: _Typical.of([row for row in rows if row.kind == kind]) for kind in {r.kind for r in rows}
-        }
         for compiler in (False, True):
-            excess, worst = max(
-                ((row.excess(compiler, typical[row.kind]), row) for row in rows), key=itemgetter(0)
-            )
-            if excess > 1:
-                raise WrongNumbersError(worst.message(compiler), compiler)
+            _check_rows(rows, compiler)
         return True
 
     @torch.no_grad()
@@ -341,6 +335,20 @@ class _Typical:
         )
 
 
+def _check_rows(rows: Collection[_Row], compiler: bool) -> None:
+    """Check the errors of the eager step or of the compiled code.
+
+    Raises:
+        WrongNumbersError: an error is too large.
+    """
+    kinds = {row.kind for row in rows}
+    typical = {kind: _Typical.of([row for row in rows if row.kind == kind]) for kind in kinds}
+    excesses = ((row.excess(compiler, typical[row.kind]), row) for row in rows)
+    excess, worst = max(excesses, key=itemgetter(0), default=(0.0, None))
+    if excess > 1 and worst is not None:
+        raise WrongNumbersError(worst.message(compiler), compiler)
+
+
 def _distance(one: Tensor, other: Tensor) -> float:
     one, other = _wide(one), _wide(other)
     return float(torch.where(one == other, 0.0, one - other).norm())  # the distance of equal infinities is 0
@@ -383,6 +391,76 @@ def _perturb(value: Any, epsilons: int) -> None:
         generator = torch.Generator().manual_seed(0)  # does not change the global generator
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
         value.mul_(1 + epsilons * torch.finfo(value.dtype).eps * signs.to(value.device, value.dtype))
+
+
+def compare_graph(
+    graph: fx.GraphModule,
+    run: Callable[..., Any],
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    finish: Callable[[Any, Sequence[Any]], Sequence[Any]],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Compare the compiled code of a graph with float64, on copies of its inputs.
+
+    Args:
+        graph: the graph that Dynamo captured.
+        run: its compiled code.
+        inputs: the inputs.
+        names: names of the results, for messages.
+        finish: `finish(outputs, inputs)` runs the backward pass and returns the results: tensors, or None. They
+            start with the inputs, which the graph may change.
+        context: the random and autocast states of a run.
+
+    Raises:
+        WrongNumbersError: the error of a result is too large, or only one of the gradients exists.
+    """
+
+    def results(
+        call: Callable[[list[Any]], Sequence[Any]], double: bool = False, perturbation: int = 0
+    ) -> list[Tensor | None]:
+        values = copies(inputs, torch.float64 if double else None)
+        for value in values:
+            _perturb(value, perturbation)
+        with context():
+            return _values(call(values))
+
+    def reference(double: bool = False, perturbation: int = 0) -> list[Tensor | None] | None:
+        def call(values: list[Any]) -> Any:
+            return interpret(graph, values, double, lambda outputs: finish(outputs, values))
+
+        try:
+            return results(call, double, perturbation)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # an operator does not support float64, or only runs in compiled code
+            return None
+
+    compiled = results(lambda values: finish(run(*values), values))
+    captured = results(lambda values: finish(graph(*values), values))
+    perturbation = (
+        _PERTURBATION if all(torch.finfo(v.dtype).eps < 1e-6 for v in inputs if _is_trained(v)) else 1
+    )
+    others = [
+        reference(),
+        reference(perturbation=perturbation),
+        reference(perturbation=-perturbation),
+        reference(True),
+    ]
+    unknown = [None] * len(captured)
+    before = [*_values(inputs), *unknown[len(inputs) :]]
+    rows = []
+    columns = zip(names, before, captured, compiled, *(o or unknown for o in others), strict=True)
+    for name, old, theirs, ours, *exact in columns:
+        if theirs is None:
+            if ours is not None and bool(ours.any()):
+                raise WrongNumbersError(f"{name} should be None", compiler=True)
+        elif ours is None:
+            raise WrongNumbersError(f"{name} is missing", compiler=True)
+        else:
+            old = torch.zeros_like(theirs) if old is None else old
+            rows.append(_Row.of(0, name, perturbation, old, theirs, ours, *exact))
+    _check_rows(rows, compiler=True)
 
 
 # ---- reference results -----------------------------------------------------------------------------------
@@ -429,17 +507,25 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False) -> None:
-    """Run a graph captured by Dynamo, operator by operator. Tensors in `inputs` are modified in place.
+def interpret(
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    double: bool = False,
+    finish: Callable[[Any], Any] = lambda outputs: outputs,
+) -> Any:
+    """Run a graph captured by Dynamo, operator by operator, and return `finish(outputs)`.
+
+    Tensors in `inputs` are modified in place.
 
     Args:
         graph: the graph that `torch.compile` passes to a backend.
         inputs: the graph's inputs; if `double` is true, the result of `copies(..., torch.float64)`.
         double: whether to compute in float64 and without autocast. Random numbers are still drawn in lower
             precision, because drawing them in float64 would change their values.
+        finish: called with the outputs, for example to run their backward pass in the same precision.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
-        _Interpreter(graph, double).run(*inputs)
+        return finish(_Interpreter(graph, double).run(*inputs))
 
 
 class _Interpreter(fx.Interpreter):
