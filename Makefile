@@ -11,6 +11,19 @@ BIN := $(VENV)/bin
 # Three workers suit two cores, because many tests wait for other processes.
 PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope -rs
 
+# Train real models of seven libraries, with random weights, against plain loops. The libraries are installed without
+# their dependencies, because those include CUDA builds.
+zoo: .venv-zoo/.installed
+	OMP_NUM_THREADS=1 .venv-zoo/bin/python benchmarks/zoo.py $(ARGS)
+
+.venv-zoo/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-zoo
+	.venv-zoo/bin/python -m pip install --quiet -c constraints.txt -e . huggingface_hub tokenizers safetensors regex \
+		requests tqdm pillow einops psutil xxhash aiohttp scipy pyparsing typer importlib_metadata
+	.venv-zoo/bin/python -m pip install --quiet --no-deps timm==1.0.31 transformers==5.24.0 diffusers==0.42.1 \
+		segmentation_models_pytorch==0.6.0 monai==1.6.1 torch_geometric==2.8.1 torchvision==0.28.0
+	touch $@
+
 .PHONY: train test matrix exhaustive npu openmmlab faults gpu wheels versions docs lint types format clean
 
 train: $(VENV)/.installed

@@ -1,0 +1,270 @@
+"""Train the models of zoo_models.py with Slipstream and with plain loops, and compare losses, weights and step times.
+
+    make zoo                                             # all models, in an environment with their libraries
+    python benchmarks/zoo.py --only 'timm vit' --jobs 1  # some models; the others keep their results
+
+Each model is trained eagerly without options, which must be bitwise equal to the loop, and with `compile`, each in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from report import environment_info, text_table, write_result
+from slipstream import accelerate
+from zoo_models import MODELS, Entry
+
+BATCHES, TIMED_STEPS, TIMEOUT = 6, 10, 400
+LIBRARIES = [
+    "timm",
+    "transformers",
+    "diffusers",
+    "segmentation_models_pytorch",
+    "monai",
+    "torch_geometric",
+    "torchvision",
+]
+Step = Callable[[Any], Any]
+
+
+def optimizer_of(entry: Entry, model: nn.Module) -> torch.optim.Optimizer:
+    if entry.optimizer == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    # A gradient that is zero but for rounding (a bias before a softmax) would otherwise move its weight by the rate.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+
+
+def plain_loop(entry: Entry, compiled: dict[str, Any] | None = None) -> tuple[Step, nn.Module]:
+    """Return a hand-written training step and its model, which is compiled by torch if `compiled` is set."""
+    seed(0)
+    model = entry.build().train()
+    optimizer = optimizer_of(entry, model)
+    called: Any = model if compiled is None else torch.compile(model, **compiled)
+
+    def step(batch: Any) -> Tensor:
+        loss = entry.loss(called, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, model
+
+
+def engine(entry: Entry, speed: dict[str, Any]) -> Any:
+    seed(0)
+    model = entry.build().train()
+    return accelerate(model, optimizer_of(entry, model), speed=speed, compute_loss=entry.loss)
+
+
+def train(entry: Entry, step: Any) -> tuple[list[float], list[Any]]:
+    """Return the losses, and the random states at the end."""
+    losses = []
+    data = batches(entry, BATCHES)
+    seed(1)
+    for batch in data:
+        log = step(batch)
+        losses.append(float(log["loss"] if isinstance(log, dict) else log))
+    return losses, [torch.get_rng_state().tolist(), random.getstate()]
+
+
+def batches(entry: Entry, count: int) -> list[Any]:
+    seed(2)
+    return [entry.batch(number) for number in range(count)]
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Return the largest difference of two lists of numbers or of two state dicts, relative to each tensor's norm."""
+    if isinstance(expected, list):
+        return max(
+            abs(a - b) / max(abs(a), 1e-12) if a == a or b == b else 0.0
+            for a, b in zip(expected, found, strict=True)
+        )
+    pairs = [(tensor, found[name]) for name, tensor in expected.items() if isinstance(tensor, Tensor)]
+    numbers = [
+        (a.double().norm(), (a.double() - b.double()).norm()) for a, b in pairs if not torch.equal(a, b)
+    ]
+    return max((float(error / norm.clamp(min=1e-3)) for norm, error in numbers), default=0.0)
+
+
+def check(name: str, compiled: bool, times: bool = True) -> dict[str, Any]:
+    """Train one model as described above, and return what the report shows."""
+    entry = MODELS[name]
+    loop, model = plain_loop(entry)
+    losses, states = train(entry, loop)
+    speed = dict(entry.speed) | ({"compile": {"backend": entry.backend, "cache": False}} if compiled else {})
+    step = engine(entry, speed)
+    found, found_states = train(entry, step)
+    result = {
+        "loss": difference(losses, found),
+        "weights": difference(model.state_dict(), step.model.state_dict()),
+        "random": states == found_states,
+        "kind": step.summary().splitlines()[0],
+        "warnings": list(step._warnings),
+    }
+    if compiled and times:
+        result["times"] = step_times(entry, {"loop": loop, "step": step})
+        result["torch"] = torch_captures(entry)
+    return result
+
+
+def step_times(entry: Entry, steps: dict[str, Step]) -> dict[str, float]:
+    """Return the median times in milliseconds of the steps, and of a loop with torch.compile(model), interleaved."""
+    data = batches(entry, TIMED_STEPS)
+    try:
+        by_torch, _ = plain_loop(entry, {"backend": entry.backend})
+        for batch in data[:4]:
+            by_torch(batch)
+        steps = {**steps, "torch": by_torch}
+    except Exception as error:  # torch may not be able to compile a model that the step can train
+        logging.info("torch.compile fails: %s", error)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for batch in data:
+        for name, step in steps.items():
+            start = perf_counter()
+            step(batch)
+            times[name].append(1e3 * (perf_counter() - start))
+    return {name: median(values) for name, values in times.items()}
+
+
+def torch_captures(entry: Entry) -> str:
+    """Return 'one graph' if torch.compile(fullgraph=True) captures the model, or the first line of its error."""
+    torch.compiler.reset()
+    step, _ = plain_loop(entry, {"fullgraph": True, "backend": "eager"})
+    try:
+        for batch in batches(entry, 2):
+            step(batch)
+    except Exception as error:
+        return str(error).strip().partition("\n")[0][:150]
+    return "one graph"
+
+
+# ---- all models --------------------------------------------------------------------------------------
+
+
+def run(name: str, mode: str) -> dict[str, Any]:
+    """Check a model in another process."""
+    command = [sys.executable, __file__, "--worker", mode, "--only", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return {"error": f"more than {TIMEOUT} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def work(name: str, mode: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("slipstream").setLevel(logging.ERROR)
+    torch._logging.set_logs(dynamo=logging.CRITICAL, inductor=logging.CRITICAL)
+    torch.set_num_threads(1)
+    try:
+        print(json.dumps(check(name, mode == "compiled")))
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+        print(json.dumps({"error": cause[:400]}))
+
+
+def verdict(result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"**{result['error'][:100]}**"
+    return (
+        "bitwise"
+        if result["loss"] == result["weights"] == 0
+        else f"{max(result['loss'], result['weights']):.0e}"
+    )
+
+
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    found = []
+    for name in MODELS:
+        eager, compiled = results.get(name, {}).get("eager"), results.get(name, {}).get("compiled")
+        if eager is None or compiled is None:
+            continue
+        times = compiled.get("times", {})
+        ratios = [
+            f"{times['step'] / times[other]:.2f}" if other in times else "" for other in ("loop", "torch")
+        ]
+        random_states = "" if compiled.get("random", True) else " (other random state)"
+        found.append([name, verdict(eager), kind(compiled), verdict(compiled) + random_states, *ratios])
+    return found
+
+
+def kind(result: dict[str, Any]) -> str:
+    """Return what was compiled, with the reason if it is not one graph."""
+    if "error" in result:
+        return "failed"
+    if "one graph" in result["kind"]:
+        return "one graph"
+    reason = " ".join(result["warnings"])[:220].replace("|", "/").replace("\n", " ")
+    scope = "compiled model" if "compiled model" in result["kind"] else "eager"
+    return f"{scope}: {reason}"
+
+
+def report(out: Path, results: dict[str, Any]) -> None:
+    header = ["model", "eager", "compiled as", "compiled", "step / loop", "step / torch.compile(model)"]
+    table = rows(results)
+    kinds = Counter(row[2].partition(":")[0] for row in table)
+    text = f"{len(table)} models: {', '.join(f'{count} {name}' for name, count in kinds.items())}.\n\n"
+    text += text_table(header, table)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    write_result(
+        out, "Real models", environment_info(LIBRARIES) | {"commit": commit}, text, {"results": results}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="train models whose names contain this text")
+    parser.add_argument("--mode", choices=("eager", "compiled"), help="train only in this mode")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes at a time")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "zoo.md")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.only, args.worker)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    data = args.out.with_suffix(".json")
+    results = json.loads(data.read_text())["results"] if data.exists() else {}
+    modes = [args.mode] if args.mode else ["eager", "compiled"]
+    tasks = [(name, mode) for mode in modes for name in MODELS if args.only in name]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for (name, mode), result in zip(tasks, pool.map(lambda task: run(*task), tasks), strict=True):
+            results.setdefault(name, {})[mode] = result
+            print(name, mode, verdict(result), kind(result), result.get("times", ""), sep="; ", flush=True)
+            report(args.out, results)
+
+
+if __name__ == "__main__":
+    main()
