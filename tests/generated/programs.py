@@ -116,6 +116,12 @@ EVENTS = (
     "accumulate_hook", "remove_hooks", "scale", "shrink_data", "new_data", "zero_grad", "seed", "draw",
     "extra_forward", "rewind", "bad_target", "bad_input", "schedule", "reset_buffers",
 )  # fmt: skip
+NOT_IN_A_GRAPH = {
+    "branch", "random_depth", "numpy_noise", "python_counter", "history", "history_product", "growing", "inference",
+    "weight_hook", "backward_hook", "old_spectral", "cumulative_norm", "recurrent", "checkpointed",
+    "reentrant_checkpointed",
+}  # fmt: skip
+"""Layers with which a step is not one graph; half of the programs have none of them."""
 NOT_IN_TWO = {"freeze", "freeze_stem", "unfreeze", "add_group", "accumulate_hook", "rewind", "zero_grad"}
 NOT_IN_RUNNER = {"eval", "averaged_eval", "extra_forward", "add_group", "schedule", "train"}
 
@@ -195,6 +201,8 @@ def _layers(draw, options, two, dtype, image, most):
         left_out |= KINDS["random"]  # random numbers are drawn in the order of the memory
     if two:
         left_out |= KINDS["untrained"]
+    if draw.random() < 0.5:
+        left_out |= NOT_IN_A_GRAPH
     return tuple(draw.choices([name for name in LAYERS if name not in left_out], k=draw.randint(1, most)))
 
 
