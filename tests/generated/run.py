@@ -19,7 +19,7 @@ from generated.oracle import Loop, finish, tensors
 from generated.programs import Objects, generate, make_batch, scores_of, smaller
 from ports import free_port
 from slipstream import accelerate
-from slipstream.errors import SlipstreamError
+from slipstream.errors import CheckpointError, SlipstreamError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
@@ -276,8 +276,9 @@ def _judge(program, folder, rank):
     run = (Own if program.through == "accelerate" else InRunner)(program, folder, rank)
     try:
         found = run.run()
-    except SlipstreamError as error:
-        return Result("refused", f"{type(error).__name__}: {error}")
+    except SlipstreamError as error:  # a file that was just saved must not be refused
+        verdict = "wrong" if isinstance(error, CheckpointError) else "refused"
+        return Result(verdict, f"{type(error).__name__}: {error}")
     except TimeoutError:
         raise
     except Exception as error:
