@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, DataError, LossError
 from slipstream.step import sum_losses
-from slipstream.step.eager import Losses
+from slipstream.step.function import Losses
 
 __all__ = [
     "BatchLoss",

@@ -15,7 +15,7 @@ from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import backend_problem, compile_model
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
-from slipstream.step.eager import Losses
+from slipstream.step.function import Losses
 from slipstream.step.trained_parameters import add_parameter_check
 
 __all__ = ["StepSpec", "build_step", "compiled_scope"]
