@@ -4,7 +4,7 @@ import pytest
 
 from generated.run import PASSED, check
 
-FEW = (0, 1, 3, 5, 6, 8, 9, 11, 14, 15)
+FEW = (0, 1, 3, 4, 5, 7, 14, 15, 17, 19)
 MANY, CHUNK = 300, 10
 
 
