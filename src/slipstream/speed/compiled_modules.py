@@ -24,7 +24,7 @@ from slipstream.dist.collectives import all_reduce
 from slipstream.sharding import is_sharded
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
 from slipstream.speed.inductor import backend_of
-from slipstream.step.dynamo import capture_config, changed_objects
+from slipstream.step.dynamo import capture_config, changed_objects, keep_unused_random
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
@@ -176,13 +176,14 @@ class _Kind:
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
+        added = keep_unused_random(graph)
         try:
             captured = CapturedGraph(graph, self.compiler(graph, inputs))
         except torch._dynamo.exc.RestartAnalysis:
             raise
         except Exception as error:
             self.error = self.error or error
-            return graph.forward
+            captured = CapturedGraph(graph, graph.forward)
         if self.recording is not None:
             self.recording.changed.add(changed_objects())
         captured.verified = self.recording is None
@@ -193,7 +194,7 @@ class _Kind:
                 return captured.capture(args, self.recording)
             return captured.run(*args) if captured.verified else graph(*args)
 
-        return run
+        return (lambda *args: run(*args)[:-added]) if added else run
 
     def verify(self, recording: Recording, call: _CompiledCall, signature: Any) -> Exception | None:
         """Repeat a call, compile and verify its new graphs; return the reason if its module must run eagerly."""
@@ -205,8 +206,8 @@ class _Kind:
         try:
             with _compiling():
                 recording.verify(call.compiled)
-            if self.error is not None:
-                return self.error
+            if self.error is not None or recording.problem is not None:
+                return self.error or NotCapturedError(recording.problem)
             sequence = tuple(self.used)
             if not recording.is_finite:
                 return None  # verify a later call

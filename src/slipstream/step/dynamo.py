@@ -20,6 +20,7 @@ __all__ = [
     "check_random",
     "check_traced",
     "has_side_effects",
+    "keep_unused_random",
     "needs_autograd_engine",
     "prepare_graph",
     "recompute_contexts",
@@ -132,9 +133,6 @@ def why_not_recomputed() -> str | None:
 def prepare_graph(graph: fx.GraphModule) -> int:
     """Prepare a captured step for compilation, in place, and return the number of outputs that were added to it.
 
-    Compilers drop random operators whose results are not used, which changes all later random numbers. Therefore, these
-    results become additional outputs.
-
     Raises:
         NotCapturedError: the model calls `torch.utils.checkpoint`, and torch is older than 2.12.
     """
@@ -147,6 +145,15 @@ def prepare_graph(graph: fx.GraphModule) -> int:
                 # torch cannot recompute random operators, so store their results.
                 body = getattr(module, node.args[0].target)
                 body.meta.setdefault("_checkpoint_context_fn", recompute_contexts)
+    return keep_unused_random(graph)
+
+
+def keep_unused_random(graph: fx.GraphModule) -> int:
+    """Return unused random results from a graph, because compilers drop them, which changes later random numbers.
+
+    Returns:
+        The number of outputs that were added to the graph.
+    """
     unused = _unused_random(graph)
     if unused:
         output = graph.graph.output_node()

@@ -13,6 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -163,11 +164,9 @@ class Recording:
         param = next(module.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
         self.module = module
-        self.gradients: dict[int, Tensor] = {}
         self.problem: str | None = None
         self.is_finite = True
         self.changed = ChangedObjects()
-        self._passes: set[int] = set()
         self._state = _ModuleState(module)
         self._arguments, self._before = _copy((args, kwargs)), _copy(self._state.take())
         self._random = _RandomState(self.device)
@@ -183,21 +182,28 @@ class Recording:
         """Run the call eagerly, and record its results."""
         outputs = self.module._call_impl(*args, **kwargs)
         self._real = self._results(outputs, (args, kwargs))
-        for i, tensor in enumerate(_tensors(outputs)):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad, i=i: self._observe(i, grad))
+        self.gradients = self.observe(_tensors(outputs))
         return outputs
 
-    def _observe(self, i: int, grad: Tensor) -> None:
-        self._passes.add(torch._C._current_graph_task_id())
-        if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
-            self.problem = "the loss differentiates the model's gradients (create_graph=True)"
-        elif len(self._passes) > 1:
-            self.problem = (
-                self.problem
-                or "there are several backward passes through the model's outputs (retain_graph=True)"
-            )
-        self.gradients[i] = grad.detach().clone()
+    def observe(self, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Record the gradients of outputs by index, and backward passes that compiled code does not support."""
+        grads: dict[int, Tensor] = {}
+        passes: set[int] = set()
+
+        def record(i: int, grad: Tensor) -> None:
+            passes.add(torch._C._current_graph_task_id())
+            if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
+                self.problem = "the loss differentiates the model's gradients (create_graph=True)"
+            elif len(passes) > 1 and self.problem is None:
+                self.problem = (
+                    "there are several backward passes through the model's outputs (retain_graph=True)"
+                )
+            grads[i] = grad.detach().clone()
+
+        for i, tensor in enumerate(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(record, i))
+        return grads
 
     def _results(self, outputs: Any, arguments: Any) -> dict[str, Any]:
         """Return copies of the outputs, the arguments and the state."""
@@ -340,12 +346,9 @@ class CapturedGraph:
         names = recording.names()
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
         self._inputs, self._before = copies(inputs), _RandomState(recording.device)
-        self._gradients: dict[int, Tensor] = {}
         outputs = self.graph(*inputs)
         self._after = _RandomState(recording.device).values()
-        for i, tensor in enumerate(_tensors(outputs)):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda grad, i=i: self._gradients.update({i: grad.detach().clone()}))
+        self._gradients = recording.observe(_tensors(outputs))
         return outputs
 
     def verify(self, recording: Recording) -> None:
