@@ -190,6 +190,7 @@ class Recording:
         grads: dict[int, Tensor] = {}
         passes: set[int] = set()
 
+        @torch.compiler.disable  # otherwise, Dynamo reports that the module changes this object
         def record(i: int, grad: Tensor) -> None:
             passes.add(torch._C._current_graph_task_id())
             if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`

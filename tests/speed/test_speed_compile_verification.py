@@ -1,0 +1,245 @@
+"""Compiled models and blocks are verified: networks with side effects train as in a plain loop, bitwise in float64."""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from slipstream import accelerate
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Base of the networks; its state is a Python number, a list, a deque and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(8)
+        self.count, self.items, self.recent = 0, [], deque(maxlen=3)
+        self.register_buffer("t", torch.zeros(()))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+class UnusedOutput(Net):
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden), self.unused(hidden)
+
+
+class Counter(Net):
+    def forward(self, x):
+        self.count += 1
+        self.items.append(self.count)
+        return super().forward(x) * (1 + 0.1 * self.count)
+
+
+class ChangedBuffer(Net):
+    def forward(self, x):
+        y = super().forward(x) * torch.exp(-self.t)
+        self.t += 1
+        return y
+
+
+class Recent(Net):
+    def forward(self, x):
+        self.recent.append(x.detach().mean())
+        return super().forward(x - sum(self.recent) / len(self.recent))
+
+
+class OwnCheckpoint(Net):
+    def body(self, x):
+        with torch.no_grad():
+            self.t.mul_(0.9).add_(0.1 * x.mean())
+        return torch.tanh(self.first(x - self.t))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.body, x, use_reentrant=False))
+
+
+class BrokenGraph(Net):
+    def forward(self, x):
+        self.count += 1
+        hidden = F.dropout(self.norm(self.first(x)), 0.3)
+        torch._dynamo.graph_break()
+        return self.last(F.dropout(hidden, 0.3)) + random.random() + np.random.rand()
+
+
+class UnusedDropout(Net):
+    def forward(self, x):
+        F.dropout(x, 0.5)
+        return self.last(F.dropout(torch.tanh(self.first(x)), 0.5))
+
+
+class InferenceMode(Net):
+    def forward(self, x):
+        with torch.inference_mode():
+            scale = 1 + float(x.mean())
+        return super().forward(x) * scale
+
+
+class InnerGradient(Net):
+    def forward(self, x):
+        inputs = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(torch.tanh(self.first(inputs)).sum(), inputs, create_graph=True)
+        return super().forward(x + 0.1 * grad)
+
+
+class BranchOnValue(Net):
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros((), dtype=torch.long)
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x * (1 + 0.1 * (int(self.seen) % 3)))
+
+
+def hooks(net, number):
+    if number == 3:
+        net.handle = net.first.register_forward_hook(lambda module, args, out: out * 2)
+    if number == 7:
+        net.handle.remove()
+
+
+def full_backward_hook(net, number):
+    if number == 3:
+        net.norm.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+
+def freeze(net, number):
+    net.first.weight.requires_grad_(number % 6 < 3)
+
+
+def mse(outputs, y):
+    return F.mse_loss(outputs[0] if isinstance(outputs, tuple) else outputs, y)
+
+
+def train(make, compile=None, change=lambda net, number: None, by_hand=False, **options):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    net, generator, losses = make().double(), torch.Generator().manual_seed(1), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    speed = {**options, "compile": compile} if compile else options
+    step = None if by_hand else accelerate(net, optimizer, mse, speed=speed)
+    for number in range(10):
+        change(net, number)
+        x, y = (torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 2))
+        if step is None:
+            loss = mse(net(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            loss = step((x, y))["loss"]
+        losses.append(loss.item())
+    numbers = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state()
+    return {"losses": losses, **net.state_dict()}, (net.count, net.items, list(net.recent), numbers), net
+
+
+def assert_equal(ours, theirs, tolerance=1e-12):
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
+
+
+def is_compiled(net):
+    return net._compiled_call_impl is not None and any(net._compiled_call_impl.kind.known)
+
+
+EAGER = [ChangedBuffer, Recent, OwnCheckpoint, InnerGradient]
+GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, InferenceMode]
+
+
+@pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue], ids=lambda make: make.__name__)
+def test_networks_train_as_in_a_plain_loop(make):
+    ours = train(make, dict(scope="model", backend="aot_eager"))
+    assert_equal(ours, train(make, by_hand=True))
+    if make is not BranchOnValue:
+        assert is_compiled(ours[2]) == (make in GRAPHS)
+
+
+@pytest.mark.parametrize("change", [hooks, full_backward_hook, freeze])
+def test_changes_during_training_take_effect(change):
+    ours = train(Net, dict(scope="model", backend="aot_eager"), change)
+    assert_equal(ours, train(Net, change=change, by_hand=True))
+    assert is_compiled(ours[2])
+
+
+def test_failure_in_a_second_graph_changes_nothing():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise RuntimeError("no such instruction")
+        return graph.forward
+
+    assert_equal(
+        train(BrokenGraph, dict(scope="model", backend=backend)),
+        train(BrokenGraph, by_hand=True),
+        tolerance=0,
+    )
+
+
+def test_wrong_backend_is_found_and_named(caplog):
+    def backend(graph, inputs):
+        return lambda *args: tuple(out * 1.01 for out in graph(*args))
+
+    assert_equal(train(Net, dict(scope="model", backend=backend)), train(Net, by_hand=True), tolerance=0)
+    assert "The compiled code of Net differs from the eager module (" in caplog.text
+    assert caplog.text.count("differs from the eager module") == 1
+
+
+CLEAN = {
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ),
+    "attention": lambda: nn.Sequential(
+        nn.Flatten(2),
+        nn.LazyLinear(16),
+        nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True),
+        nn.Flatten(),
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("name", CLEAN)
+def test_graphs_of_clean_networks_remain_in_use(name, precision):
+    torch.manual_seed(0)
+    net, graphs = CLEAN[name](), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    net(torch.randn(4, 3, 12, 12))
+    speed = dict(precision=precision, compile=dict(scope="model", backend=backend))
+    step = accelerate(
+        net, torch.optim.SGD(net.parameters(), lr=0.01), lambda out, y: out.square().mean(), speed=speed
+    )
+    for number in range(12):
+        step((torch.randn(3 if number % 4 == 3 else 4, 3, 12, 12), torch.zeros(4)))
+        with torch.no_grad():
+            net.eval()(torch.randn(4, 3, 12, 12))
+            net.train()
+    kind = net._compiled_call_impl.kind
+    assert len(graphs) == len(kind.known) == 3  # training, a smaller batch, validation
+    assert all(graph.verified for sequence in kind.known for graph in sequence)
