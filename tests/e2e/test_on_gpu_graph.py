@@ -83,8 +83,8 @@ def test_step_graph_trains_like_the_eager_step(case):
     graph = train(STEP, **options, **(dict(cuda_graph=True) if replays else {}))
     step = graph[2]._step
     assert type(step) is GraphStep
-    assert step._fallback is None
-    assert (step._step.cuda_graphs is not None) == replays
+    assert step.uses_graph
+    assert (step._captured.cuda_graphs is not None) == replays
     assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
 
 
@@ -95,7 +95,7 @@ def _groups(channels):
 @cuda_only
 def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
     graph = train(dict(scope="step", mode="reduce-overhead"))
-    assert graph[2]._step._step.cuda_graphs is not None
+    assert graph[2]._step._captured.cuda_graphs is not None
     assert_agree(graph, train(None))
 
 
@@ -159,5 +159,5 @@ def test_failed_verification_leaves_a_working_optimizer():
     step = accelerate(model, optimizer, F.cross_entropy, dict(compile=how, accumulate=2))
     for batch in batches(4):
         step(batch)
-    assert step._step._fallback is not None
+    assert not step._step.uses_graph
     assert torch.isfinite(model[0].weight).all()

@@ -204,7 +204,7 @@ def _in_force(runner, record, backend):
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
     parts = {type(part) for part in optim.parts}
     averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
-    one_graph = isinstance(step, GraphStep) and step.uses_graph and step._step is not None
+    one_graph = isinstance(step, GraphStep) and step.uses_graph and step._captured is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:
         recomputed = backend.recomputed > 0
     else:
@@ -212,7 +212,7 @@ def _in_force(runner, record, backend):
     found = {
         "bf16": record.seen("eps") == {torch.finfo(torch.bfloat16).eps},
         "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},
-        "compile=step": one_graph and step._step.verified == {optim.accumulative_counts == 1, True},
+        "compile=step": one_graph and step._captured.verified == {optim.accumulative_counts == 1, True},
         "compile=model": not isinstance(step, GraphStep) and core._compiled_call_impl is not None,
         "EMA": any(isinstance(average, ScheduledEMA) for average in averages),
         "SyncBN": any(isinstance(module, SyncBatchNorm) for module in core.modules()),

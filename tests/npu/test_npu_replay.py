@@ -13,7 +13,7 @@ import graphs
 from tape import Tape
 
 from slipstream.optim import OptimWrapper
-from slipstream.step.cuda_graph import CapturedCalls
+from slipstream.step.cuda_graph import CudaGraphs
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -31,7 +31,7 @@ def test_only_steps_without_host_tensors_are_replayed(name):
     expected, _, _ = graphs.by_hand(OPTIMIZERS[name], data)
     model = graphs.net().to("npu")
     optim, tape, said = OptimWrapper(optimizer=OPTIMIZERS[name](model.parameters())), Tape(), []
-    options = dict(capture_calls=lambda: CapturedCalls(tape), dynamic=False, info=said.append)
+    options = dict(cuda_graphs=lambda: CudaGraphs(tape), dynamic=False, info=said.append)
     step = graphs.graph_step(model, optim, **options)
     for inputs, targets in data:
         step((inputs.to("npu"), targets.to("npu")))

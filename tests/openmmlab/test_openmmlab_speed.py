@@ -99,7 +99,7 @@ def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     step = build_step(spec, SpeedPlan.read({"compile": how}), problems.append)
     losses = [float(step(batch(number))["loss"]) for number in range(8)]
     assert problems == []
-    assert len(step._step.direct._calls) == 1  # called without Dynamo, although the file names differ
+    assert len(step._captured.direct._calls) == 1  # called without Dynamo, although the file names differ
 
     other = Classifier()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)

@@ -46,7 +46,7 @@ def both(tmp_path, **changes):
         runner = run(tmp_path / name, custom_hooks=hooks(), speed=dict(speed, compile=how), **changes)
         found.append(runner)
     assert type(found[0].step) is GraphStep
-    assert found[0].step._fallback is None
+    assert found[0].step.uses_graph
     assert type(found[1].step) is EagerStep
     return found
 
@@ -120,7 +120,7 @@ def test_run_resumed_inside_an_accumulation_window_is_bitwise_identical(tmp_path
     rest = stopping(tmp_path / "rest", how, str(tmp_path / "whole/iter_7.pth"), adamw)
     assert min(rest[0]) == 8
     assert type(rest[3].step) is GraphStep
-    assert rest[3].step._fallback is None
+    assert rest[3].step.uses_graph
     assert_same({k: v for k, v in whole[0].items() if k > 7}, rest[0])
     assert_same(whole[1], rest[1])
     assert_same(whole[2], rest[2])

@@ -11,7 +11,7 @@ from tape import Tape
 
 from accelerators import cuda_only
 from slipstream.optim import OptimWrapper
-from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
+from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 
 STATE = torch.zeros(())
 
@@ -29,7 +29,7 @@ def _from_zero():
 
 def test_warm_up_capture_and_replay_each_run_one_step():
     tape = Tape()
-    run, total, kept = partial(CapturedCalls(tape), step), 0.0, []
+    run, total, kept = partial(CudaGraphs(tape), step), 0.0, []
     for number in range(6):
         doubled, state = run(([torch.full((2,), float(number))], 2))["all"]
         total += 2 * number
@@ -45,7 +45,7 @@ def test_replay_changes_the_arguments_that_the_function_changes():
         arguments[1].add_(arguments[0])
         return {"all": [arguments[1].sum()]}
 
-    calls, total = CapturedCalls(Tape()), torch.zeros(2)
+    calls, total = CudaGraphs(Tape()), torch.zeros(2)
     for number in range(8):
         given = torch.full((2,), float(number))
         calls(work, [given, total])
@@ -68,7 +68,7 @@ def test_replayed_step_matches_a_plain_loop(make, window):
     model = graphs.net()
     optim = OptimWrapper(optimizer=make(model.parameters()), accumulative_counts=window)
     tape = Tape()
-    step = graphs.graph_step(model, optim, capture_calls=lambda: CapturedCalls(tape), dynamic=False)
+    step = graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(tape), dynamic=False)
     torch.testing.assert_close(graphs.train(step, data), losses)
     assert tape.replayed >= 4
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
@@ -106,7 +106,7 @@ def test_replayed_step_detects_a_changed_attribute():
     def replayed(model):
         optim = OptimWrapper(optimizer=make(model.parameters()))
         tape = Tape()
-        return graphs.graph_step(model, optim, capture_calls=lambda: CapturedCalls(tape), dynamic=False)
+        return graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(tape), dynamic=False)
 
     torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
 
@@ -119,7 +119,7 @@ class BrokenCapture(Tape):
 
 def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
     tape, said = BrokenCapture(), []
-    run = partial(CapturedCalls(tape, said.append), step)
+    run = partial(CudaGraphs(tape, said.append), step)
     total = 0.0
     for number in range(8):
         total += 2 * number
@@ -154,7 +154,7 @@ def test_graphs_are_released_when_the_step_is_closed():
     """Graphs must be released before `destroy_process_group`, without waiting for garbage collection."""
     model, capture = graphs.net(), Graphs()
     optim = OptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
-    step = graphs.graph_step(model, optim, capture_calls=lambda: CapturedCalls(capture), dynamic=False)
+    step = graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(capture), dynamic=False)
     gc.disable()
     try:
         graphs.train(step, graphs.batches(10))
@@ -176,7 +176,7 @@ def test_cuda_graph_matches_its_function():
 
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).cuda()
     expected = torch.ones(4, device="cuda")
-    calls = CapturedCalls(CudaCapture())
+    calls = CudaGraphs(CudaCapture())
     for x in inputs:
         expected.sub_(0.1 * (expected * x).sum() * x)
         torch.testing.assert_close(calls(descend, x), expected.sum())

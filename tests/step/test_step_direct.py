@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 from slipstream.optim import OptimWrapper
-from slipstream.step.direct import DirectCalls
+from slipstream.step.captured import DirectCalls
 
 
 @pytest.fixture(autouse=True)

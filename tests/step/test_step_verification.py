@@ -9,7 +9,7 @@ from graphs import batches, net
 from torch import nn
 
 from slipstream.step.verification import (
-    CompiledGraph,
+    GraphCode,
     Verification,
     VerificationNeeded,
     WrongNumbersError,
@@ -33,7 +33,7 @@ def capture(model, batch, change=None):
             torch._foreach_sub_(params, torch._foreach_mul(grads, 0.1))
 
     def backend(graph, inputs):
-        return CompiledGraph(graph, (change or (lambda run: run))(graph.forward), verified=False)
+        return GraphCode(graph, (change or (lambda run: run))(graph.forward), verified=False)
 
     with (
         torch._dynamo.config.patch(trace_autograd_ops=True),
@@ -127,7 +127,7 @@ def test_activation_on_the_other_side_of_zero_passes_verification():
     for change in (None, flips):
         trained = copy.deepcopy(model)
         captured, _ = capture(trained, (x, y), change)
-        captured.compiled.run(*captured.inputs)
+        captured.code.run(*captured.inputs)
         results.append(trained[1].weight - model[1].weight)
     assert (results[0] - results[1]).norm() > 1e-3 * results[0].norm()
     assert verified(model, (x, y), flips)
@@ -177,11 +177,11 @@ def test_autocast_is_compared_with_float64():
 
     with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(BaseException) as caught:  # noqa: PT011
         torch.compile(
-            step, fullgraph=True, backend=lambda graph, _: CompiledGraph(graph, graph.forward, verified=False)
+            step, fullgraph=True, backend=lambda graph, _: GraphCode(graph, graph.forward, verified=False)
         )(x, y)
     verification = Verification(caught.value, torch.device("cpu"), {})
     exact = copies(caught.value.inputs, torch.float64)
-    interpret(caught.value.compiled.graph, exact, double=True)
+    interpret(caught.value.code.graph, exact, double=True)
     assert all(value.dtype == torch.float64 for value in exact if value.is_floating_point())
     step(x, y)
     assert verification.compare({}, {id(p) for p in params}, set())

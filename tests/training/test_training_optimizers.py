@@ -131,7 +131,7 @@ def test_rates_decays_and_schedule_apply_in_eager_mode_and_in_the_step_graph(
     )
     assert (type(runner.step) is GraphStep) == (compile is not None)
     if compile:
-        assert runner.step._fallback is None
+        assert runner.step.uses_graph
         assert counters["stats"]["unique_graphs"] == 1
     expected = _by_hand(batches, rates)
     for name, value in expected.items():

@@ -18,7 +18,7 @@ from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.step import EagerStep
-from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
+from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
@@ -74,10 +74,6 @@ def build_graph_step(
         cuda_graph: whether to use a CUDA graph.
     """
 
-    def recover(error: Exception, problem: str | None) -> EagerStep:
-        _compile_less(spec, core, options, warn, info, error, problem)
-        return eager
-
     device_type = next(core.parameters()).device.type
     backend, uses_cuda_graph = _backend(options, device_type, cuda_graph)
     compile_model(core, options, warn)
@@ -90,13 +86,13 @@ def build_graph_step(
         optim=spec.optim,
         eager=eager,
         backend=backend,
-        recover=recover,
+        recover=partial(_compile_less, spec, core, options, warn, info),
         reduce=spec.reduce,
         sync=_sync(spec.model),
         verify=options.verify,
         # A CUDA graph supports only one shape.
         dynamic=False if uses_cuda_graph and options.dynamic is None else options.dynamic,
-        capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if uses_cuda_graph else None,
+        cuda_graphs=(lambda: CudaGraphs(CudaCapture(), warn)) if uses_cuda_graph else None,
         info=info,
     )
 

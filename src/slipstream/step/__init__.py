@@ -4,9 +4,9 @@
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
 - `parts`: operations around the optimizer update, shared by the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer update, loss scale and gradient sync inside a graph.
-- `captured`: the state shared by a step's graphs, and checks for changes that invalidate them.
+- `captured`: the state shared by a step's graphs, checks for changes that invalidate them, and calls without Dynamo.
 - `verification`: comparison of a new graph with the eager step and a float64 reference.
-- `direct`, `cuda_graph`: calls to compiled code that bypass Dynamo, and their replay as CUDA graphs.
+- `cuda_graph`: replays calls to compiled code as CUDA graphs.
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 

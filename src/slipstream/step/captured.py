@@ -1,28 +1,42 @@
-"""State shared by a step's graphs, checks of their validity, and the selection of batches that use a graph."""
+"""State shared by a step's graphs, checks of their validity, and calls to their code without Dynamo.
+
+On each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
+calls the compiled code and assembles the outputs. The inputs of a captured step are the batch, the accumulated
+gradients, and tensors that are never replaced, such as parameters. `DirectCalls` collects the tensors in the last group
+only once. It evaluates Dynamo's guards at every step, so all values that the graph treats as constants are still
+checked.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from slipstream.step.direct import DirectCalls
 from slipstream.step.function import Outputs
-from slipstream.step.leaves import leaves_of
+from slipstream.step.leaves import flatten, leaves_of
 from slipstream.step.numerics import HostNumber
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
-from slipstream.step.verification import NotCapturedError, OnlyEagerError, UnstableGraphError
+from slipstream.step.verification import (
+    Branches,
+    GraphCode,
+    NotCapturedError,
+    OnlyEagerError,
+    UnstableGraphError,
+)
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
-    from slipstream.step.cuda_graph import CapturedCalls
+    from slipstream.step.cuda_graph import CudaGraphs
 
-__all__ = ["CapturedStep", "Shapes", "check_batch"]
+__all__ = ["Capture", "DirectCalls", "Shapes", "check_batch"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -31,12 +45,17 @@ _GLOBAL_HOOKS = (
     modules._global_backward_hooks,
 )
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_PARAMS = itemgetter("params")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FEW_BATCHES = 2
 """A graph that is used for at most this many batches is not worth compiling."""
 
 
-class CapturedStep:
+_Arguments = tuple[Any, Any, bool]
+_VALUES = methodcaller("values")
+
+
+class Capture:
     """The state shared by a step's graphs. It is valid as long as the trained parameters and their groups do not
     change.
 
@@ -52,7 +71,7 @@ class CapturedStep:
     """The uncompiled step."""
     direct: DirectCalls | None = None
     """Calls the compiled code without Dynamo, if possible."""
-    cuda_graphs: CapturedCalls | None = None
+    cuda_graphs: CudaGraphs | None = None
     """Replays direct calls as CUDA graphs."""
     has_graphs = False
     """Whether a graph was captured; its compilation may have failed."""
@@ -75,7 +94,7 @@ class CapturedStep:
         """Whether the graph adds the gradients of a batch to `p.grad`."""
         self.keeps_gradients = self.adds_gradients or self.update is None
         """Whether the graph reads and writes `p.grad`."""
-        self.last_compiled: Any = None
+        self.last_code: Any = None
         """The compiled code of the last call."""
         self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
@@ -87,36 +106,36 @@ class CapturedStep:
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
         self._requires_grad = list(map(_REQUIRES_GRAD, self._owned))
-        self._global_hooks = _global_hooks()
+        self._global_hooks = list(map(tuple, _GLOBAL_HOOKS))
 
     def find_change(self) -> str | None:
         """Return a description of a change that invalidates the graph, or None. This method runs at every step."""
-        optim = self.optim
+        optim, optimizer = self.optim, self.optim.optimizer
         if optim.parts != self.parts:
             return "the step parts"
-        current = list(optim.parameters())
-        if not (_same_objects(optim.param_groups, self._groups) and _same_objects(current, self._owned)):
+        groups = optimizer.param_groups
+        owned = list(chain.from_iterable(map(_PARAMS, groups)))
+        if (
+            len(groups) != len(self._groups)
+            or len(owned) != len(self._owned)
+            or not all(map(is_, groups, self._groups))
+            or not all(map(is_, owned, self._owned))
+        ):
             return "the parameter groups"
         # A graph is captured only if no parameter has a hook, so any hook is a change. Removing a hook leaves an
         # empty dict.
-        if list(map(_REQUIRES_GRAD, self._owned)) != self._requires_grad or any(
-            map(any, map(_HOOKS, self._owned))
-        ):
+        if list(map(_REQUIRES_GRAD, owned)) != self._requires_grad or any(map(any, map(_HOOKS, owned))):
             return "a parameter's hooks or requires_grad"
-        if _global_hooks() != self._global_hooks:
+        if list(map(tuple, _GLOBAL_HOOKS)) != self._global_hooks:
             return "the global module hooks"
         if self.scale is not None and self.scale.is_changed():
             return "the loss scale settings"
-        if is_hooked(optim.optimizer) != self._hooked:
+        if is_hooked(optimizer) != self._hooked:
             return "the optimizer hooks"
-        if self.update is None:
-            return None
-        return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
+        return None if self.update is None else self.update.find_change()
 
-    def grad_buffers(self) -> list[Tensor] | None:
-        """Return the tensors in which the graph stores gradients, or None if the graph does not use `p.grad`."""
-        if not self.keeps_gradients:
-            return None
+    def grad_buffers(self) -> list[Tensor]:
+        """Return the tensors in which the graph stores gradients, if `keeps_gradients` is set."""
         if not self.adds_gradients:
             return [torch.empty_like(param) for param in self.params]
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
@@ -187,6 +206,28 @@ class CapturedStep:
                 if isinstance(value, HostNumber):
                     yield value.tensor
 
+    def branches(self, ends_window: bool) -> Branches | None:
+        """Return how a graph's effect depends on its gradients, or None if it does not."""
+        if self.update is None or not ends_window or (self.scale is None and not self.parts):
+            return None
+        flags = [part.nonfinite for part in self.parts if part.nonfinite is not None]
+        poisoned = flags if self.scale is None else [self.scale.scale]
+        guarded = {id(tensor) for tensor in (*self.params, *self.update.state)}
+        return Branches(bool(poisoned), guarded, set(map(id, poisoned)))
+
+    def check_inputs(self, inputs: Sequence[Any]) -> None:
+        """Check that the step differentiates only with respect to parameters.
+
+        Raises:
+            OnlyEagerError: another input of a graph requires grad, for example a tensor in the batch.
+        """
+        params = {id(param) for param in (*self.model.parameters(), *self._owned)}
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in params:
+                raise OnlyEagerError(
+                    f"a tensor of shape {tuple(value.shape)} requires grad, but is not a parameter; detach it"
+                )
+
     def check_hooks(self) -> None:
         """Check for hooks that are called only by `backward()`.
 
@@ -218,38 +259,19 @@ class CapturedStep:
             )
 
 
-def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether both sequences contain the same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _global_hooks() -> list[tuple[int, ...]]:
-    """Return the keys of the hooks that torch calls for every module."""
-    return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
-
-
-def _shapes(inputs: Any) -> list[torch.Size]:
-    """Return the shapes of a batch's tensors."""
-    tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
-    try:
-        return [tensor.shape for tensor in tensors]
-    except RuntimeError:  # raised for a nested tensor, which has no shape
-        return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
-
-
 def check_batch(inputs: Any) -> None:
     """Check for tensors that the compiled step does not support.
 
     Raises:
-        OnlyEagerError: the batch contains a tensor subclass, a nested tensor, or a tensor that requires grad.
+        OnlyEagerError: the batch contains a tensor subclass or a nested tensor.
     """
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):
             continue
-        if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_nested or leaf.requires_grad:
+        if type(leaf) not in (Tensor, nn.Parameter) or leaf.is_nested:
             raise OnlyEagerError(
                 f"the batch contains a tensor that a compiled step does not support ({type(leaf).__name__}, nested: "
-                f"{leaf.is_nested}, requires grad: {leaf.requires_grad}); convert it to a regular tensor, and detach it"
+                f"{leaf.is_nested}); convert it to a regular tensor"
             )
 
 
@@ -261,10 +283,13 @@ class Shapes:
         self._steps = self._others = 0
         self.varies = False
         """Whether the shapes of the latest batch differ from those of the first batch."""
+        self.failed = False
+        """Whether a graph for other shapes than those of the first batch has failed."""
 
-    def should_use_graph(self, inputs: Any) -> bool:
-        """Count a batch, and return whether it should use a graph."""
-        current = _shapes(inputs)
+    def should_use_graph(self, leaves: Sequence[Any]) -> bool:
+        """Count a batch with these leaves, and return whether it should use a graph."""
+        # A nested tensor has no shape.
+        current = [t.shape for t in leaves if isinstance(t, Tensor) and not t.is_nested]
         if self._first is None:
             self._first = current
         self._steps += 1
@@ -273,3 +298,175 @@ class Shapes:
             return True
         self._others += 1
         return self._others >= 8 and self._others * 8 >= self._steps
+
+
+# ---- calls without Dynamo --------------------------------------------------------------------------------
+
+
+class DirectCalls:
+    """Calls the compiled code of each graph without Dynamo, except on the first call.
+
+    Args:
+        function: the step that Dynamo compiles, `function(inputs, grad_buffers, ends_window)`.
+        model: the model; the step may read its parameters and buffers.
+        others: additional tensors that the step may read, and that are never replaced.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: nn.Module, others: Iterable[Tensor]) -> None:
+        self._code = function.__code__
+        cells = function.__closure__ or ()
+        free = zip(function.__code__.co_freevars, cells, strict=True)
+        self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
+        modules = list(model.modules())
+        self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+        self._known_tensors = self._tensors()
+        self._others = {id(tensor) for tensor in others}
+        self._calls: list[_Call] = []
+        self._seen: list[Any] = []
+
+    def _tensors(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
+
+    def find(
+        self,
+        inputs: Any,
+        grad_buffers: Sequence[Tensor] | None,
+        ends_window: bool,
+        leaves: Sequence[Any],
+        structure: Any,
+    ) -> _Call | None:
+        """Return the call whose guards accept these arguments, or None if there is no such call.
+
+        Args:
+            inputs, grad_buffers, ends_window: the arguments of the step.
+            leaves: the leaves of `inputs`, followed by `grad_buffers`.
+            structure: the structure of `inputs`.
+        """
+        if not self._calls:
+            return None
+        current = list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
+        if len(current) != len(self._known_tensors) or not all(map(is_, current, self._known_tensors)):
+            # Discard all calls, so that the next call uses Dynamo.
+            self._known_tensors, self._calls = current, []
+            return None
+        values = self._locals
+        values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
+        try:
+            for call in self._calls:
+                # The guards do not check the order of keys, or values that the step does not read.
+                if (
+                    call.structure == structure
+                    and call.check(values)
+                    and all(leaves[i] is leaves[j] for i, j in call.shared)
+                ):
+                    return call
+            return None
+        finally:
+            values["inputs"] = values["grad_buffers"] = None
+
+    def store_guards(self, code: GraphCode) -> None:
+        """Set `code.guards` to the guards of the code that Dynamo compiled most recently."""
+        entries = _entries(self._code)
+        new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
+        self._seen += new
+        if len(new) == 1:
+            code.guards = new[0].guard_manager
+
+    def add_call(self, code: GraphCode, arguments: _Arguments, outputs: Outputs) -> _Call | None:
+        """Add and return a direct call to the code that Dynamo called; return None if a direct call is not possible.
+
+        Args:
+            code: the code that Dynamo called.
+            arguments: the arguments of the step function.
+            outputs: the return value of the step function.
+        """
+        self.store_guards(code)
+        last, code.last = code.last, None
+        if code.guards is None or last is None or code.has_side_effects:
+            return None
+        fixed = {id(tensor) for tensor in self._known_tensors} | self._others
+        call = _Call.of(code.guards, code, last, arguments, outputs, fixed)
+        if call is not None:
+            # Among calls that require shared tensors, keep only the latest, because batches may share tensors in many
+            # ways.
+            self._calls = [k for k in self._calls if k.code is not code or not k.shared]
+            self._calls.append(call)
+        return call
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A direct call to the compiled code of a graph, with the guards and the positions of inputs and outputs."""
+
+    check: Callable[[dict[str, Any]], bool]
+    structure: Any
+    code: GraphCode
+    fixed: list[Any]
+    positions: list[tuple[int, int]]
+    shared: list[tuple[int, int]]
+    """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
+    guards do not check tensors that the step does not read."""
+    logs: dict[str, int]
+    finite: int | None
+    one_device: bool
+    """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
+    not read the current values of host tensors."""
+
+    @classmethod
+    def of(
+        cls,
+        guards: Any,
+        code: GraphCode,
+        last: tuple[Sequence[Any], Sequence[Any]],
+        arguments: _Arguments,
+        outputs: Outputs,
+        known: Set[int],
+    ) -> _Call | None:
+        """Return the call, or None if a direct call is not possible.
+
+        A direct call is possible if each tensor that the code reads is an argument or in `known`, and each output of
+        the step is a result of the code.
+        """
+        inputs, results = last
+        tensors, structure = flatten(arguments[0])
+        leaves = list(enumerate((*tensors, *(arguments[1] or ()))))
+        # A `known` tensor in the batch is not treated as variable, because the guards check it if the step reads it
+        # from the batch.
+        variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
+        positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
+        if not all(id(value) in variable or id(value) in known for value in inputs):
+            return None
+        used_ids = {id(value) for value in inputs} & variable.keys()
+        shared = [
+            (i, variable[id(leaf)]) for i, leaf in leaves if id(leaf) in used_ids and variable[id(leaf)] != i
+        ]
+        fixed = [None if id(value) in variable else value for value in inputs]
+        logs, finite = outputs
+        index = {id(value): i for i, value in enumerate(results)}
+        if not all(id(value) in index for value in (*logs.values(), *([] if finite is None else [finite]))):
+            return None
+        log_positions = {name: index[id(value)] for name, value in logs.items()}
+        return cls(
+            guards.check,
+            structure,
+            code,
+            fixed,
+            positions,
+            shared,
+            log_positions,
+            None if finite is None else index[id(finite)],
+            len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
+        )
+
+    def run(self, tensors: Sequence[Tensor]) -> Outputs:
+        """Run the code with the argument tensors that it reads, in the order of `positions`."""
+        inputs = self.fixed.copy()
+        for (position, _), tensor in zip(self.positions, tensors, strict=True):
+            inputs[position] = tensor
+        results = self.code.run(*inputs)
+        logs = {name: results[i] for name, i in self.logs.items()}
+        return logs, None if self.finite is None else results[self.finite]
+
+
+def _entries(code: Any) -> list[Any]:
+    return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CapturedCalls", "CudaCapture"]
+__all__ = ["CudaCapture", "CudaGraphs"]
 
 _WARM_UPS = 3  # recommended by torch; the warm-up runs select kernels and allocate workspaces
 _MAX_GRAPHS = 16  # capturing a graph takes time, and its inputs and outputs require memory
@@ -46,7 +46,7 @@ class CudaCapture:
         return outputs, graph.replay
 
 
-class CapturedCalls:
+class CudaGraphs:
     """Captures calls to a function as CUDA graphs, and replays them.
 
     Calls are of the same kind if they have the same function, tensor shapes and dtypes, strings and numbers. The fourth

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -49,7 +49,7 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
             skip_nnmodule_hook_guards=False,
             # Without this setting, NumPy's random numbers are drawn from torch's generator.
             use_numpy_random_stream=True,
-            **{ignored: _log_functions()},
+            **cast("dict[str, Any]", {ignored: _log_functions()}),
         ),
         functorch.patch(autocast) if hasattr(functorch, "backward_pass_autocast") else nullcontext(),
     ):
@@ -157,7 +157,8 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
     unused = _unused_random(graph)
     if unused:
         output = graph.graph.output_node()
-        output.args = ((*output.args[0], *unused),)
+        outputs = cast("tuple[Any, ...]", output.args[0])
+        output.args = ((*outputs, *unused),)
         graph.recompile()
     return len(unused)
 

@@ -1,8 +1,8 @@
 """The training step as one compiled graph.
 
 The graph contains the forward pass, loss, backward pass, gradient sync, clipping, optimizer update and weight
-averaging. `GraphStep._define` defines the step, which updates weights, buffers, optimizer state, loss scale and
-averages in place. Checkpoints, validation and the eager step therefore use the same tensors.
+averaging (`GraphFunction`). It updates weights, buffers, optimizer state, loss scale and averages in place.
+Checkpoints, validation and the eager step therefore use the same tensors.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.step.captured import CapturedStep, Shapes, check_batch
-from slipstream.step.direct import DirectCalls
-from slipstream.step.dynamo import (
-    capture_config,
-    check_random,
-    check_traced,
-    has_side_effects,
-    needs_autograd_engine,
-    prepare_graph,
-)
+from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
+from slipstream.step.dynamo import capture_config, check_random, check_traced, has_side_effects, prepare_graph
 from slipstream.step.eager import (
     BackwardPasses,
     CompiledStep,
@@ -33,11 +26,12 @@ from slipstream.step.eager import (
     sum_losses,
 )
 from slipstream.step.function import GraphFunction, Losses, Outputs
-from slipstream.step.parts import has_gradients, trained_params
+from slipstream.step.leaves import flatten
+from slipstream.step.parts import trained_params
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import infer_trained
+from slipstream.step.update import can_trace, has_state, infer_trained
 from slipstream.step.verification import (
-    CompiledGraph,
+    GraphCode,
     NotCapturedError,
     Verification,
     VerificationNeeded,
@@ -46,9 +40,9 @@ from slipstream.step.verification import (
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
-    from slipstream.step.cuda_graph import CapturedCalls
+    from slipstream.step.cuda_graph import CudaGraphs
 
-__all__ = ["GraphStep"]
+__all__ = ["GraphStep", "Phase"]
 
 _MAX_REBUILDS = 8
 """Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
@@ -58,29 +52,30 @@ _MAX_SETTING_CHANGES = 2
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-class _StepCall(NamedTuple):
-    """A call to the compiled step."""
+class Phase(Enum):
+    """The phases of a compiled step. Only `GraphStep._enter` changes the phase."""
 
-    outputs: Outputs
-    grad_buffers: list[Tensor] | None
-    """The gradients of the accumulation window, which the call changes in place."""
-    args: tuple[Any, Any, bool] | None = None
-    """The arguments of a call through Dynamo, from which `DirectCalls` constructs a direct call."""
+    RECORD = auto()
+    """Train eagerly until an update has created the optimizer's state, and record the parameters with a gradient."""
+    CAPTURE = auto()
+    """The trained parameters are known; capture the step with the next batch."""
+    RUN = auto()
+    """The step is captured. Each new graph is compiled, verified with one batch, and runs from the next batch on."""
+    EAGER = auto()
+    """Train eagerly, because the step could not be captured, is too expensive to compile, or computes wrong numbers."""
 
 
 class GraphStep(CompiledStep):
-    """The training step as one compiled graph, with an eager step as fallback.
+    """The training step as one compiled graph, with an eager step as fallback; see `Phase`.
 
-    The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
-    optimizer's state. On the second batch, the step is captured and compiled. The graph is then verified on copies of
-    all its inputs, while the eager step trains on the original inputs. The compiled code runs on all later batches.
-    Each new graph is verified in the same way. The verification therefore does not run the user's Python code a second
-    time, and a failure before the end of the verification has no side effects.
+    A graph is verified on copies of all its inputs, while the eager step trains on the original inputs. The
+    verification therefore does not run the user's Python code a second time, and a failure before the end of the
+    verification has no side effects.
 
     On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until these
-    batches are frequent enough to justify a graph with dynamic shapes. With several ranks, every shape uses a graph:
-    the ranks' batches may differ in shape, but all ranks must take the same path. If one rank cannot capture the step,
-    all ranks run the step eagerly.
+    batches are frequent enough to justify a graph with dynamic shapes. If such a graph fails, these batches run
+    eagerly. With several ranks, every shape uses a graph: the ranks' batches may differ in shape, but all ranks must
+    take the same path. If one rank cannot capture the step, all ranks run the step eagerly.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
@@ -89,13 +84,13 @@ class GraphStep(CompiledStep):
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
-        recover: called if the graph cannot be used, with the exception and the reason why the model alone cannot be
-            compiled (None if it can); returns the step to use instead, whose `train` receives the result of `prepare`.
+        recover: called before the step becomes eager, with the exception and the reason why the model alone cannot be
+            compiled (None if it can).
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
         dynamic: whether shapes may vary; None detects varying shapes automatically.
-        capture_calls: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
+        cuda_graphs: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
         info: called with messages to log, for example when the graph is first used.
     """
 
@@ -107,87 +102,163 @@ class GraphStep(CompiledStep):
         optim: OptimWrapper,
         eager: EagerStep,
         backend: Backend,
-        recover: Callable[[Exception, str | None], EagerStep],
+        recover: Callable[[Exception, str | None], object],
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         verify: bool = True,
         dynamic: bool | None = None,
-        capture_calls: Callable[[], CapturedCalls] | None = None,
+        cuda_graphs: Callable[[], CudaGraphs] | None = None,
         info: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
-        self.capture_calls, self.info = capture_calls, info
+        self.cuda_graphs, self.info = cuda_graphs, info
         self.batches = 0
+        self.phase = Phase.RECORD
+        self._captured: Capture | None = None  # set in phase RUN
+        self._trained: list[nn.Parameter] = []  # set in phases CAPTURE and RUN
+        self._inferred = False  # whether the trained parameters were inferred from a loaded optimizer state
+        self._first = True  # whether no batch has been recorded
+        self._failed: tuple[Exception, list[nn.Parameter]] | None = None  # a graph of a branch of the model
         self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
-        self._fallback: EagerStep | None = None
         self._shapes = Shapes()
         self._rebuilds = self._setting_changes = 0
-        self._trained: list[nn.Parameter] = []
-        self._inferred = self._started = False
-        self._step: CapturedStep | None = None
-        self._failed: tuple[Exception, list[nn.Parameter]] | None = None
+
+    def _enter(self, phase: Phase, trained: Sequence[nn.Parameter] = (), inferred: bool = False) -> None:
+        """Change the phase. Unless the new phase is RUN, drop the compiled code."""
+        self.phase = phase
+        if phase is not Phase.RUN:
+            if self._captured is not None:  # torch does not release a function's compiled code automatically
+                torch._C._dynamo.eval_frame.reset_code(self._captured.function.__code__)
+            self._captured, self._trained, self._inferred = None, list(trained), inferred
 
     def close(self) -> None:
         """Drop the compiled code; later batches run eagerly."""
-        self._fallback = self._fallback or self.eager
-        self._reset()
+        self._enter(Phase.EAGER)
 
     @property
     def uses_graph(self) -> bool:
         """Whether the step uses a graph, either now or once the graph has been compiled and verified."""
-        return self._fallback is None
+        return self.phase is not Phase.EAGER
 
     @property
     def has_graph(self) -> bool:
         """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
-        return self.uses_graph and self._step is not None and (bool(self._step.verified) or not self.verify)
+        return self._captured is not None and (bool(self._captured.verified) or not self.verify)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
-        for part in self.optim.parts:
+        optim, captured = self.optim, self._captured
+        for part in optim.parts:
             part.before_batch()
-        with self.optim.autocast():
+        with optim.autocast():
             inputs = self.prepare(batch)
-        if self._fallback is not None:
-            return self._fallback.train(inputs)
-        if self.sync is None and not self._shapes.should_use_graph(inputs):
+        if self.phase is Phase.EAGER:
             return self.eager.train(inputs)
-        if self._step is not None:
-            changed = self._step.find_change()
+        leaves, structure = flatten(inputs)
+        if self.sync is None and not self._shapes.should_use_graph(leaves):
+            return self.eager.train(inputs)
+        if captured is not None:
+            change = captured.find_change()
         else:
-            changed = None if all(p.requires_grad for p in self._trained) else "a parameter's requires_grad"
-        if changed is not None:
-            self._rebuilds += 1
-            if self._step is not None and changed in self.optim.optimizer.param_groups[0]:
-                self._setting_changes += 1
-            self._reset()
-            if self._rebuilds > _MAX_REBUILDS:
-                why = f"its graph was invalidated {self._rebuilds} times; last change: {changed}"
-                return self._fall_back(NotCapturedError(f"{why}; avoid such changes"), inputs)
-        if self._step is None and not self._trained:
-            if not self._started and self.optim.batches > 0:
-                self._infer_trained()
-            if not self._trained:
-                self._started = True
-                return self._train_and_record(inputs)
-        if self.sync is None and needs_autograd_engine():
-            return self.eager.train(inputs)
-        optim = self.optim
-        if (
-            optim.accumulative_counts == 1
+            change = None if all(p.requires_grad for p in self._trained) else "a parameter's requires_grad"
+        if change is not None and (error := self._invalidate(change)) is not None:
+            return self._train_and_stop(error, inputs)
+        if self.phase is Phase.RECORD and not self._infer_trained():
+            return self._train_and_record(inputs)
+        # Train eagerly if anomaly detection or saved-tensor hooks are active, or if the update includes gradients that
+        # the user has set.
+        uses_engine = torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if (self.sync is None and uses_engine) or (
+            optim.accumulation.counts == 1
             and not optim.overrides_zero_grad
-            and has_gradients(optim.parameters())
+            and any(p.grad is not None for group in optim.optimizer.param_groups for p in group["params"])
         ):
-            # Train eagerly, because this update includes gradients that the user has set.
             return self.eager.train(inputs)
-        return self._train(inputs)
+        return self._run(inputs, leaves, structure)
 
-    # ---- the step --------------------------------------------------------------------------------------
+    def _run(self, inputs: Any, leaves: list[Any], structure: Any) -> dict[str, Tensor]:
+        """Train with a graph, if one accepts this batch."""
+        ends_window = self.optim.should_sync()
+        captured = self._captured or self._capture()
+        if not isinstance(captured, Capture):
+            return self._train_after_failure(None, captured, inputs)
+        grad_buffers = captured.grad_buffers() if captured.keeps_gradients else None
+        if captured.adds_gradients:
+            captured.window.set(self.optim.accumulation.size)
+        captured.uses[ends_window] += 1
+        call = None
+        if captured.direct is not None:
+            leaves = leaves if grad_buffers is None else [*leaves, *grad_buffers]
+            call = captured.direct.find(inputs, grad_buffers, ends_window, leaves, structure)
+        if call is None:
+            return self._run_with_dynamo(captured, inputs, grad_buffers, ends_window)
+        tensors = [leaves[leaf] for _, leaf in call.positions]
+        graphs = captured.cuda_graphs if call.one_device else None
+        outputs = call.run(tensors) if graphs is None else graphs(call.run, tensors)
+        return self._finish(captured, outputs, grad_buffers, ends_window)
 
-    def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
+    def _finish(
+        self, captured: Capture, outputs: Outputs, grad_buffers: list[Tensor] | None, ends_window: bool
+    ) -> dict[str, Tensor]:
+        """Run the operations that are not part of the compiled step, and return the values to log."""
+        optim, (logs, finite) = self.optim, outputs
+        self.batches += 1
+        optim.accumulation.advance()
+        if grad_buffers is not None:
+            for param, grad in zip(captured.params, grad_buffers, strict=True):
+                param.grad = grad
+        outside = ends_window and captured.update is None
+        if outside:
+            optim.step()
+            optim.zero_grad()
+            logs.update(optim.logs)
+        elif ends_window:
+            if grad_buffers is not None:
+                optim.zero_grad()
+            for part in captured.parts:
+                part.after_window(finite)
+        for part in captured.parts:
+            if outside or part.on_host:
+                part.after_batch()
+            part.count_batch()
+        return logs
+
+    # ---- record -----------------------------------------------------------------------------------------
+
+    def _infer_trained(self) -> bool:
+        """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with a graph."""
+        trained = infer_trained(self.optim.optimizer, self.optim.parameters())
+        if not self._first or not self.optim.batches or not trained:
+            return False
+        self._enter(Phase.CAPTURE, trained, inferred=True)
+        return True
+
+    def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
+        """Train eagerly, and record which parameters receive a gradient.
+
+        If these are the same parameters as in a failed capture, do not capture the step again.
+        """
+        optim, trained = self.optim, list[nn.Parameter]()
+        failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
+        self._first = False
+        with observe_backward(self.model) as self._backward_passes:
+            logs = self.eager.train(
+                inputs, on_gradients=lambda: trained.extend(trained_params(optim.parameters()))
+            )
+        if not trained:
+            self._failed = failed  # postpone the comparison until the accumulation window ends
+        elif failed is not None and list(map(id, failed[1])) == list(map(id, trained)):
+            self._stop(failed[0])
+        elif not can_trace(optim.optimizer) or has_state(optim.optimizer, trained):
+            self._enter(Phase.CAPTURE, trained)
+        return logs
+
+    # ---- capture and compile ----------------------------------------------------------------------------
+
+    def _define(self, captured: Capture, compiled: bool = True) -> Callable[..., Outputs]:
         """Return the function to compile. If `compiled` is true, calling it outside Dynamo raises an error."""
         window = captured.window if captured.adds_gradients else None
         function = GraphFunction(
@@ -210,127 +281,19 @@ class GraphStep(CompiledStep):
         step.__code__ = step.__code__.replace()
         return step
 
-    # ---- run the step ----------------------------------------------------------------------------------
-
-    def _call(self, captured: CapturedStep, inputs: Any, ends_window: bool) -> _StepCall:
-        """Call the compiled step."""
-        optim = self.optim
-        grad_buffers = captured.grad_buffers()
-        captured.window.set(optim.accumulation.size)
-        arguments = (inputs, grad_buffers, ends_window)
-        call = captured.direct.find(*arguments) if captured.direct is not None else None
-        if captured.last_compiled is not None:
-            captured.last_compiled.running = False
-        captured.uses[ends_window] += 1
-        if call is not None:
-            captured.last_compiled = call.compiled
-            tensors = call.tensors_read(inputs, grad_buffers)
-            graphs = captured.cuda_graphs if call.one_device else None
-            return _StepCall(call.run(tensors) if graphs is None else graphs(call.run, tensors), grad_buffers)
-        if grad_buffers is not None and not captured.adds_gradients:
-            torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
-        check_batch(inputs)
-        try:
-            with capture_config():
-                outputs = captured.run(*arguments)
-        except VerificationNeeded as outcome:
-            outcome.grad_buffers = grad_buffers or []
-            raise
-        return _StepCall(outputs, grad_buffers, arguments)
-
-    def _finish(self, captured: CapturedStep, called: _StepCall, ends_window: bool) -> dict[str, Tensor]:
-        """Run the operations that are not part of the compiled step, and return the values to log."""
-        optim, grad_buffers = self.optim, called.grad_buffers
-        if called.args is not None and captured.direct is not None and captured.last_compiled is not None:
-            call = captured.direct.add_call(captured.last_compiled, called.args, called.outputs)
-            if captured.cuda_graphs is not None and (call is None or not call.one_device):
-                captured.cuda_graphs = None
-                self.info(
-                    "The step is not replayed as a CUDA graph, because it changes Python objects, reads tensors on the "
-                    "CPU, or reads tensors that belong to neither the batch nor the model"
-                )
-        logs, finite = called.outputs
-        self.batches += 1
-        optim.accumulation.advance()
-        if grad_buffers is not None:
-            for param, grad in zip(captured.params, grad_buffers, strict=True):
-                param.grad = grad
-        outside = ends_window and captured.update is None
-        if outside:
-            optim.step()
-            optim.zero_grad()
-            logs.update(optim.logs)
-        elif ends_window:
-            if grad_buffers is not None:
-                optim.zero_grad()
-            for part in captured.parts:
-                part.after_window(finite)
-        for part in captured.parts:
-            if outside or part.on_host:
-                part.after_batch()
-            part.count_batch()
-        return logs
-
-    def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
-        """Train eagerly, and record which parameters receive a gradient.
-
-        If these are the same parameters as in a failed capture, do not capture the step again.
-        """
-        optim = self.optim
-
-        def record() -> None:
-            self._trained = trained_params(optim.parameters())
-
-        failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        with observe_backward(self.model) as self._backward_passes:
-            logs = self.eager.train(inputs, on_gradients=record)
-        if failed is not None and not self._trained:
-            self._failed = failed  # postpone the comparison until the accumulation window ends
-        elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
-            self._replace(failed[0])
-        return logs
-
-    def _train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train with the graph for this kind of batch; if there is none, capture and verify one first."""
-        ends_window = self.optim.should_sync()
-        captured = self._step
-        try:
-            if captured is None:
-                captured = self._capture()
-            called = self._call(captured, inputs, ends_window)
-        except VerificationNeeded as outcome:
-            assert captured is not None
-            return self._train_and_verify(captured, outcome, inputs, ends_window)
-        except Exception as error:
-            if captured is None:
-                return self._fall_back(error, inputs)
-            if captured.last_compiled is not None and captured.last_compiled.running:
-                raise  # the code failed while running and may have changed tensors
-            if self.sync is None:
-                if not captured.has_graphs or NotCapturedError.find_in(error) is not None:
-                    return self._fall_back(error, inputs)
-                self._reset()  # the model may have taken a different branch, with different parameters
-                self._failed, self._started = (error, captured.params), True
-                return self._train_and_record(inputs)
-            if self.verify and ends_window not in captured.verified:
-                return self._train_and_verify(captured, error, inputs, ends_window)
-            # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
-            # same collectives.
-            self.recover(error, self._backward_passes.problem)
-            captured.run, captured.direct = self._define(captured, compiled=False), None
-            called = self._call(captured, inputs, ends_window)
-        return self._finish(captured, called, ends_window)
-
-    def _capture(self) -> CapturedStep:
+    def _capture(self) -> Capture | Exception:
         """Create the state that the graphs share; each graph is compiled on its first call.
 
-        Raises:
-            NotCapturedError: the model has hooks that a graph does not support.
+        Returns:
+            The capture, or an exception if the step has hooks or settings that a graph does not support.
         """
-        captured = CapturedStep(
-            self.model, self.optim, self._trained, self._setting_changes < _MAX_SETTING_CHANGES
-        )
-        captured.check_hooks()
+        try:
+            captured = Capture(
+                self.model, self.optim, self._trained, self._setting_changes < _MAX_SETTING_CHANGES
+            )
+            captured.check_hooks()
+        except Exception as error:
+            return error
         captured.function = self._define(captured)
 
         # Use weak references, because torch never releases a backend.
@@ -344,13 +307,12 @@ class GraphStep(CompiledStep):
 
         captured.run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
-        captured.cuda_graphs = None if self.capture_calls is None else self.capture_calls()
-        self._step = captured
+        captured.cuda_graphs = None if self.cuda_graphs is None else self.cuda_graphs()
+        self._captured = captured
+        self._enter(Phase.RUN)
         return captured
 
-    def _compile(
-        self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
+    def _compile(self, captured: Capture, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo; the code runs only after its verification."""
         ends_window = self.optim.should_sync()
         captured.count_graph(ends_window)
@@ -360,34 +322,85 @@ class GraphStep(CompiledStep):
         # not participate.
         verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
         started = time.monotonic()
-        compiled = CompiledGraph(
-            graph, _without_last(self.backend(graph, inputs), added), verified, has_side_effects()
+        run = self.backend(graph, inputs)
+        code = GraphCode(
+            graph, (lambda *args: run(*args)[:-added]) if added else run, verified, has_side_effects()
         )
         self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 
-        def run(*args: Any) -> Any:
-            captured.last_compiled = compiled
-            return compiled(*args)
+        def call(*args: Any) -> Any:
+            captured.last_code = code
+            captured.check_inputs(args)
+            return code(*args)
 
-        return run
+        return call
+
+    def _run_with_dynamo(
+        self, captured: Capture, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool
+    ) -> dict[str, Tensor]:
+        """Train with the graph for this kind of batch; if there is none, capture and verify one first."""
+        if self._shapes.varies and self._shapes.failed:
+            return self.eager.train(inputs)
+        if grad_buffers is not None and not captured.adds_gradients:
+            torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
+        arguments = (inputs, grad_buffers, ends_window)
+        if captured.last_code is not None:
+            captured.last_code.running = False
+        try:
+            check_batch(inputs)
+            with capture_config():
+                outputs = captured.run(*arguments)
+        except VerificationNeeded as outcome:
+            outcome.grad_buffers = grad_buffers or []
+            return self._train_and_verify(captured, outcome, inputs, ends_window)
+        except Exception as error:
+            if captured.last_code is not None and captured.last_code.running:
+                raise  # the code failed while running and may have changed tensors
+            if self.sync is None:
+                return self._train_after_failure(captured, error, inputs)
+            if self.verify and ends_window not in captured.verified:
+                return self._train_and_verify(captured, error, inputs, ends_window)
+            # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
+            # same collectives.
+            self.recover(error, self._backward_passes.problem)
+            captured.run, captured.direct = self._define(captured, compiled=False), None
+            outputs = captured.run(*arguments)
+        self._add_direct_call(captured, arguments, outputs)
+        return self._finish(captured, outputs, grad_buffers, ends_window)
+
+    def _add_direct_call(self, captured: Capture, arguments: Any, outputs: Outputs) -> None:
+        """Let later batches call the code without Dynamo."""
+        if captured.direct is None or captured.last_code is None:
+            return
+        call = captured.direct.add_call(captured.last_code, arguments, outputs)
+        if captured.cuda_graphs is not None and (call is None or not call.one_device):
+            captured.cuda_graphs = None
+            self.info(
+                "The step is not replayed as a CUDA graph, because it changes Python objects, reads tensors on the "
+                "CPU, or reads tensors that belong to neither the batch nor the model"
+            )
+
+    # ---- verify -----------------------------------------------------------------------------------------
 
     def _train_and_verify(
-        self, captured: CapturedStep, outcome: VerificationNeeded | Exception, inputs: Any, ends_window: bool
+        self, captured: Capture, outcome: VerificationNeeded | Exception, inputs: Any, ends_window: bool
     ) -> dict[str, Tensor]:
         """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies."""
         failure = None if isinstance(outcome, VerificationNeeded) else outcome
         if isinstance(outcome, VerificationNeeded) and captured.direct is not None:
-            captured.direct.store_guards(outcome.compiled)
+            captured.direct.store_guards(outcome.code)
         verification = None
         if not any(self._any_rank(failure is not None)) and isinstance(outcome, VerificationNeeded):
             try:
                 captured.check_hooks()
-                verification = Verification(outcome, captured.params[0].device, captured.names())
+                verification = Verification(
+                    outcome, captured.params[0].device, captured.names(), captured.branches(ends_window)
+                )
             except Exception as error:
                 failure = error
         if any(self._any_rank(verification is None)):
             failure = failure or NotCapturedError("another rank cannot capture the step")
-            return self._fall_back(failure, inputs)
+            return self._train_after_failure(captured, failure, inputs)
         assert isinstance(outcome, VerificationNeeded)
         assert verification is not None
         outside, unread = ends_window and captured.update is None, captured.unread_tensors(outcome.inputs)
@@ -399,8 +412,7 @@ class GraphStep(CompiledStep):
             # If the model took a different branch, capture the step with that branch's parameters.
             ids = list(map(id, trained if ends_window else trained_params(self.optim.parameters())))
             if self.sync is None and (ids and ids != known if ends_window else not set(ids).issubset(known)):
-                self._reset()
-                self._trained = trained
+                self._enter(Phase.CAPTURE if trained else Phase.RECORD, trained)
                 return
             gradients = {key: param.grad for key, param in grad_buffers.items() if param.grad is not None}
             results = {} if ignored.issuperset(grad_buffers) else gradients
@@ -424,7 +436,7 @@ class GraphStep(CompiledStep):
 
     def _accept_if_equal(
         self,
-        captured: CapturedStep,
+        captured: Capture,
         outcome: VerificationNeeded,
         verification: Verification,
         results: dict[int, Tensor],
@@ -443,10 +455,12 @@ class GraphStep(CompiledStep):
             failure = error
         differs, unclear = self._any_rank(failure is not None, no_update)
         if differs:
-            self._replace(failure or WrongNumbersError("on another rank", compiler=False))
+            failure = failure or WrongNumbersError("on another rank", compiler=False)
+            if not self._keep_verified(captured, failure):
+                self._stop(failure)
         elif not unclear:
             verification.copy_results(results, ignored)
-            outcome.compiled.verified = True
+            outcome.code.verified = True
             self._inferred = False
             if ends_window not in captured.verified:
                 captured.verified.add(ends_window)
@@ -459,35 +473,58 @@ class GraphStep(CompiledStep):
             return list(flags)
         return self.sync.any_rank(flags, next(self.optim.parameters()).device)
 
-    # ---- invalidate the graph ----------------------------------------------------------------------------
+    # ---- failures ---------------------------------------------------------------------------------------
 
-    def _reset(self) -> None:
-        if self._step is not None:  # torch does not release a function's compiled code automatically
-            torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
-        self._step, self._trained, self._inferred = None, [], False
+    def _invalidate(self, change: str) -> Exception | None:
+        """Drop the graph after a change; return an error if there were too many changes."""
+        self._rebuilds += 1
+        if self._captured is not None and change in self.optim.optimizer.param_groups[0]:
+            self._setting_changes += 1
+        self._enter(Phase.RECORD)
+        if self._rebuilds <= _MAX_REBUILDS:
+            return None
+        return NotCapturedError(
+            f"its graph was invalidated {self._rebuilds} times; last change: {change}; avoid such changes"
+        )
 
-    def _infer_trained(self) -> None:
-        """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with a graph."""
-        self._reset()
-        trained = infer_trained(self.optim.optimizer, self.optim.parameters())
-        if trained is not None:
-            self._trained, self._inferred = trained, True
+    def _train_after_failure(
+        self, captured: Capture | None, error: Exception, inputs: Any
+    ) -> dict[str, Tensor]:
+        """Train on a batch eagerly after a graph could not be captured, compiled or verified."""
+        if captured is not None and self._keep_verified(captured, error):
+            return self.eager.train(inputs)
+        if not self._inferred and (
+            self.sync is not None
+            or captured is None
+            or not captured.has_graphs
+            or NotCapturedError.find_in(error) is not None
+            or isinstance(error, WrongNumbersError)
+        ):
+            return self._train_and_stop(error, inputs)
+        if not self._inferred:  # the model may have taken a different branch, with different parameters
+            self._failed = (error, self._trained)
+        self._enter(Phase.RECORD)
+        return self._train_and_record(inputs)
 
-    def _replace(self, error: Exception) -> None:
-        self._fallback = self.recover(error, self._backward_passes.problem)
-        self._reset()
+    def _keep_verified(self, captured: Capture, error: Exception) -> bool:
+        """Return whether graphs for other shapes remain in use, and this shape runs eagerly from now on."""
+        if self.sync is not None or not self._shapes.varies or not captured.verified:
+            return False
+        if not self._shapes.failed:
+            name = type(error).__name__
+            self.info(
+                f"Only batches with known shapes use the graph; the graph for other shapes failed ({name}: {error})"
+            )
+        self._shapes.failed = True
+        return True
 
-    def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
-        """Train on a batch eagerly; from the next batch on, use the step that `recover` returns."""
-        if self._inferred:
-            self._reset()
-            return self._train_and_record(inputs)
+    def _stop(self, error: Exception) -> None:
+        self.recover(error, self._backward_passes.problem)
+        self._enter(Phase.EAGER)
+
+    def _train_and_stop(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
+        """Train on a batch eagerly; the step remains eager."""
         with observe_backward(self.model) as self._backward_passes:
             logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
-        self._replace(error)
+        self._stop(error)
         return logs
-
-
-def _without_last(run: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a function that calls `run` and drops the last `count` outputs."""
-    return (lambda *args: run(*args)[:-count]) if count else run

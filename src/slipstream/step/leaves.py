@@ -14,45 +14,46 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
-__all__ = ["clone_tensors", "leaves_of", "structure_of"]
+__all__ = ["clone_tensors", "flatten", "leaves_of"]
 
 _FIELDS = "_batch_fields"
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers and of objects with `_batch_fields`, in order."""
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested containers and of objects with `_batch_fields`, in order, and their structure.
+
+    The structure consists of types, lengths, keys and fields, and is comparable with `==`.
+    """
     kind = type(tree)
+    children: Any
+    names: Any
     if kind is tuple or kind is list:
-        children = tree
+        children, names = tree, kind
     elif kind is dict:
-        children = tree.values()
+        children, names = tree.values(), list(tree)
     elif kind is Tensor:
-        return [tree]
+        return [tree], None
     elif hasattr(kind, _FIELDS):
-        children = tree._batch_fields().values()
+        fields = tree._batch_fields()
+        children, names = fields.values(), (kind, list(fields))
     else:
-        return tree_leaves(tree)
+        return tree_leaves(tree), tree_structure(tree)
     leaves: list[Any] = []
+    structures: list[Any] = []
     for child in children:
         if type(child) is Tensor:
             leaves.append(child)
+            structures.append(None)
         else:
-            leaves += leaves_of(child)
-    return leaves
+            own, structure = flatten(child)
+            leaves += own
+            structures.append(structure)
+    return leaves, (names, structures)
 
 
-def structure_of(tree: Any) -> Any:
-    """Return the structure of nested containers: their types, lengths, keys and fields, comparable with `==`."""
-    kind = type(tree)
-    if kind is Tensor:
-        return None
-    if kind is tuple or kind is list:
-        return kind, [structure_of(child) for child in tree]
-    if kind is dict:
-        return list(tree), [structure_of(child) for child in tree.values()]
-    if hasattr(kind, _FIELDS):
-        return kind, structure_of(tree._batch_fields())
-    return tree_structure(tree)
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers and of objects with `_batch_fields`, in order."""
+    return flatten(tree)[0]
 
 
 def clone_tensors(tree: Any) -> Any:

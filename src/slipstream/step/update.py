@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from operator import is_
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from slipstream.step.numerics import precise_dtype
 
-__all__ = ["GraphUpdate", "can_trace", "infer_trained", "is_hooked", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "has_state", "infer_trained", "is_hooked", "plain_settings"]
 
 _TENSOR_SETTINGS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
@@ -35,16 +35,29 @@ def can_trace(optimizer: Optimizer) -> bool:
     return supported and not is_hooked(optimizer) and _is_defined_by_torch(kind.step)
 
 
-def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter] | None:
-    """Return the parameters that a run trains, or None if a stateful optimizer has not taken a step yet.
+def has_state(optimizer: Optimizer, params: Iterable[Tensor]) -> bool:
+    """Return whether an update has created the optimizer's state for all of these parameters, if it has any."""
+    stateless = _stateless(optimizer)
+    return all(
+        id(param) in stateless or any(value is not None for value in optimizer.state.get(param, {}).values())
+        for param in params
+    )
 
-    These are the trainable parameters that have optimizer state, or all trainable parameters if none has any.
+
+def infer_trained(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that a run has trained, or [] if a stateful optimizer has not taken a step yet.
+
+    These are the trainable parameters that have optimizer state, and those for which the optimizer has none.
     """
-    stateless = type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
-    if not optimizer.state and not stateless:
-        return None  # the optimizer's first step may differ from later steps
+    stateless = _stateless(optimizer)
     trainable = [param for param in params if param.requires_grad]
-    return [param for param in trainable if param in optimizer.state] or trainable
+    return [param for param in trainable if param in optimizer.state or id(param) in stateless]
+
+
+def _stateless(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters for which the optimizer has no state: those of SGD without momentum."""
+    groups = optimizer.param_groups if type(optimizer) is SGD else []
+    return {id(param) for group in groups if not group["momentum"] for param in group["params"]}
 
 
 def _is_defined_by_torch(function: Any) -> bool:
@@ -85,7 +98,7 @@ class GraphUpdate:
 
     Args:
         optimizer: a `torch.optim` optimizer for which `can_trace` returns True.
-        params: the optimizer's parameters that receive a gradient; the constructor creates their state.
+        params: the optimizer's parameters that receive a gradient; an earlier update has created their state.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
@@ -103,21 +116,18 @@ class GraphUpdate:
         self._step(view)
         view.write_back()
 
-    def refresh(self) -> str | None:
+    def find_change(self) -> str | None:
         """Write changed learning rates, betas and momenta into the graph's tensors, without waiting for the device.
 
         Returns:
-            The changed setting that invalidates the graph, or None if the graph is still valid.
+            The setting or state that invalidates the graph, or None if the graph is still valid.
         """
         for group in self._groups:
-            if (changed := group.refresh()) is not None:
+            if (changed := group.find_change()) is not None:
                 return changed
-        return None
-
-    def keeps_state(self) -> bool:
-        """Return whether the optimizer's state still consists of the tensors that the graph changes."""
         values = list(chain.from_iterable(map(dict.values, self.optimizer.state.values())))
-        return len(values) == len(self._values) and all(map(is_, values, self._values))
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return None if same else "the optimizer's state"
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that an optimizer step reads, except parameters and gradients."""
@@ -146,7 +156,7 @@ class _Group:
         device = self.params[0].device
         if device.type != "cpu" and "capturable" in sources[0]:
             _move_counts(optimizer, sources, self.params, device)
-        names, self.flag, self.state = _create_state(optimizer, sources[0], self.params)
+        names, self.flag, self.state = _read_state(optimizer, sources[0], self.params)
         # Use float64 if possible: in float32, 1 - beta2 ** step has only four correct digits. Eager optimizers use
         # Python floats, which are float64.
         dtype = precise_dtype(device)
@@ -154,7 +164,8 @@ class _Group:
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
         self.tensor_settings = {name: _copy_list(own[name]) for name in _settings_as_tensors(optimizer, own)}
-        self.from_tensors: set[str] = set()  # names of the settings whose last value was a tensor
+        # Names of the settings whose last value contained a tensor.
+        self.from_tensors = {name for name, value in self.tensor_settings.items() if holds_tensors(value)}
         # The number of elements in each setting; 0 for a scalar.
         self.layout = [
             (name, len(value) if isinstance(value, tuple | list) else 0)
@@ -175,31 +186,38 @@ class _Group:
         self.on_device = device.type != "cpu"
         self.has_capturable = "capturable" in own
 
-    def refresh(self) -> str | None:
+    def find_change(self) -> str | None:
         first = self.sources[0]
-        position = 0
+        for name, known in self.tensor_settings.items():
+            value = first[name]
+            if name not in self.from_tensors and type(value) is type(known) and value == known:
+                same = [source[name] for source in self.sources] == [known] * len(self.sources)
+            else:
+                same = self._write(name, value)
+            if not same:
+                return f"{name} in some parameter groups that had identical settings"
         if "momentum" in self.tensor_settings and not first["momentum"]:
             return "momentum"  # if the momentum is 0, torch does not use the momentum buffers
-        for name in self.tensor_settings:
-            value = first[name]
-            numbers = _as_list(value)
-            if not all(_same_settings({name: value}, {name: source[name]}) for source in self.sources[1:]):
-                return f"{name} in some parameter groups that had identical settings"
-            if holds_tensors(value):  # a scheduler may have changed them in place
-                for index, number in enumerate(numbers, position):
-                    self.numbers[index].copy_(_tensor(number), non_blocking=True)
-                self.from_tensors.add(name)
-            elif name in self.from_tensors or value != self.tensor_settings[name]:
-                self.from_tensors.discard(name)
-                for index, number in enumerate(numbers, position):
-                    self.numbers[index].fill_(number)  # assigning to an index would wait for the device
-                self.tensor_settings[name] = _copy_list(value)
-            position += len(numbers)
         for source in self.sources:
-            for name in self.fixed:
-                if source[name] != self.fixed[name]:
+            for name, fixed in self.fixed.items():
+                if source[name] != fixed:
                     return name
         return None
+
+    def _write(self, name: str, value: Any) -> bool:
+        """Write a changed setting into `numbers`; return whether it is the same in all groups."""
+        position = sum(max(count, 1) for _, count in takewhile(lambda item: item[0] != name, self.layout))
+        numbers = _as_list(value)
+        if holds_tensors(value):  # a scheduler may have changed them in place
+            for index, number in enumerate(numbers, position):
+                self.numbers[index].copy_(_tensor(number), non_blocking=True)
+            self.from_tensors.add(name)
+        else:
+            self.from_tensors.discard(name)
+            for index, number in enumerate(numbers, position):
+                self.numbers[index].fill_(number)  # assigning to an index would wait for the device
+            self.tensor_settings[name] = _copy_list(value)
+        return all(_same_settings({name: value}, {name: source[name]}) for source in self.sources[1:])
 
     def settings(self, index: int) -> dict[str, Any]:
         """Return the parameter group that is passed to `step`; `index` is the index of this group."""
@@ -333,10 +351,10 @@ def _move_counts(
         }
 
 
-def _create_state(
+def _read_state(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
 ) -> tuple[list[str], Any, list[list[Tensor]]]:
-    """Create the optimizer's state; return the names of the state lists, the result of `_init_group`, and the lists."""
+    """Return the names of the optimizer's state lists, the result of `_init_group`, and the lists."""
     grads = [param.grad for param in params]
     for param in params:  # _init_group skips parameters without a gradient
         param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
@@ -347,12 +365,7 @@ def _create_state(
     finally:
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-    state = lists[2:]
-    for values in state:
-        for i, value in enumerate(values):
-            if value is None:  # SGD creates its momentum buffers in the first step
-                values[i] = optimizer.state[params[i]]["momentum_buffer"] = torch.zeros_like(params[i])
-    return names[2:], flag, state
+    return names[2:], flag, lists[2:]
 
 
 def _settings_as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:

@@ -10,11 +10,11 @@ step. A larger error in the compiled code indicates a compiler bug.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.sharding import is_sharded
 
 __all__ = [
-    "CompiledGraph",
+    "Branches",
+    "GraphCode",
     "NotCapturedError",
     "OnlyEagerError",
     "UnstableGraphError",
@@ -44,6 +45,10 @@ _MIN_TOLERANCE = 3e-5
 """Relative errors below this value are always tolerated."""
 _PERTURBATION = 16
 """Relative perturbation of the weights, as a multiple of the machine epsilon."""
+_LARGE = 2.0**20
+"""Gradients multiplied by this factor are usually clipped; divided by it, they are not."""
+_BRANCH_TOLERANCE = 1e-3
+"""Tolerated relative difference between two runs with the same kernels, of which some may be nondeterministic."""
 _TOLERANCE_WITHOUT_REFERENCE = 0.2
 """Tolerated relative error if the float64 reference is not available."""
 
@@ -85,14 +90,14 @@ class VerificationNeeded(BaseException):
     Derives from `BaseException`, so that `except Exception` in user code does not catch it.
     """
 
-    def __init__(self, compiled: CompiledGraph, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, code: GraphCode, inputs: tuple[Any, ...]) -> None:
         super().__init__()
-        self.compiled, self.inputs = compiled, inputs
+        self.code, self.inputs = code, inputs
         self.grad_buffers: list[Tensor] = []
         """The inputs that contain the accumulation window's gradients."""
 
 
-class CompiledGraph:
+class GraphCode:
     """The compiled code of a captured graph, which runs only after its verification.
 
     Args:
@@ -118,15 +123,10 @@ class CompiledGraph:
         """Run the code, or raise `VerificationNeeded` if it has not been verified."""
         if not self.verified:
             raise VerificationNeeded(self, inputs)
-        outputs = self.call(inputs)
-        self.last = inputs, outputs
-        return outputs
-
-    def call(self, inputs: Sequence[Any]) -> Any:
-        """Run the verified code."""
         self.running = True
         outputs = self.run(*inputs)
         self.running = False
+        self.last = inputs, outputs
         return outputs
 
 
@@ -139,20 +139,28 @@ class Verification:
         captured: the step and its inputs for one batch.
         device: device of the step.
         names: names of the input tensors by id, for messages.
+        branches: if set, the step is also verified with large, small and non-finite gradients.
 
     Raises:
+        WrongNumbersError: the results for such gradients are wrong.
         Exception: any exception that the compiled code raises.
     """
 
-    def __init__(self, captured: VerificationNeeded, device: torch.device, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        captured: VerificationNeeded,
+        device: torch.device,
+        names: Mapping[int, str],
+        branches: Branches | None = None,
+    ) -> None:
         self.inputs = captured.inputs
         self.names = names
         self._device = device
-        graph = captured.compiled.graph
+        graph = captured.code.graph
         self._before = _values(self.inputs)
         inputs = copies(self.inputs)
         with self._fork_rng():
-            captured.compiled.run(*inputs)
+            captured.code.run(*inputs)
         self._compiled = _values(inputs)
         self._captured = self._interpret(graph)
         # A multiple of the epsilon of bfloat16 or float16 would not be a small perturbation.
@@ -161,6 +169,8 @@ class Verification:
         self._raised = self._interpret(graph, perturbation=self._perturbation)
         self._lowered = self._interpret(graph, perturbation=-self._perturbation)
         self._exact = self._interpret(graph, double=True)
+        if branches is not None and self._captured is not None:
+            self._check_branches(captured.code, branches)
 
     def _interpret(
         self, graph: fx.GraphModule, double: bool = False, perturbation: int = 0
@@ -177,6 +187,71 @@ class Verification:
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
         return _values(inputs)
+
+    def _check_branches(self, code: GraphCode, branches: Branches) -> None:
+        """Verify operations whose effect depends on the gradients, for example clipping and skipped updates.
+
+        The captured graph must compute the same results from gradients that share memory and from separate copies of
+        them. An update with a loss or a gradient that is not finite must not change the weights if the step skips it.
+        """
+        wrong: list[WrongNumbersError] = []
+        for factor in (_LARGE, 1 / _LARGE, torch.nan):
+            gradients: list[list[Tensor]] = []
+            found, expected = (
+                self._run(_WithGradients(code.graph, factor, gradients, separate).run)
+                for separate in (False, True)
+            )
+            problem = self._find_difference(found, expected)
+            if branches.skips and factor != factor:
+                problem = problem or self._find_change(found, branches.guarded)
+            if problem is not None:
+                what = "that are NaN" if factor != factor else f"that are multiplied by {factor:.0e}"
+                wrong.append(WrongNumbersError(f"{problem} is wrong after gradients {what}", compiler=False))
+        if branches.skips and branches.poisoned:
+            captured, found = (
+                self._run(run, branches.poisoned) for run in (_Interpreter(code.graph).run, code.run)
+            )
+            problem = self._find_change(found, branches.guarded)
+            if problem is not None and self._find_change(captured, branches.guarded) is None:
+                wrong.append(WrongNumbersError(f"a loss of NaN changes {problem}", compiler=True))
+        if wrong:
+            raise wrong[0]
+
+    def _run(self, run: Callable[..., Any], poisoned: Set[int] = frozenset()) -> list[Tensor | None]:
+        """Return the results of `run` on copies of the inputs; the inputs in `poisoned` are replaced by NaN."""
+        inputs = copies(self.inputs)
+        with torch.no_grad():
+            for value, copied in zip(self.inputs, inputs, strict=True):
+                if id(value) in poisoned:
+                    copied.fill_(torch.nan)
+        with self._fork_rng(), torch.enable_grad():
+            run(*inputs)
+        return _values(inputs)
+
+    def _find_difference(
+        self, found: Sequence[Tensor | None], expected: Sequence[Tensor | None]
+    ) -> str | None:
+        """Return the name of an input that differs between two runs with the same kernels, or None."""
+        for value, before, one, other in zip(self.inputs, self._before, found, expected, strict=True):
+            if before is not None and one is not None and other is not None and not torch.equal(one, other):
+                same = torch.equal(one.isnan(), other.isnan())
+                distance, size = _distance(one.nan_to_num(), other.nan_to_num()), _distance(before, other)
+                # Kernels may be nondeterministic. The size of a change to NaN is NaN.
+                if not same or distance > _BRANCH_TOLERANCE * np.nan_to_num(size):
+                    return self.names.get(id(value), "an input")
+        return None
+
+    def _find_change(self, found: Sequence[Tensor | None], unchanged: Set[int]) -> str | None:
+        """Return the name of an input in `unchanged` that a run has changed, or None."""
+        for value, before, now in zip(self.inputs, self._before, found, strict=True):
+            if (
+                id(value) in unchanged
+                and before is not None
+                and now is not None
+                and not torch.equal(before, now)
+            ):
+                return self.names.get(id(value), "an input")
+        return None
 
     @contextmanager
     def _fork_rng(self) -> Iterator[None]:
@@ -228,6 +303,17 @@ class Verification:
                 target = results.get(id(value), value)
                 if not torch.equal(before, compiled):
                     target.copy_(compiled)
+
+
+class Branches(NamedTuple):
+    """What the verification must know about a step whose effect depends on the gradients."""
+
+    skips: bool
+    """Whether the step skips updates with gradients that are not finite."""
+    guarded: Set[int]
+    """Ids of the inputs that a skipped update does not change."""
+    poisoned: Set[int]
+    """Ids of inputs that cause a loss of NaN if they are NaN."""
 
 
 @dataclass(frozen=True)
@@ -531,7 +617,7 @@ def interpret(
 class _Interpreter(fx.Interpreter):
     """Runs a graph and ignores activation checkpointing, which does not affect the results."""
 
-    def __init__(self, graph: fx.GraphModule, double: bool) -> None:
+    def __init__(self, graph: fx.GraphModule, double: bool = False) -> None:
         super().__init__(graph)
         self.extra_traceback = False
         self._autocasts = not double
@@ -544,6 +630,35 @@ class _Interpreter(fx.Interpreter):
         if not self._autocasts and target is torch.amp.autocast_mode._exit_autocast:
             return None
         return super().call_function(target, args, kwargs)
+
+
+class _WithGradients(_Interpreter):
+    """Runs a graph with gradients that are multiplied by a factor.
+
+    Args:
+        gradients: the gradients of each call to `torch.autograd.grad`, which the first run stores.
+        separate: whether to use copies of the stored gradients, none of which share memory.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, factor: float, gradients: list[list[Tensor]], separate: bool
+    ) -> None:
+        super().__init__(graph)
+        self._factor, self._gradients, self._separate = factor, gradients, separate
+        self._calls = iter(list(gradients))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is not torch.autograd.grad:
+            return super().call_function(target, args, kwargs)
+        if self._separate:
+            return tuple(gradient.clone() for gradient in next(self._calls))
+        found = super().call_function(target, args, kwargs)
+        scaled = copies([gradient.detach() for gradient in found])
+        for group in _group_by_storage(scaled).values():
+            memory = group[0].untyped_storage().nbytes() // group[0].element_size()
+            group[0].as_strided((memory,), (1,), 0).mul_(self._factor)
+        self._gradients.append([gradient.clone() for gradient in scaled])
+        return tuple(scaled)
 
 
 class _InFloat64(TorchDispatchMode):
