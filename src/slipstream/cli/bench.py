@@ -86,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
     if args.warmup < _MIN_WARMUP:
         raise ConfigError(f"must be at least {_MIN_WARMUP}: the second step compiles", "--warmup")
     if args.against and args.precision is not None:
-        raise ConfigError("does not apply to --against; set training_params.mixed_precision instead", "--precision")
+        raise ConfigError(
+            "does not apply to --against; set training_params.mixed_precision instead", "--precision"
+        )
     for name in args.against or ():
         if name not in CONTENDERS:
             known = f"{did_you_mean(name, CONTENDERS)} (choose from {', '.join(CONTENDERS)})"

@@ -52,6 +52,15 @@ class AccumulationWindow:
         return min(ends) - self.start
 
     @property
+    def position(self) -> tuple[int, int]:
+        """`count` and `start`."""
+        return self.count, self.start
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        self.count, self.start = position
+
+    @property
     def unfinished(self) -> int:
         """Number of batches since the end of the last window.
 

@@ -260,6 +260,7 @@ class EagerFunction(StepFunction):
         """Whether backward computes only the gradients of this optimizer's parameters; None before the first batch."""
         self._reaches_inputs = False
         self._trained: list[nn.Parameter] | None = None
+        self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self.replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
 
     def _switch(self, phase: Phase) -> None:
@@ -295,15 +296,14 @@ class EagerFunction(StepFunction):
             optim.backward(optim.scale_loss(loss), **kwargs)
             return []
         params = [param for param in optim.parameters() if param.requires_grad]
-        window = self._take_gradients(params)
+        window, position = self._take_gradients(params), optim.accumulation.position
         optim.backward(optim.scale_loss(loss), **kwargs)
-        grads = self._take_gradients(params)
+        grads = self._last = self._take_gradients(params)
+        optim.accumulation.position = position  # `accumulate` counts the batch, after all passes over it
         for param, grad in window.items():
             param.grad = grad
         if self._trained is None:
             self._trained = list(grads)
-        else:
-            optim.accumulation.count -= 1  # another pass over the same batch
         return [grads[param] if param in grads else torch.zeros_like(param) for param in self._trained]
 
     def _take_gradients(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -317,9 +317,12 @@ class EagerFunction(StepFunction):
     def accumulate(
         self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
     ) -> list[Tensor]:
-        """Add the gradients to `p.grad`."""
-        for param, grad in zip(self._trained or (), grads, strict=True):
-            param.grad = grad if param.grad is None else param.grad.add_(grad)
+        """Add the gradients to `p.grad`, if `obtain` has not, for the parameters with a gradient in the last pass."""
+        if self._trained is not None:
+            self.optim.accumulation.advance()
+            final = self._last | {p: g for p, g in zip(self._trained, grads, strict=True) if p in self._last}
+            for param, grad in final.items():
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
         self._trained = None
         return grads
 
