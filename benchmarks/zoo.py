@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -32,7 +33,7 @@ from report import environment_info, text_table, write_result
 from slipstream import accelerate
 from zoo_models import MODELS, Entry
 
-BATCHES, TIMED_STEPS, TIMEOUT = 6, 10, 400
+BATCHES, TIMED_STEPS, TIMEOUT, CHUNK = 6, 10, 300, 6
 LIBRARIES = [
     "timm",
     "transformers",
@@ -129,7 +130,8 @@ def check(name: str, compiled: bool, times: bool = True) -> dict[str, Any]:
     }
     if compiled and times:
         result["times"] = step_times(entry, {"loop": loop, "step": step})
-        result["torch"] = torch_captures(entry)
+        if "one graph" not in result["kind"]:
+            result["torch"] = torch_captures(entry)
     return result
 
 
@@ -167,30 +169,36 @@ def torch_captures(entry: Entry) -> str:
 # ---- all models --------------------------------------------------------------------------------------
 
 
-def run(name: str, mode: str) -> dict[str, Any]:
-    """Check a model in another process."""
-    command = [sys.executable, __file__, "--worker", mode, "--only", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return {"error": f"more than {TIMEOUT} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]}
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+def run(names: list[str], mode: str, record: Callable[[str, dict[str, Any]], None]) -> None:
+    """Check models in another process, and in a new one after each crash or timeout."""
+    while names:
+        command = [sys.executable, __file__, "--mode", mode, "--worker", *names]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    record(names[0], json.loads(line))
+                    names = names[1:]
+        if process.returncode and names:
+            record(names[0], {"error": f"the process ended with code {process.returncode}"})
+            names = names[1:]
 
 
-def work(name: str, mode: str) -> None:
+def work(names: list[str], mode: str) -> None:
+    """Check models in this process, and print a line of JSON for each."""
     warnings.filterwarnings("ignore")
-    logging.getLogger("slipstream").setLevel(logging.ERROR)
+    logging.getLogger("slipstream").setLevel(logging.CRITICAL)
     torch._logging.set_logs(dynamo=logging.CRITICAL, inductor=logging.CRITICAL)
     torch.set_num_threads(1)
-    try:
-        print(json.dumps(check(name, mode == "compiled")))
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
-        print(json.dumps({"error": cause[:400]}))
+    for name in names:
+        signal.alarm(TIMEOUT)  # ends the process
+        torch.compiler.reset()
+        try:
+            result = check(name, mode == "compiled")
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:400]}
+        print(json.dumps(result), flush=True)
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -249,21 +257,28 @@ def main() -> None:
     parser.add_argument("--mode", choices=("eager", "compiled"), help="train only in this mode")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes at a time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "zoo.md")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.only, args.worker)
+        work(args.worker, args.mode)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     data = args.out.with_suffix(".json")
     results = json.loads(data.read_text())["results"] if data.exists() else {}
+    names = [name for name in MODELS if args.only in name]
+    chunks = [names[start : start + CHUNK] for start in range(0, len(names), CHUNK)]
+
+    def check_chunk(task: tuple[str, list[str]]) -> None:
+        def record(name: str, result: dict[str, Any]) -> None:
+            results.setdefault(name, {})[task[0]] = result
+            print(name, task[0], verdict(result), kind(result), result.get("times", ""), sep="; ", flush=True)
+
+        run(task[1], task[0], record)
+
     modes = [args.mode] if args.mode else ["eager", "compiled"]
-    tasks = [(name, mode) for mode in modes for name in MODELS if args.only in name]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (name, mode), result in zip(tasks, pool.map(lambda task: run(*task), tasks), strict=True):
-            results.setdefault(name, {})[mode] = result
-            print(name, mode, verdict(result), kind(result), result.get("times", ""), sep="; ", flush=True)
-            report(args.out, results)
+        list(pool.map(check_chunk, [(mode, chunk) for mode in modes for chunk in chunks]))
+    report(args.out, results)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Activation checkpointing stores fewer activations and does not change results."""
 
+import math
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 
+from slipstream import accelerate
 from slipstream.speed import activation_checkpointing as option
 from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
@@ -25,6 +30,8 @@ def fresh_compiler():
 class Bottleneck(nn.Module):
     """A block that accepts a keyword argument, returns a tuple and counts its eager forward calls."""
 
+    all_calls = 0
+
     def __init__(self, dropout, momentum):
         super().__init__()
         self.inner = nn.Sequential(
@@ -39,6 +46,7 @@ class Bottleneck(nn.Module):
     def forward(self, x, scale=None):
         if not torch.compiler.is_compiling():
             self.calls += 1
+            Bottleneck.all_calls += 1
         y = self.outer(self.inner(x))
         return x + (y if scale is None else y * scale), {"inside": y.mean()}
 
@@ -107,9 +115,11 @@ def assert_same(left, right, rtol=0.0):
 
 @pytest.mark.parametrize(("dtype", "momentum"), [(None, 0.1), (None, None), (torch.bfloat16, 0.1)])
 def test_20_steps_match_training_without_checkpointing(dtype, momentum):
-    model = checkpointed(Net(momentum=momentum))
-    assert_same(train(model, dtype=dtype), train(Net(momentum=momentum), dtype=dtype))
-    assert model.blocks[0].calls == 40  # 20 forward passes and 20 recomputations
+    expected = train(Net(momentum=momentum), dtype=dtype)
+    model, Bottleneck.all_calls = checkpointed(Net(momentum=momentum)), 0
+    assert_same(train(model, dtype=dtype), expected)
+    assert model.blocks[0].calls == 20
+    assert Bottleneck.all_calls == 80  # 20 forward passes and 20 recomputations of two blocks
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -137,6 +147,75 @@ def test_recomputation_uses_the_buffers_of_the_forward_pass():
         return nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.Sequential(*blocks), Mean())
 
     assert_same(train(checkpointed(net()), steps=6), train(net(), steps=6))
+
+
+class Decaying(nn.Module):
+    """A block with Python state that its result depends on: a key-value cache, a counter and a deque."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.layer, self.index, self.time, self.past = nn.Linear(3, 3), index, 0, deque(maxlen=2)
+
+    def forward(self, x, cache):
+        self.time += 1
+        self.past.append(x.detach().mean())
+        keys = cache.entries[self.index] = [*cache.entries.get(self.index, ()), self.layer(x)]
+        return torch.cat(keys).tanh().sum(0) * math.exp(-self.time) + sum(self.past)
+
+
+class CachedNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(192, 3), nn.ModuleList(Decaying(index) for index in range(2))
+
+    def forward(self, x):
+        cache, x = SimpleNamespace(entries={}), self.stem(x.flatten(1))
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().mean()
+
+
+def test_recomputation_uses_the_python_state_of_the_forward_pass():
+    model = checkpointed(CachedNet().double())
+    data = [x.double() for x in batches(3)]
+    params, plain = list(model.parameters()), CachedNet().double()
+    for x in data:
+        expected = torch.autograd.grad(plain(x), list(plain.parameters()))
+        assert all(map(torch.equal, torch.autograd.grad(model(x), params), expected))
+    assert model.blocks[1].time == 3
+    assert len(model.blocks[1].past) == 2
+
+
+@pytest.mark.parametrize("scope", ["step", "model", "block"])
+def test_compiled_block_with_a_cache(scope):
+    losses = []
+    for speed in (
+        {},
+        {"activation_checkpointing": True, "compile": {"scope": scope, "backend": "aot_eager"}},
+    ):
+        model = CachedNet()
+        step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), speed=speed, compute_loss=call)
+        losses.append([step(x)["loss"].item() for x in batches(5)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def call(model, batch):
+    return model(batch)
+
+
+class Stage(nn.Module):
+    """A stage whose blocks are its children, as in RegNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2 = (nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
+
+
+def test_children_of_one_class_are_blocks():
+    model = nn.ModuleDict({"stage": Stage(), "head": nn.Linear(4, 2)})
+    names = checkpoint_activations(model, ActivationCheckpointingOptions())
+    assert names == ["stage.b1", "stage.b2"]
 
 
 class Mean(nn.Module):

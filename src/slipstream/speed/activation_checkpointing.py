@@ -1,14 +1,16 @@
 """Speed option: recompute the activations of blocks in the backward pass instead of storing them.
 
 Chen et al. 2016 (arXiv 1604.06174), implemented with torch's `checkpoint`. The recomputation has no side effects: it
-draws the same random numbers, does not update buffers (such as BatchNorm's running statistics), and does not repeat
-SyncBN's communication.
+draws the same random numbers, does not change buffers (such as BatchNorm's running statistics), attributes or arguments
+(such as a key-value cache), and does not repeat SyncBN's communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
@@ -41,9 +43,9 @@ class ActivationCheckpointingOptions:
 
     modules: list[str] | None = None
     """Blocks by name (`backbone.layer1`) or by class (`Bottleneck`). Names may contain the wildcards `*` and `?`, which
-    do not match dots (`blocks.*`). The default is the repeated blocks: children of a `ModuleList` or `Sequential` that
-    themselves have children and whose class occurs at least twice. If blocks are nested, only the outermost blocks are
-    used."""
+    do not match dots (`blocks.*`). The default is the repeated blocks: children of a `ModuleList` or `Sequential`, or
+    of a module whose children all have the same class. They themselves have children, and their class occurs at least
+    twice. If blocks are nested, only the outermost blocks are used."""
     offload: bool = False
     """Whether to store block inputs in host memory until the backward pass; compiled code ignores this option."""
 
@@ -95,7 +97,7 @@ def _recomputed(
             partial(_without_first, block),
             *inputs,
             use_reentrant=False,
-            context_fn=partial(_contexts, module),
+            context_fn=partial(_contexts, module, inputs),
         )
 
 
@@ -126,28 +128,33 @@ def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 # ---- suppress side effects ---------------------------------------------------------------------------
 
 
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    module: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the context managers for a forward pass of `module` and for its recomputation."""
     recomputation = _Recomputation()
-    return recomputation.record(module), recomputation
+    return recomputation.record(module, inputs), recomputation
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Reusable context manager for a recomputation with the buffers and SyncBN sums of the forward pass.
+    """Reusable context manager for a recomputation with the buffers, Python state and SyncBN sums of the forward pass.
 
-    On exit, the buffers are restored to their values before the recomputation.
+    On exit, the buffers and the Python state are restored to their values before the recomputation.
     """
 
     def __init__(self) -> None:
         # For each buffer: the dict that contains it, its name in the dict, and its value before the forward pass.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        # The dicts, lists and deques that the forward pass changed, and their contents before it.
+        self._containers: list[tuple[_Container, _Container]] = []
         # The sums over all processes that SyncBN computed.
         self._sums: list[Tensor] = []
         self._exit = ExitStack()
 
     @contextmanager
-    def record(self, module: nn.Module) -> Iterator[None]:
-        """Record buffers and SyncBN sums during the forward pass."""
+    def record(self, module: nn.Module, inputs: tuple[Any, ...]) -> Iterator[None]:
+        """Record buffers, Python state and SyncBN sums during the forward pass."""
+        containers = [(container, copy(container)) for container in _containers(module, inputs)]
         before = [
             (owner._buffers, name, buffer, buffer._version, _buffer_copy(owner, buffer))
             for owner in module.modules()
@@ -159,6 +166,7 @@ class _Recomputation(AbstractContextManager[None]):
             yield
         finally:
             all_reduce_override.reset(token)
+        self._containers = [pair for pair in containers if _differ(*pair)]
         for buffers, name, buffer, version, old in before:
             if old is None:
                 self._buffers.append((buffers, name, buffer))
@@ -179,6 +187,9 @@ class _Recomputation(AbstractContextManager[None]):
         for buffers, name, old in self._buffers:
             self._exit.callback(buffers.__setitem__, name, buffers[name])
             buffers[name] = old.clone()
+        for container, contents in self._containers:
+            self._exit.callback(_assign, container, copy(container))
+            _assign(container, contents)
 
     def __exit__(self, *_: Any) -> None:
         self._exit.close()
@@ -191,3 +202,43 @@ def _buffer_copy(owner: nn.Module, buffer: Tensor) -> Tensor | None:
     always restores these buffers.
     """
     return None if isinstance(owner, _BatchNorm) else buffer.clone()
+
+
+_Container = dict | list | deque  # type: ignore[type-arg]
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+def _containers(module: nn.Module, inputs: Iterable[Any]) -> list[_Container]:
+    """Return the dicts, lists and deques in the inputs of a block, including objects there, and in attributes."""
+    attributes = [vars(owner) for owner in module.modules()]
+    own = [value for names in attributes for name, value in names.items() if name not in _INTERNAL]
+    found: dict[int, _Container] = {id(names): names for names in attributes}
+    pending = [*inputs, *(value for value in own if isinstance(value, _Container))]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple):
+            pending.extend(value)
+        elif not isinstance(value, Tensor | nn.Module | type) and not callable(value):
+            contents = value if isinstance(value, _Container) else getattr(value, "__dict__", None)
+            if isinstance(contents, _Container) and id(contents) not in found:
+                found[id(contents)] = contents
+                pending.extend(contents.values() if isinstance(contents, dict) else contents)
+    return list(found.values())
+
+
+def _differ(container: _Container, contents: _Container) -> bool:
+    """Return whether other objects are now in a container."""
+    if len(container) != len(contents):
+        return True
+    if isinstance(container, dict) and isinstance(contents, dict):
+        return any(contents.get(name, contents) is not value for name, value in container.items())
+    return any(new is not old for new, old in zip(container, contents, strict=True))
+
+
+def _assign(container: _Container, contents: _Container) -> None:
+    """Replace the contents of a container."""
+    container.clear()
+    if isinstance(container, dict):
+        container.update(contents)
+    else:
+        container.extend(contents)

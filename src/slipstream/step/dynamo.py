@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,11 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
     ignored = "ignore_logging_functions" if known else "ignore_logger_methods"  # the name in older versions
     autocast = {"backward_pass_autocast": "off"}  # otherwise, float32 regions run backward in lower precision
     functorch = torch._functorch.config
+    # A checkpointed block that changes its arguments, such as a key-value cache, changes them in forward only.
+    changes = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    settings: dict[str, Any] = {ignored: _log_functions()}
+    if hasattr(torch._dynamo.config, changes):
+        settings[changes] = True
     with (
         torch._dynamo.config.patch(
             trace_autograd_ops=autograd,
@@ -49,7 +55,7 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
             skip_nnmodule_hook_guards=False,
             # Without this setting, NumPy's random numbers are drawn from torch's generator.
             use_numpy_random_stream=True,
-            **cast("dict[str, Any]", {ignored: _log_functions()}),
+            **settings,
         ),
         functorch.patch(autocast) if hasattr(functorch, "backward_pass_autocast") else nullcontext(),
     ):
@@ -59,6 +65,12 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
 def _log_functions() -> set[Any]:
     """Return the functions that write log messages, including methods that libraries add to `logging.Logger`."""
     owners = (logging, logging.Logger, logging.getLoggerClass(), *logging.Logger.__subclasses__())
+    return _find_log_functions(owners, tuple(len(vars(owner)) for owner in owners))
+
+
+@lru_cache(maxsize=1)
+def _find_log_functions(owners: tuple[Any, ...], sizes: tuple[int, ...]) -> set[Any]:
+    """Return the functions of the owners; `sizes`, the numbers of their names, change when a library adds one."""
     named = [item for owner in owners for item in vars(owner).items()]
     return {f for name, f in named if _LOG_NAME.match(name) and callable(f) and not isinstance(f, type)}
 

@@ -257,12 +257,14 @@ def _large(candidates: list[nn.Module]) -> list[nn.Module]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model, inner blocks first.
 
-    A repeated block is a child of a `ModuleList` or `Sequential`. It has children of its own, and its class occurs at
-    least twice in the container.
+    A repeated block is a child of a `ModuleList`, of a `Sequential`, or of a submodule whose children all have the same
+    class (not `Sequential`). It has children of its own, and its class occurs at least twice in the container.
     """
     found: set[nn.Module] = set()
     for container in model.modules():
-        if isinstance(container, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(child) for child in container)
-            found.update(m for m in container if kinds[type(m)] > 1 and any(True for _ in m.children()))
+        children = [child for child in container._modules.values() if child is not None]
+        kinds = Counter(map(type, children))
+        uniform = len(kinds) == 1 and nn.Sequential not in kinds and container is not model
+        if uniform or isinstance(container, nn.ModuleList | nn.Sequential):
+            found.update(m for m in children if kinds[type(m)] > 1 and any(True for _ in m.children()))
     return [module for module in _inner_first(model) if module in found]
