@@ -32,7 +32,7 @@ def net(dropout=0.0):
     )
 
 
-def refuse(error, problem):
+def refuse(error):
     raise error
 
 

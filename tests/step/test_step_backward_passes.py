@@ -1,10 +1,10 @@
-"""Tests of `observe_backward`, which detects backward passes that a compiled model does not support."""
+"""`Recording` detects backward passes that a compiled model does not support."""
 
 import pytest
 import torch
 from torch import nn
 
-from slipstream.step.eager import observe_backward
+from slipstream.step.replay import Recording
 
 
 class Outputs(nn.Module):
@@ -50,8 +50,7 @@ def different_outputs(outputs, x):
 )
 def test_unsupported_backward_passes_are_reported(loss, problem):
     model, x = Outputs(), torch.ones(3, 2, requires_grad=True)
-    with observe_backward(model) as found:
-        loss(model(x), x)
-    assert (found.problem is None) if problem is None else (problem in found.problem)
-    assert not model._forward_hooks
+    recording = Recording(model, (x,), {})
+    loss(recording.run((x,), {}), x)
+    assert (recording.problem is None) if problem is None else (problem in recording.problem)
     assert not model.scale._backward_hooks

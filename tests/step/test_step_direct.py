@@ -70,7 +70,7 @@ def test_accumulation_windows_are_called_directly(direct):
 def test_changes_to_the_model_are_detected(direct, change):
     torch.manual_seed(0)
     model = net(0.1)
-    step = graph_step(model, wrapper(model), recover=lambda error, problem: step.eager)
+    step = graph_step(model, wrapper(model), recover=lambda error: step.eager)
     torch.manual_seed(1)
     found = [train(step, batches()[:6])]
     change(model)

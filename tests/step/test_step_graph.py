@@ -162,7 +162,7 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
     average = Scripted(model, [0.5] * (STEPS - 1))  # the first update copies the weights
     optim.parts.append(AveragePart(average, model, lambda: optim.batches))
 
-    def recover(error, problem):
+    def recover(error):
         told.append(error)
         return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
 

@@ -104,7 +104,6 @@ def _compile_less(
     warn: Callable[[str], None],
     info: Callable[[str], None],
     error: Exception,
-    problem: str | None,
 ) -> None:
     """After the graph of the step has failed, compile only the model, or nothing, and warn with the reason."""
     core._compiled_call_impl = None
@@ -112,11 +111,6 @@ def _compile_less(
         warn(_wrong_numbers(error, options))
     elif isinstance(reason := NotCapturedError.find_in(error), OnlyEagerError):
         warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
-    elif problem is not None:
-        warn(
-            f"The step cannot be compiled as one graph ({explain_failure(error)}), and the model alone cannot be "
-            f"compiled, because {problem}. Training continues eagerly"
-        )
     else:
         remedy = "To compile the step, change this line of code. " if failed_line(error) else ""
         warn(

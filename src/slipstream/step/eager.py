@@ -6,16 +6,13 @@ The steps do not depend on the Runner or the registry. They return device tensor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from slipstream.errors import LossError, ModelError
 from slipstream.step.function import EagerFunction, Losses, Reduce
-from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import has_gradients
 
 if TYPE_CHECKING:
@@ -23,12 +20,10 @@ if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
 __all__ = [
-    "BackwardPasses",
     "CompiledStep",
     "EagerStep",
     "Step",
     "check_compiled_backward",
-    "observe_backward",
     "sum_losses",
 ]
 
@@ -174,49 +169,6 @@ def _scalar(name: str, value: Any) -> Tensor:
 
 
 # ---- losses that a compiled model does not support ------------------------------------------------------
-
-
-class BackwardPasses:
-    """Records properties of the backward passes through the outputs of a model."""
-
-    problem: str | None = None
-    """The reason why a backward pass through the compiled model would raise an error, or None if it would not."""
-
-    def observe(self, outputs: Any) -> None:
-        """Record each backward pass through `outputs`, the outputs of a single call to the model.
-
-        Compiled code has one autograd node for all its outputs, so backward passes through different outputs count as
-        several passes. Computing a gradient with respect to an output does not run that output's autograd node, so
-        such a backward pass is not recorded.
-        """
-        passes: set[int] = set()
-
-        def hook(_: Any) -> None:
-            passes.add(torch._C._current_graph_task_id())
-            if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
-                self.problem = "the loss differentiates the model's gradients (create_graph=True)"
-            elif self.problem is None and len(passes) > 1:
-                self.problem = (
-                    "there are several backward passes through the model's outputs (retain_graph=True)"
-                )
-
-        for node in {leaf.grad_fn for leaf in leaves_of(outputs) if isinstance(leaf, Tensor)}:
-            if node is not None:
-                node.register_prehook(hook)
-
-
-@contextmanager
-def observe_backward(model: nn.Module) -> Iterator[BackwardPasses]:
-    """Record the backward passes through the outputs of calls to `model` inside the context."""
-    passes = BackwardPasses()
-    if isinstance(model, torch.jit.ScriptModule):  # does not support forward hooks in Python
-        yield passes
-        return
-    handle = model.register_forward_hook(lambda _, __, outputs: passes.observe(outputs))
-    try:
-        yield passes
-    finally:
-        handle.remove()
 
 
 def check_compiled_backward(

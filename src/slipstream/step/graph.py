@@ -19,10 +19,8 @@ from torch import Tensor, fx, nn
 from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
 from slipstream.step.dynamo import capture_config, check_random, check_traced, has_side_effects, prepare_graph
 from slipstream.step.eager import (
-    BackwardPasses,
     CompiledStep,
     EagerStep,
-    observe_backward,
     sum_losses,
 )
 from slipstream.step.function import GraphFunction, Losses, Outputs
@@ -84,8 +82,7 @@ class GraphStep(CompiledStep):
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
-        recover: called before the step becomes eager, with the exception and the reason why the model alone cannot be
-            compiled (None if it can).
+        recover: called before the step becomes eager, with the exception.
         reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
@@ -102,7 +99,7 @@ class GraphStep(CompiledStep):
         optim: OptimWrapper,
         eager: EagerStep,
         backend: Backend,
-        recover: Callable[[Exception, str | None], object],
+        recover: Callable[[Exception], object],
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         verify: bool = True,
@@ -122,7 +119,6 @@ class GraphStep(CompiledStep):
         self._inferred = False  # whether the trained parameters were inferred from a loaded optimizer state
         self._first = True  # whether no batch has been recorded
         self._failed: tuple[Exception, list[nn.Parameter]] | None = None  # a graph of a branch of the model
-        self._backward_passes = BackwardPasses()  # of the last eager batch before a fallback
         self._shapes = Shapes()
         self._rebuilds = self._setting_changes = 0
 
@@ -244,10 +240,9 @@ class GraphStep(CompiledStep):
         optim, trained = self.optim, list[nn.Parameter]()
         failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
         self._first = False
-        with observe_backward(self.model) as self._backward_passes:
-            logs = self.eager.train(
-                inputs, on_gradients=lambda: trained.extend(trained_params(optim.parameters()))
-            )
+        logs = self.eager.train(
+            inputs, on_gradients=lambda: trained.extend(trained_params(optim.parameters()))
+        )
         if not trained:
             self._failed = failed  # postpone the comparison until the accumulation window ends
         elif failed is not None and list(map(id, failed[1])) == list(map(id, trained)):
@@ -362,7 +357,7 @@ class GraphStep(CompiledStep):
                 return self._train_and_verify(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
             # same collectives.
-            self.recover(error, self._backward_passes.problem)
+            self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             outputs = captured.run(*arguments)
         self._add_direct_call(captured, arguments, outputs)
@@ -519,12 +514,11 @@ class GraphStep(CompiledStep):
         return True
 
     def _stop(self, error: Exception) -> None:
-        self.recover(error, self._backward_passes.problem)
+        self.recover(error)
         self._enter(Phase.EAGER)
 
     def _train_and_stop(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
         """Train on a batch eagerly; the step remains eager."""
-        with observe_backward(self.model) as self._backward_passes:
-            logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
+        logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
         self._stop(error)
         return logs

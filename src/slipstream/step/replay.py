@@ -186,12 +186,17 @@ class Recording:
         return outputs
 
     def observe(self, outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Record the gradients of outputs by index, and backward passes that compiled code does not support."""
+        """Record the gradients of outputs by index, and backward passes that compiled code does not support.
+
+        Compiled code has one autograd node for all outputs, so backward passes through different outputs count as
+        several passes. A gradient with respect to an output does not run that output's node.
+        """
         grads: dict[int, Tensor] = {}
         passes: set[int] = set()
 
-        @torch.compiler.disable  # otherwise, Dynamo reports that the module changes this object
-        def record(i: int, grad: Tensor) -> None:
+        # Dynamo must not trace these functions, because it would report that the module changes this object.
+        @torch.compiler.disable
+        def check(_: Any) -> None:
             passes.add(torch._C._current_graph_task_id())
             if torch.is_grad_enabled():  # backward sets the grad mode to `create_graph`
                 self.problem = "the loss differentiates the model's gradients (create_graph=True)"
@@ -199,10 +204,15 @@ class Recording:
                 self.problem = (
                     "there are several backward passes through the model's outputs (retain_graph=True)"
                 )
+
+        @torch.compiler.disable
+        def record(i: int, grad: Tensor) -> None:
             grads[i] = grad.detach().clone()
 
+        for node in {tensor.grad_fn for tensor in outputs} - {None}:
+            node.register_prehook(check)
         for i, tensor in enumerate(outputs):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a hook on a parameter would remain
                 tensor.register_hook(partial(record, i))
         return grads
 
