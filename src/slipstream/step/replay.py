@@ -209,7 +209,7 @@ class Recording:
         def record(i: int, grad: Tensor) -> None:
             grads[i] = grad.detach().clone()
 
-        for node in {tensor.grad_fn for tensor in outputs} - {None}:
+        for node in filter(None, {tensor.grad_fn for tensor in outputs}):
             node.register_prehook(check)
         for i, tensor in enumerate(outputs):
             if tensor.grad_fn is not None:  # a hook on a parameter would remain
