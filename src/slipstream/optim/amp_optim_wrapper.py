@@ -79,7 +79,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     @cached_property
-    def loss_scale(self) -> LossScale | None:
+    def loss_scale(self) -> LossScale | None:  # type: ignore[override]
         """The loss scale, which uses the tensors of `loss_scaler`; None unless the dtype is float16."""
         device = next(self.parameters()).device
         scaler = self.loss_scaler

@@ -99,6 +99,9 @@ class OptimWrapper:
         clip_grad: gradient clipping options (see `GradClip`), or None.
     """
 
+    loss_scale: LossScale | None = None
+    """The loss scale; always None in this class."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -133,7 +136,8 @@ class OptimWrapper:
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
         for part in self.parts:
-            part.after_loss(loss)
+            if "after_loss" in part.implements:
+                part.after_loss(loss)
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
             self.step()
@@ -173,10 +177,10 @@ class OptimWrapper:
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
-            reduce = everywhere if get_world_size() > 1 else None
-            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, reduce)
+            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, everywhere)
             for part in self.parts:
-                part.after_window(finite)
+                if "after_window" in part.implements:
+                    part.after_window(finite)
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
@@ -264,11 +268,6 @@ class OptimWrapper:
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
         """The object that stores the loss scale; always None in this class."""
-        return None
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The loss scale; always None in this class."""
         return None
 
     @property
@@ -369,6 +368,8 @@ class _EagerUpdate:
 
 def everywhere(finite: Tensor) -> Tensor:
     """Return whether `finite` (0-dim bool) is true on all ranks, without waiting for the device."""
+    if get_world_size() == 1:
+        return finite
     flag = finite.to(torch.int32)
     all_reduce(flag, "min")
     return flag.bool()

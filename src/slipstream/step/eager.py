@@ -90,7 +90,8 @@ class EagerStep:
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
         for part in self.optim.parts:
-            part.before_batch()
+            if "before_batch" in part.implements:
+                part.before_batch()
         with self.optim.autocast():
             inputs = self.prepare(batch)
         return self.train(inputs)
@@ -120,9 +121,10 @@ class EagerStep:
         finally:
             function.on_gradients = None
         for part in optim.parts:
-            if with_host_parts or not part.on_host:
+            if "after_batch" in part.implements and (with_host_parts or not part.on_host):
                 part.after_batch()
-            part.count_batch()
+            if "count_batch" in part.implements:
+                part.count_batch()
         return logs
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.sharding import is_sharded
-from slipstream.step.leaves import leaves_of
-from slipstream.step.numerics import HostNumber, LossScale, all_finite, undo_unless, values_of
-from slipstream.step.parts import StepPart, apply_update
+from slipstream.step.numerics import HostNumber, LossScale, all_finite, restore_unless, undo_unless, values_of
+from slipstream.step.parts import StepPart
 
 if TYPE_CHECKING:
-    from slipstream.logging import Phase, PhaseTimes
+    from slipstream.logging import PhaseTimes
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.sync import GradientSync
     from slipstream.step.update import GraphUpdate
@@ -83,7 +82,8 @@ class StepFunction(ABC):
             losses = self.loss_of(inputs)
         loss, logs = self.reduce(losses)
         for part in self.parts:
-            part.after_loss(loss)
+            if "after_loss" in part.implements:
+                part.after_loss(loss)
         return loss, logs
 
     @abstractmethod
@@ -145,10 +145,43 @@ def finish(
             finite = finite & (flag.select(0, 0) == 0).to(finite.device)
     if finite is not None and everywhere is not None and (flags or any(map(is_sharded, grads))):
         finite = everywhere(finite)
-    logs = apply_update(parts, params, grads, lambda updated: update(params, updated, finite), finite)
+    logs = _update(parts, params, grads, update, finite)
     if scale is not None and finite is not None:
         scale.adapt(finite)
     return logs, finite
+
+
+def _update(
+    parts: Sequence[StepPart],
+    params: Sequence[nn.Parameter],
+    grads: list[Tensor],
+    update: Update,
+    finite: Tensor | None,
+) -> dict[str, Tensor]:
+    """Run the parts around `update`, which updates `params`; return the values that the parts log.
+
+    If `finite` (0-dim bool tensor on the device) is false, `update` must not change any tensor, and the parts' changes
+    to the parameters and to their `state` are undone.
+    """
+    logs: dict[str, Tensor] = {}
+    before = [part for part in parts if "before_update" in part.implements]
+    after = [part for part in parts if "after_update" in part.implements]
+    around = [part for part in parts if part in before or part in after]
+    previous: list[Tensor] = []
+    if any(part.needs_previous for part in parts) or (finite is not None and after):
+        previous = [param.detach().clone() for param in params]
+    state = [] if finite is None else [t for part in around for t in part.state().values()]
+    old = [tensor.clone() for tensor in state]
+    for part in before:
+        logs.update(part.before_update(params, grads) or {})
+    update(params, grads, finite)
+    for part in after:
+        part.after_update(params, previous)
+    if finite is not None:
+        restore_unless(finite, state, old)
+        if after:
+            restore_unless(finite, params, previous)
+    return logs
 
 
 class GraphFunction(StepFunction):
@@ -181,7 +214,7 @@ class GraphFunction(StepFunction):
         logs, finite = super().__call__(inputs, grad_buffers, ends_window)
         if not ends_window or self.update is not None:
             for part in self.parts:
-                if not part.on_host:
+                if not part.on_host and "after_batch" in part.implements:
                     part.after_batch()
         return logs, finite
 
@@ -263,13 +296,10 @@ class EagerFunction(StepFunction):
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self.replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
 
-    def _switch(self, phase: Phase) -> None:
-        if self.phases is not None:
-            self.phases.switch(phase)
-
     def context(self) -> Any:
         """Return the context manager for autocast and, before the last batch of a window, without gradient sync."""
-        self._switch("forward")
+        if self.phases is not None:
+            self.phases.switch("forward")
         if self.repeats:
             return (
                 self.optim.autocast()
@@ -287,11 +317,12 @@ class EagerFunction(StepFunction):
         For a part that requires the gradients of this batch alone, restore `p.grad`, and return the gradients.
         """
         optim = self.optim
-        self._switch("backward")
+        if self.phases is not None:
+            self.phases.switch("backward")
         if self.replaces_update:
             optim.update_params(loss)
             return []
-        kwargs = self._backward_kwargs(loss, inputs)
+        kwargs = self._backward_kwargs(loss)
         if not self.repeats:
             optim.backward(optim.scale_loss(loss), **kwargs)
             return []
@@ -330,14 +361,15 @@ class EagerFunction(StepFunction):
         """Update the weights."""
         optim = self.optim
         if not self.replaces_update:
-            self._switch("optimizer")
+            if self.phases is not None:
+                self.phases.switch("optimizer")
             if self.on_gradients is not None:
                 self.on_gradients()
             optim.step()
             optim.zero_grad()
         return optim.logs, None
 
-    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
+    def _backward_kwargs(self, loss: Tensor) -> dict[str, Any]:
         """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
         if self.only_own_gradients is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
@@ -350,12 +382,9 @@ class EagerFunction(StepFunction):
             self._reaches_inputs = any(True for _ in _input_leaves(nodes))
         if not self.only_own_gradients:
             return {}
-        inputs: list[Tensor] = [
-            p for group in self.optim.param_groups for p in group["params"] if p.requires_grad
-        ]
-        if self._reaches_inputs or any(
-            leaf.requires_grad for leaf in leaves_of(batch) if isinstance(leaf, Tensor)
-        ):
+        groups = self.optim.optimizer.param_groups
+        inputs: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
+        if self._reaches_inputs:
             inputs += _input_leaves(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
 

@@ -14,9 +14,7 @@ from operator import attrgetter, is_not
 
 from torch import Tensor, nn
 
-from slipstream.step.numerics import restore_unless
-
-__all__ = ["StepPart", "apply_update", "has_gradients", "trained_params"]
+__all__ = ["StepPart", "has_gradients", "trained_params"]
 
 
 class StepPart:
@@ -40,6 +38,15 @@ class StepPart:
     nonfinite: Tensor | None = None
     """A one-element tensor that is not 0 if a loss of the accumulation window was not finite. If it is set, the update
     is skipped in this case, and if a gradient is not finite."""
+
+    implements: frozenset[str] = frozenset()
+    """The names of the methods that the class overrides; the step calls only these."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.implements = frozenset(
+            name for name, method in vars(StepPart).items() if getattr(cls, name) is not method
+        )
 
     def before_batch(self) -> None:
         """Prepare for the next batch; for example, write changed numbers to tensors. Do not count it here."""
@@ -97,46 +104,6 @@ class StepPart:
     def state(self) -> Mapping[str, Tensor]:
         """Return a dict that maps names to the tensors that the part modifies in place and never replaces."""
         return {}
-
-
-def apply_update(
-    parts: Sequence[StepPart],
-    params: Sequence[nn.Parameter],
-    grads: list[Tensor],
-    update: Callable[[list[Tensor]], None],
-    finite: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Run the parts around `update(grads)`, which updates `params`; return the values that the parts log.
-
-    The eager and the compiled step both call this function under `torch.no_grad()` at the end of an accumulation
-    window.
-
-    Args:
-        finite: a 0-dim bool tensor on the device. If it is false, `update` must not change any tensor, and the parts'
-            changes to the parameters and to their `state` are undone.
-    """
-    logs: dict[str, Tensor] = {}
-    before, after = _overriding(parts, "before_update"), _overriding(parts, "after_update")
-    around = [part for part in parts if part in before or part in after]
-    previous: list[Tensor] = []
-    if any(part.needs_previous for part in parts) or (finite is not None and after):
-        previous = [param.detach().clone() for param in params]
-    state = [] if finite is None else [t for part in around for t in part.state().values()]
-    old = [tensor.clone() for tensor in state]
-    for part in before:
-        logs.update(part.before_update(params, grads) or {})
-    update(grads)
-    for part in after:
-        part.after_update(params, previous)
-    if finite is not None:
-        restore_unless(finite, state, old)
-        if after:
-            restore_unless(finite, params, previous)
-    return logs
-
-
-def _overriding(parts: Sequence[StepPart], method: str) -> list[StepPart]:
-    return [part for part in parts if getattr(type(part), method) is not getattr(StepPart, method)]
 
 
 def trained_params(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
