@@ -235,10 +235,10 @@ class Capture:
             NotCapturedError: a parameter or module has such a hook, or a parameter would become a Python number.
         """
         params = {param: name for name, param in self.model.named_parameters()}
-        for param, name in params.items():
+        for param in dict.fromkeys((*params, *self._owned)):
             if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
                 raise NotCapturedError(
-                    f"the float64 parameter '{name}' is a 0-dim tensor; give it shape (1,)"
+                    f"the float64 parameter '{params.get(param, '?')}' is a 0-dim tensor; give it shape (1,)"
                 )
         hooked = [
             f"the parameter '{params.get(param, '?')}'"
