@@ -166,7 +166,7 @@ def test_summary_reports_why_the_step_is_not_compiled():
 def test_a_file_is_loaded_into_lazy_modules(tmp_path):
     def step():
         model = nn.LazyLinear(2)
-        return accelerate(model, torch.optim.SGD(model.parameters(), 0.1), F.mse_loss)
+        return accelerate(model, torch.optim.SGD(model.parameters(), 0.1, 0.9), F.mse_loss)
 
     first, second, batch = step(), step(), (torch.ones(2, 3), torch.ones(2, 2))
     first(batch)

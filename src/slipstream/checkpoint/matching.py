@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from slipstream.errors import CheckpointError, ModelError
@@ -285,7 +286,7 @@ def check_optimizer(optimizer: Optimizer, saved: Any, where: str, source: Any) -
         indices = chain.from_iterable(group["params"] for group in groups)
         for index, param in zip(indices, params, strict=True):
             for name, state in saved["state"].get(index, {}).items():
-                if name in _SHAPED and state is not None:
+                if name in _SHAPED and state is not None and not is_lazy(param):
                     _check_tensor(param, state, f"{where}.state[{index}].{name}", source)
 
 
