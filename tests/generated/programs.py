@@ -215,6 +215,8 @@ def _events(draw, program):
         left_out |= {"bad_target", "bad_input"}
     if "sam" in program.options:
         left_out.add("accumulate_hook")
+    if "reentrant_checkpointed" in program.layers:
+        left_out.add("add_group")  # backward then also computes the gradients of other parameters
     left_out |= NOT_IN_TWO if program.processes > 1 else set()
     left_out |= NOT_IN_RUNNER if program.through == "runner" else set()
     events = [event for event in EVENTS if event not in left_out]
