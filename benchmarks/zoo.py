@@ -43,6 +43,7 @@ LIBRARIES = [
     "torch_geometric",
     "torchvision",
 ]
+NOT_RUN = {"error": "not run"}
 Step = Callable[[Any], Any]
 
 
@@ -100,7 +101,7 @@ def batches(entry: Entry, count: int) -> list[Any]:
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Return the largest difference of two lists of numbers or of two state dicts, relative to each tensor's norm (at least 0.01)."""
+    """Return the largest difference of two lists or state dicts, relative to each tensor's norm (at least 0.01)."""
     if isinstance(expected, list):
         return max(
             abs(a - b) / max(abs(a), 1e-12) if a == a or b == b else 0.0
@@ -203,7 +204,7 @@ def work(names: list[str], compiled: bool, times: bool) -> None:
 
 def verdict(result: dict[str, Any]) -> str:
     if "error" in result:
-        return f"**{result['error'][:100]}**"
+        return "" if result is NOT_RUN else f"**{result['error'][:100]}**"
     return (
         "bitwise"
         if result["loss"] == result["weights"] == 0
@@ -215,8 +216,9 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
     found = []
     for name in MODELS:
         eager, compiled = results.get(name, {}).get("eager"), results.get(name, {}).get("compiled")
-        if eager is None or compiled is None:
+        if eager is None and compiled is None:
             continue
+        eager, compiled = eager or NOT_RUN, compiled or NOT_RUN
         times = compiled.get("times", {})
         ratios = [
             f"{times['step'] / times[other]:.2f}" if other in times else "" for other in ("loop", "torch")
@@ -229,7 +231,7 @@ def rows(results: dict[str, Any]) -> list[list[str]]:
 def kind(result: dict[str, Any]) -> str:
     """Return what was compiled, with the reason if it is not one graph."""
     if "error" in result:
-        return "failed"
+        return "failed" if result is not NOT_RUN else "not run"
     if "one graph" in result["kind"]:
         return "one graph"
     reason = " ".join(result["warnings"])[:220].replace("|", "/").replace("\n", " ")
