@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def check(name: str, compiled: bool, times: bool) -> dict[str, Any]:
         "weights": difference(model.state_dict(), step.model.state_dict()),
         "random": states == found_states,
         "kind": step.summary().splitlines()[0],
-        "warnings": list(step._warnings),
+        "warnings": [re.sub(r"/\S*/site-packages/", "", message) for message in step._warnings],
     }
     if compiled and times:
         result["times"] = step_times(entry, {"loop": loop, "step": step})
