@@ -235,11 +235,12 @@ class Capture:
             NotCapturedError: a parameter or module has such a hook, or a parameter would become a Python number.
         """
         params = {param: name for name, param in self.model.named_parameters()}
-        for param in dict.fromkeys((*params, *self._owned)):
-            if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
-                raise NotCapturedError(
-                    f"the float64 parameter '{params.get(param, '?')}' is a 0-dim tensor; give it shape (1,)"
-                )
+        named = {**params, **{param: "?" for param in self._owned if param not in params}}
+        for part in self.parts:
+            named |= {tensor: name for name, tensor in part.state().items()}
+        for tensor, name in named.items():
+            if tensor.ndim == 0 and tensor.dtype == torch.float64 and tensor.device.type == "cpu":
+                raise NotCapturedError(f"the float64 tensor '{name}' is a 0-dim tensor; give it shape (1,)")
         hooked = [
             f"the parameter '{params.get(param, '?')}'"
             for param in self._owned

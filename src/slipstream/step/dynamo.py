@@ -165,7 +165,12 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
 
     Returns:
         The number of outputs that were added to the graph.
+
+    Raises:
+        NotCapturedError: the graph enters inference mode, which torch cannot compile and may leave enabled.
     """
+    if any(node.target is torch.autograd.grad_mode._enter_inference_mode for node in graph.graph.nodes):
+        raise NotCapturedError("torch.inference_mode() cannot be compiled; use torch.no_grad()")
     unused = _unused_random(graph)
     if unused:
         output = graph.graph.output_node()
