@@ -1,5 +1,7 @@
 """The two networks of the matrix and their batches. Smooth layers without redundant biases limit rounding errors."""
 
+from collections import Counter
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,16 +11,16 @@ EPOCH = 4
 """Number of batches per epoch."""
 
 
-class Block(nn.Module):
-    """The block for activation checkpointing and sharding. It counts its eager calls."""
+CALLS = Counter()
+"""The eager calls of each module, by its id. A verification compares the module's own attributes."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
+
+class Block(nn.Module):
+    """The block for activation checkpointing and sharding. `CALLS` counts its eager calls."""
 
     def forward(self, x):
         if not torch.compiler.is_compiling():
-            self.calls += 1
+            CALLS[id(self)] += 1
         return self.inside(x)
 
 

@@ -132,7 +132,7 @@ def test_an_extended_run_divides_by_the_number_of_batches_since_the_last_update(
         wrapper.resume_window(unfinished, window)
         for x in batches[start:stop]:
             wrapper.update_params(loss_of(net, x))
-        unfinished, window = wrapper.accumulation.unfinished, wrapper.window
+        unfinished, window = wrapper.accumulation.unfinished, wrapper.accumulation.size
         assert wrapper.begins_window() == (stop != 7)
     assert_same(net, hand)
 

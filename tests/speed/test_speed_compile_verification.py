@@ -158,8 +158,8 @@ def is_compiled(net):
     return net._compiled_call_impl is not None and any(net._compiled_call_impl.kind.known)
 
 
-EAGER = [ChangedBuffer, Recent, OwnCheckpoint, InnerGradient]
-GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, InferenceMode]
+EAGER = [ChangedBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
+GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout]
 
 
 @pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue], ids=lambda make: make.__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -83,11 +84,18 @@ def _compile(
     cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
     # torch counts recompiles per code object, so each kind of module, in each model, has its own.
     code = _call_of(modules[0]).__code__.replace(co_name=f"{type(modules[0]).__name__}[{number}]")
+    own = weakref.ref(kind)  # because torch never releases a backend
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        kind = own()
+        assert kind is not None
+        return kind.backend(graph, inputs)
+
     for module in modules:
         call: Any = _call_of(module)
         call.__code__ = code
         compiled: Any = torch.compile(
-            call, backend=kind.backend, dynamic=options.dynamic, fullgraph=options.fullgraph
+            call, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph
         )
         compiled = compiled, torch._dynamo.run(call)
         compiled = tuple(map(_clone_outputs, compiled)) if cuda_graphs else compiled

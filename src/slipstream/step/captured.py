@@ -223,7 +223,9 @@ class Capture:
         """
         params = {id(param) for param in (*self.model.parameters(), *self._owned)}
         for value in inputs:
-            if isinstance(value, Tensor) and value.requires_grad and id(value) not in params:
+            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+                continue
+            if value.requires_grad and id(value) not in params:
                 raise OnlyEagerError(
                     f"a tensor of shape {tuple(value.shape)} requires grad, but is not a parameter; detach it"
                 )

@@ -8,6 +8,7 @@ each graph is compared with a float64 reference, with the tolerances of `slipstr
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from collections import deque
@@ -29,6 +30,7 @@ from slipstream.step.verification import WrongNumbersError, compare_graph, copie
 __all__ = ["CapturedGraph", "ChangedObjects", "Recording"]
 
 _STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 _COMPARED = (Tensor, int, float, complex, bool, str, bytes, type(None))
 
 
@@ -89,11 +91,19 @@ def _is_state(key: str) -> bool:
 
 
 def _copy(tree: Any) -> Any:
-    """Return a copy of nested containers and their tensors; parameters and other objects are not copied."""
+    """Return a copy of nested containers, their tensors and generators; parameters and other objects are not copied."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
     copied: dict[int, Any] = dict(zip(map(id, tensors), copies(tensors), strict=True))
-    return tree_map(lambda leaf: set(leaf) if type(leaf) is set else copied.get(id(leaf), leaf), tree)
+
+    def copy_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return leaf.clone_state()
+        if isinstance(leaf, _GENERATORS):
+            return copy.deepcopy(leaf)
+        return set(leaf) if type(leaf) is set else copied.get(id(leaf), leaf)
+
+    return tree_map(copy_leaf, tree)
 
 
 class ChangedObjects:
@@ -137,6 +147,8 @@ def _contents(value: Any) -> Any:
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two leaves are equal, bitwise in the case of tensors. NaNs are equal."""
+    if isinstance(one, torch.Generator) and isinstance(other, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and (not isinstance(one, _COMPARED) or one == other or one != one)
     if one.shape != other.shape or one.dtype != other.dtype:
