@@ -236,8 +236,10 @@ class Capture:
         Raises:
             NotCapturedError: a parameter or module has such a hook, or a parameter would become a Python number.
         """
-        params = {param: name for name, param in self.model.named_parameters()}
-        named = {**params, **{param: "?" for param in self._owned if param not in params}}
+        params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
+        named = dict(params)
+        for param in self._owned:
+            named.setdefault(param, "?")
         for part in self.parts:
             named |= {tensor: name for name, tensor in part.state().items()}
         for tensor, name in named.items():
