@@ -18,7 +18,7 @@ from slipstream.runner import Runner
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 OTHERS = {
     "auto": "auto",
-    "nan_guard=skip": dict(nan_guard="skip"),
+    "nan_guard=skip": dict(nan_guard="skip", fused=True),
     "prefetch": dict(prefetch=2),
     "offload": dict(activation_checkpointing=dict(modules=["Block"], offload=True)),
     "gc": dict(gc=5),
