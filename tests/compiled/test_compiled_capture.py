@@ -115,7 +115,7 @@ CAPTURE = [
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
     Case("`int()` of a buffer as an index", of(Queue), fast=True),
     Case("`.item()` in forward", of(Item), fast=True),
-    Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE, warnings=2),
+    Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE),
     Case("an `autograd.Function`", of(OwnFunction), fast=True),
 ]
 CASES = CAPTURE

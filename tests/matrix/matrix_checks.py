@@ -17,10 +17,11 @@ def check(net, options, answers):
         assert isinstance(answer, dict), answer
         unexpected = [line for line in answer["warnings"] if not _may_warn(line, options)]
         assert unexpected == [], unexpected
-        assert answer["in force"] | _implied(options) == _expected(options, len(answers)) | _implied(options)
+        wrong = (answer["in force"] ^ _expected(options, len(answers))) - _implied(options)
+        assert wrong == set(), wrong
         assert answer["moves"] == _moves(options)
         if "compile=step" in options and answer["graphs"] is not None:
-            assert answer["graphs"] <= _graphs(options)
+            assert answer["graphs"] <= _graphs(options), (answer["graphs"], _graphs(options))
     _check_numbers(net, options, answers)
 
 

@@ -29,7 +29,7 @@ from slipstream.step.dynamo import capture_config, changed_objects, keep_unused_
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
-from slipstream.step.verification import NotCapturedError, WrongNumbersError
+from slipstream.step.verification import NotCapturedError, WrongNumbersError, run_captured
 
 if TYPE_CHECKING:
     from slipstream.speed.compile import CompileOptions
@@ -191,7 +191,7 @@ class _Kind:
             raise
         except Exception as error:
             self.error = self.error or error
-            captured = CapturedGraph(graph, graph.forward)
+            captured = CapturedGraph(graph, lambda *values: run_captured(graph, values))
         if self.recording is not None:
             self.recording.changed.add(changed_objects())
         captured.verified = self.recording is None
@@ -200,7 +200,7 @@ class _Kind:
             self.used.append(captured)
             if self.recording is not None:
                 return captured.capture(args, self.recording)
-            return captured.run(*args) if captured.verified else graph(*args)
+            return captured.run(*args) if captured.verified else run_captured(graph, args)
 
         return (lambda *args: run(*args)[:-added]) if added else run
 
@@ -300,6 +300,10 @@ class _CompiledCall:
     def _search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may need a new graph."""
         kind, grad = self.kind, torch.is_grad_enabled()
+        if any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules()):
+            return self.module._call_impl(
+                *args, **kwargs
+            )  # a repeated call would call the user's hooks again
         if kind.verifies and any(map(is_sharded, self.module.parameters())):
             # A sharded module communicates in forward and backward, so its calls cannot be repeated.
             kind.skip_verification("its parameters are sharded")

@@ -78,7 +78,7 @@ class _Convert(torch.autograd.Function):
 class _ConvertBatch:
     """A forward pre-hook that converts the inputs, unless the model changes its inputs in place.
 
-    Such changes are found in eager calls, so compiled code converts the inputs only after an eager call.
+    Such changes are found in eager calls, of which a compiled step or model makes at least one before its graph runs.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,7 @@ class _ConvertBatch:
         inputs = args, kwargs
         # Tensors have no version in compiled code and in inference mode.
         checks = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
-        converts = self._converts or (self._converts is None and checks)
-        converted = as_channels_last(inputs) if converts else inputs
+        converted = inputs if self._converts is False else as_channels_last(inputs)
         if checks:
             pairs = zip(tree_leaves(inputs), tree_leaves(converted), strict=True)
             self._calls.append([(old, new, new._version) for old, new in pairs if new is not old])

@@ -171,6 +171,9 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
     """
     if any(node.target is torch.autograd.grad_mode._enter_inference_mode for node in graph.graph.nodes):
         raise NotCapturedError("torch.inference_mode() cannot be compiled; use torch.no_grad()")
+    bodies = [body for body in graph.modules() if isinstance(body, fx.GraphModule) and body is not graph]
+    if any(map(_unused_random, bodies)):
+        raise NotCapturedError("a checkpointed block draws random numbers that nothing uses")
     unused = _unused_random(graph)
     if unused:
         output = graph.graph.output_node()

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.step.leaves import leaves_of
-from slipstream.step.verification import WrongNumbersError, compare_graph, copies
+from slipstream.step.verification import WrongNumbersError, compare_graph, copies, run_captured
 
 __all__ = ["CapturedGraph", "ChangedObjects", "Recording"]
 
@@ -151,8 +151,10 @@ def _equal(one: Any, other: Any) -> bool:
         return torch.equal(one.get_state(), other.get_state())
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and (not isinstance(one, _COMPARED) or one == other or one != one)
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -322,7 +324,8 @@ def gradients(
         return [None] * len(inputs)
     vectors = [grads[i].to(outputs[i].dtype) for i in used]
     with torch.autocast("cpu", enabled=False), torch.autocast(outputs[0].device.type, enabled=False):
-        return list(torch.autograd.grad([outputs[i] for i in used], inputs, vectors, allow_unused=True))
+        grads = torch.autograd.grad([outputs[i] for i in used], inputs, vectors, allow_unused=True)
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -364,12 +367,12 @@ class CapturedGraph:
         """Run the graph with torch's kernels; record the inputs and the gradients of the outputs of the first call."""
         recording.changed.add(value for value in inputs if isinstance(value, Tensor))
         if self.verified or self._recording is recording:
-            return self.graph(*inputs)
+            return run_captured(self.graph, inputs)
         self._recording = recording
         names = recording.names()
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
         self._inputs, self._before = copies(inputs), _RandomState(recording.device)
-        outputs = self.graph(*inputs)
+        outputs = run_captured(self.graph, inputs)
         self._after = _RandomState(recording.device).values()
         self._gradients = recording.observe(_tensors(outputs))
         return outputs

@@ -35,6 +35,9 @@ __all__ = [
     "VerificationNeeded",
     "WrongNumbersError",
     "compare_graph",
+    "copies",
+    "interpret",
+    "run_captured",
 ]
 
 _LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
@@ -523,7 +526,7 @@ def compare_graph(
             return None
 
     compiled = results(lambda values: finish(run(*values), values))
-    captured = results(lambda values: finish(graph(*values), values))
+    captured = results(lambda values: finish(run_captured(graph, values), values))
     perturbation = (
         _PERTURBATION if all(torch.finfo(v.dtype).eps < 1e-6 for v in inputs if _is_trained(v)) else 1
     )
@@ -591,6 +594,11 @@ def _extent(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def run_captured(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Run a captured graph with torch's kernels, without checkpoints, which reject changes of their buffers."""
+    return interpret(graph, inputs) if torch.is_grad_enabled() else graph(*inputs)
 
 
 def interpret(
