@@ -82,14 +82,14 @@ class _ConvertBatch:
     """
 
     def __init__(self) -> None:
-        self._converts: bool | None = None
+        self._converts = True
         self._calls: list[list[tuple[Tensor, Tensor, int]]] = []
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = args, kwargs
         # Tensors have no version in compiled code and in inference mode.
         checks = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
-        converted = inputs if self._converts is False else as_channels_last(inputs)
+        converted = as_channels_last(inputs) if self._converts else inputs
         if checks:
             pairs = zip(tree_leaves(inputs), tree_leaves(converted), strict=True)
             self._calls.append([(old, new, new._version) for old, new in pairs if new is not old])
@@ -100,8 +100,6 @@ class _ConvertBatch:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self._calls:
             return
         for old, new, version in self._calls.pop():
-            if self._converts is None:
-                self._converts = True
             if new._version != version:
                 self._converts = False
                 old.copy_(new)
