@@ -1,6 +1,6 @@
 """The two networks of the matrix and their batches. Smooth layers without redundant biases limit rounding errors."""
 
-from collections import Counter
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,12 @@ EPOCH = 4
 """Number of batches per epoch."""
 
 
-CALLS = Counter()
-"""The eager calls of each module, by its id. A verification compares the module's own attributes."""
+CALLS = WeakKeyDictionary()
+"""The number of eager calls of each module. A verification compares the module's own attributes."""
+
+
+def count_call(module):
+    CALLS[module] = CALLS.get(module, 0) + 1
 
 
 class Block(nn.Module):
@@ -20,7 +24,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         if not torch.compiler.is_compiling():
-            CALLS[id(self)] += 1
+            count_call(self)
         return self.inside(x)
 
 

@@ -4,7 +4,7 @@ import traceback
 
 import torch
 from matrix_by_hand import STOP
-from matrix_nets import BATCH, CALLS, EPOCH, OPTIMIZERS, STEPS, make, samples
+from matrix_nets import BATCH, CALLS, EPOCH, OPTIMIZERS, STEPS, count_call, make, samples
 from matrix_options import MAX_NORM, OPTIONS
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ class Task(BaseModel):
 
     def forward(self, images, classes, mode):
         if not torch.compiler.is_compiling():
-            CALLS[id(self)] += 1
+            count_call(self)
         scores = self.net(images)
         channels_last = images.is_contiguous(memory_format=torch.channels_last)
         return {
@@ -110,7 +110,7 @@ class Record(Hook):
         """
         if self.earlier is None:
             return None
-        return (CALLS[id(core)] + self.backend.losses - self.earlier) // len(self.logs)
+        return (CALLS.get(core, 0) + self.backend.losses - self.earlier) // len(self.logs)
 
 
 def _copies(model):
@@ -207,7 +207,7 @@ def _in_force(runner, record, backend):
     if getattr(backend, "recomputed", None) is not None and backend.graphs:
         recomputed = backend.recomputed > 0
     else:
-        recomputed = CALLS[id(core.net.block)] == 2 * CALLS[id(core)]
+        recomputed = CALLS.get(core.net.block, 0) == 2 * CALLS.get(core, 0)
     found = {
         "bf16": record.seen("eps") == {torch.finfo(torch.bfloat16).eps},
         "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},

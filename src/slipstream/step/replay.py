@@ -324,10 +324,10 @@ def gradients(
         return [None] * len(inputs)
     vectors = [grads[i].to(outputs[i].dtype) for i in used]
     with torch.autocast("cpu", enabled=False), torch.autocast(outputs[0].device.type, enabled=False):
-        grads: Sequence[Tensor | None] = torch.autograd.grad(
+        found: Sequence[Tensor | None] = torch.autograd.grad(
             [outputs[i] for i in used], inputs, vectors, allow_unused=True
         )
-    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+    return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in found]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
