@@ -218,6 +218,8 @@ def _containers(module: nn.Module, inputs: Iterable[Any]) -> list[_Container]:
         value = pending.pop()
         if isinstance(value, tuple):
             pending.extend(value)
+        elif type(value).__module__.startswith("torch."):
+            continue  # such as the state of a sharded module, which torch manages
         elif not isinstance(value, Tensor | nn.Module | type) and not callable(value):
             contents = value if isinstance(value, _Container) else getattr(value, "__dict__", None)
             if isinstance(contents, _Container) and id(contents) not in found:
