@@ -173,3 +173,19 @@ def test_state_dict_restores_the_loss_scaler():
     assert_identical(net, whole)
     assert second.loss_scaler.state_dict() == reference.loss_scaler.state_dict()
     assert "loss_scaler" in saved  # loading does not change the caller's dict
+
+
+def test_gradients_that_the_user_has_unscaled_are_not_unscaled_again():
+    batches, net, hand = make_batches(4), make_net(), make_net()
+    wrapper = AmpOptimWrapper(optimizer=sgd(net), dtype="float16")
+    for x in batches:
+        with wrapper.optim_context(net):
+            loss = loss_of(net, x)
+        wrapper.backward(loss)
+        wrapper.loss_scaler.unscale_(wrapper.optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        wrapper.step()
+        wrapper.zero_grad()
+    by_hand(hand, batches, torch.float16, torch.amp.GradScaler("cpu"), max_norm=0.5)
+    for ours, theirs in zip(net.parameters(), hand.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

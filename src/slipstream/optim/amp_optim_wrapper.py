@@ -102,6 +102,18 @@ class AmpOptimWrapper(OptimWrapper):
         """Return the context manager for autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    def step(self, **kwargs: Any) -> None:
+        """Finish the window; see `OptimWrapper.step`.
+
+        Gradients may already be unscaled with `loss_scaler.unscale_(optimizer)`, for example to clip them.
+        """
+        states = {} if self.loss_scaler is None else self.loss_scaler._per_optimizer_states
+        if self.loss_scale is not None and states.pop(id(self.optimizer), {}):
+            for param in self.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(self.loss_scale.scale)  # exact if the scale is a power of two
+        super().step(**kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state and, if there is a loss scaler, its state as `loss_scaler`."""
         state = super().state_dict()
