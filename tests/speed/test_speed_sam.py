@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, trained
+from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
+from slipstream import accelerate
 from slipstream.hooks import Hook
+from slipstream.speed.sam import SamOptions
 
 RHO = 0.3
 
@@ -128,3 +130,12 @@ def test_guard_skips_a_step_if_only_the_second_pass_is_nonfinite(how, tmp_path):
     )
     for name, value in found[1].items():
         assert torch.equal(value, before[name]), name
+
+
+def test_part_appended_to_a_step_computes_the_gradients():
+    """docs/extending.md allows to append a part before the first batch."""
+    expected = trained("eager", sam=dict(rho=RHO))[0]
+    model = Net()
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, {})
+    step.optim.parts.append(SamOptions(rho=RHO).part(model, step.optim))
+    assert torch.equal(torch.stack([step(batch)["loss"] for batch in batches()]), expected)

@@ -19,6 +19,7 @@ def test_nonfinite_value_is_detected(value, dtype):
     assert all_finite(tensors)
     tensors[2][1, 0] = value
     assert not all_finite(tensors)
+    assert all_finite([torch.zeros(0)])  # an empty shard
 
 
 @settings(deadline=None, max_examples=60)
@@ -28,13 +29,13 @@ def test_nonfinite_value_is_detected(value, dtype):
     st.sampled_from([2.0, 1.5, 1.0001]),
     st.sampled_from([1.0, 2.0**16, 2.0**127]),
 )
-def test_loss_scale_matches_gradscaler(steps, interval, growth, start):
+def test_traced_loss_scale_matches_gradscaler(steps, interval, growth, start):
     options = dict(init_scale=start, growth_factor=growth, growth_interval=interval)
     scaler, reference = (torch.amp.GradScaler("cpu", **options) for _ in range(2))
     scale = LossScale(scaler, True, CPU)
     reference.scale(torch.zeros(()))
     for finite in steps:
-        scale.adapt(torch.tensor(finite))
+        scale.adapt_traced(torch.tensor(finite))
         torch._amp_update_scale_(
             reference._scale,
             reference._growth_tracker,

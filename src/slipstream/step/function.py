@@ -49,8 +49,6 @@ class StepFunction(ABC):
     def __init__(self, loss_of: Callable[[Any], Losses], reduce: Reduce, optim: OptimWrapper) -> None:
         self.loss_of, self.reduce, self.optim = loss_of, reduce, optim
         self.parts = optim.parts
-        self.repeats = any(part.replaces_gradients for part in self.parts)
-        """Whether a part computes the gradients of a batch several times."""
 
     def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
         """Train on the inputs of one batch.
@@ -75,6 +73,11 @@ class StepFunction(ABC):
                 values, finite = self.finish(grads)
                 logs = {**logs, **values}
         return logs, finite
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a part computes the gradients of a batch several times."""
+        return any(part.replaces_gradients for part in self.parts)
 
     def losses(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward pass; return the loss and the values to log."""
@@ -139,10 +142,11 @@ def finish(
     if scale is not None:
         grads, finite = scale.unscale(grads)
     flags = [part.nonfinite for part in parts if part.nonfinite is not None]
-    if flags:
-        finite = all_finite([values_of(grad) for grad in grads]) if finite is None else finite
-        for flag in flags:
-            finite = finite & (flag.select(0, 0) == 0).to(finite.device)
+    if flags and scale is None and grads:
+        finite = all_finite(values_of(grads))
+    for flag in flags:
+        no_loss = flag.select(0, 0) == 0
+        finite = no_loss if finite is None else finite & no_loss.to(finite.device)
     if finite is not None and everywhere is not None and (flags or any(map(is_sharded, grads))):
         finite = everywhere(finite)
     logs = _update(parts, params, grads, update, finite)
@@ -296,14 +300,17 @@ class EagerFunction(StepFunction):
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self.replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
 
+    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+        """Train on the inputs of one batch."""
+        self._trained = None  # an earlier batch may have raised an error between two passes
+        return super().__call__(inputs, grad_buffers, ends_window)
+
     def context(self) -> Any:
         """Return the context manager for autocast and, before the last batch of a window, without gradient sync."""
         if self.phases is not None:
             self.phases.switch("forward")
-        if self.repeats:
-            return (
-                self.optim.autocast()
-            )  # synchronize in every pass, so that all ranks have the same gradients
+        if self.repeats:  # synchronize in every pass, so that all ranks have the same gradients
+            return self.optim.autocast()
         return self.optim.optim_context(self.model)
 
     def trained(self) -> list[nn.Parameter]:
@@ -354,7 +361,6 @@ class EagerFunction(StepFunction):
             final = self._last | {p: g for p, g in zip(self._trained, grads, strict=True) if p in self._last}
             for param, grad in final.items():
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
-        self._trained = None
         return grads
 
     def finish(self, grads: list[Tensor]) -> Outputs:

@@ -17,7 +17,10 @@ __all__ = [
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements of the tensors are finite, as a 0-dim bool tensor on their device."""
+    device = tensors[0].device
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not tensors:  # a rank's shards can be empty
+        return torch.ones((), dtype=torch.bool, device=device)
     if torch.compiler.is_compiling():  # inductor fuses these operations into a few kernels
         return torch.isfinite(
             torch.stack([x.abs().amax().float() for x in tensors])
@@ -26,9 +29,12 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
 
 
-def values_of(grad: Tensor) -> Tensor:
-    """Return the tensor that contains a gradient's values on this rank, without a copy."""
-    return grad._values() if grad.is_sparse else local_shard(grad)
+def values_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors that contain the gradients' values on this rank, without copies."""
+    return [
+        grad._values() if grad.is_sparse else grad if type(grad) is Tensor else local_shard(grad)
+        for grad in grads
+    ]
 
 
 def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
@@ -130,22 +136,29 @@ class LossScale:
         if torch.compiler.is_compiling():
             grads = [grad * inverse.to(grad.dtype) for grad in grads]
             return grads, all_finite(grads)
-        overflows = torch.zeros((), device=self.scale.device)
         kinds: dict[Any, list[Tensor]] = {}
-        for grad in map(values_of, grads):
+        for grad in values_of(grads):
             kinds.setdefault((grad.device, grad.dtype), []).append(grad)
+        overflows = {
+            device: torch.zeros((), device=device) for device in (self.scale.device, *(d for d, _ in kinds))
+        }
         for (device, _), group in kinds.items():
-            overflow = torch.zeros(1, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, overflow, inverse.to(device))
-            overflows += overflow.select(0, 0).to(overflows.device)
-        return grads, overflows == 0
+            torch._amp_foreach_non_finite_check_and_unscale_(group, overflows[device], inverse.to(device))
+        flags = torch.stack([overflow.to(self.scale.device) for overflow in overflows.values()])
+        return grads, flags.sum() == 0
 
     def adapt(self, finite: Tensor) -> None:
         """Decrease the scale after an overflow, or increase it after `interval` finite steps, like `GradScaler`."""
         if not self.adapts:
             return
         if not torch.compiler.is_compiling():
-            self.growth, self.backoff, self.interval = self._settings()
+            self.growth, self.backoff, self.interval = settings = self._settings()
+            torch._amp_update_scale_(self.scale, self.growth_tracker, (~finite).float(), *settings)
+        else:
+            self.adapt_traced(finite)
+
+    def adapt_traced(self, finite: Tensor) -> None:
+        """Change the scale as `adapt` does, with operations that `torch.compile` can trace."""
         count = self.growth_tracker + 1
         exact = self._exact()
         grown = (exact * self.growth).float()
