@@ -158,3 +158,16 @@ def test_updated_is_true_after_exactly_the_calls_that_change_the_weights(compile
     assert found == expected
     assert any(found)
     assert all(found) == (window == 1)
+
+
+@pytest.mark.parametrize("compiled", [{}, COMPILED], ids=["eager", "compiled"])
+def test_batches_without_an_update_log_the_norm_of_the_last_update(compiled):
+    model = net()
+    step = accelerate(
+        model, sgd(model), F.cross_entropy, dict(accumulate=2, clip_grad=dict(max_norm=0.1), **compiled)
+    )
+    norms = [step(batch).get("grad_norm") for batch in batches(10)]
+    assert norms[0] is None
+    for number in range(2, 10, 2):
+        assert torch.equal(norms[number], norms[number - 1])
+    assert len({float(norm) for norm in norms[1:]}) == 5

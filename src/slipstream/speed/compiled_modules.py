@@ -301,9 +301,8 @@ class _CompiledCall:
         """Run a call that may need a new graph."""
         kind, grad = self.kind, torch.is_grad_enabled()
         if any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules()):
-            return self.module._call_impl(
-                *args, **kwargs
-            )  # a repeated call would call the user's hooks again
+            # A repeated call would call the user's hooks again.
+            return self.module._call_impl(*args, **kwargs)
         if kind.verifies and any(map(is_sharded, self.module.parameters())):
             # A sharded module communicates in forward and backward, so its calls cannot be repeated.
             kind.skip_verification("its parameters are sharded")

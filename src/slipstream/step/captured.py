@@ -324,13 +324,10 @@ class DirectCalls:
         self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
         modules = list(model.modules())
         self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
-        self._known_tensors = self._tensors()
+        self._known_tensors = list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
         self._others = {id(tensor) for tensor in others}
         self._calls: list[_Call] = []
         self._seen: list[Any] = []
-
-    def _tensors(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
 
     def find(
         self,

@@ -22,7 +22,6 @@ __all__ = [
     "check_traced",
     "has_side_effects",
     "keep_unused_random",
-    "needs_autograd_engine",
     "prepare_graph",
     "recompute_contexts",
     "why_not_recomputed",
@@ -73,12 +72,6 @@ def _find_log_functions(owners: tuple[Any, ...], sizes: tuple[int, ...]) -> set[
     """Return the functions of the owners; `sizes`, the numbers of their names, change when a library adds one."""
     named = [item for owner in owners for item in vars(owner).items()]
     return {f for name, f in named if _LOG_NAME.match(name) and callable(f) and not isinstance(f, type)}
-
-
-def needs_autograd_engine() -> bool:
-    """Return whether anomaly detection or saved-tensor hooks are active; a graph supports neither."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return torch.is_anomaly_enabled() or hooks is not None
 
 
 def _translator() -> Any:

@@ -120,6 +120,8 @@ class EagerStep:
             raise
         finally:
             function.on_gradients = None
+        if (norm := optim.logs.get("grad_norm")) is not None:
+            logs["grad_norm"] = norm  # in batches without an update, that of the last update
         for part in optim.parts:
             if "after_batch" in part.implements and (with_host_parts or not part.on_host):
                 part.after_batch()

@@ -148,7 +148,8 @@ class GraphStep(CompiledStep):
         """Train on one batch."""
         optim, captured = self.optim, self._captured
         for part in optim.parts:
-            part.before_batch()
+            if "before_batch" in part.implements:
+                part.before_batch()
         with optim.autocast():
             inputs = self.prepare(batch)
         if self.phase is Phase.EAGER:
@@ -214,12 +215,17 @@ class GraphStep(CompiledStep):
         elif ends_window:
             if grad_buffers is not None:
                 optim.zero_grad()
+            optim.logs = logs
             for part in captured.parts:
-                part.after_window(finite)
+                if "after_window" in part.implements:
+                    part.after_window(finite)
         for part in captured.parts:
-            if outside or part.on_host:
+            if "after_batch" in part.implements and (outside or part.on_host):
                 part.after_batch()
-            part.count_batch()
+            if "count_batch" in part.implements:
+                part.count_batch()
+        if (norm := optim.logs.get("grad_norm")) is not None:
+            logs["grad_norm"] = norm
         return logs
 
     # ---- record -----------------------------------------------------------------------------------------
@@ -325,7 +331,8 @@ class GraphStep(CompiledStep):
 
         def call(*args: Any) -> Any:
             captured.last_code = code
-            captured.check_inputs(args)
+            if not code.verified:
+                captured.check_inputs(args)
             return code(*args)
 
         return call
