@@ -166,9 +166,7 @@ class Verification:
             captured.code.run(*inputs)
         self._compiled = _values(inputs)
         self._captured = self._interpret(graph)
-        # A multiple of the epsilon of bfloat16 or float16 would not be a small perturbation.
-        small = all(torch.finfo(value.dtype).eps < 1e-6 for value in self.inputs if _is_trained(value))
-        self._perturbation = _PERTURBATION if small else 1
+        self._perturbation = _perturbation(self.inputs)
         self._raised = self._interpret(graph, perturbation=self._perturbation)
         self._lowered = self._interpret(graph, perturbation=-self._perturbation)
         self._exact = self._interpret(graph, double=True)
@@ -527,15 +525,8 @@ def compare_graph(
 
     compiled = results(lambda values: finish(run(*values), values))
     captured = results(lambda values: finish(run_captured(graph, values), values))
-    perturbation = (
-        _PERTURBATION if all(torch.finfo(v.dtype).eps < 1e-6 for v in inputs if _is_trained(v)) else 1
-    )
-    others = [
-        reference(),
-        reference(perturbation=perturbation),
-        reference(perturbation=-perturbation),
-        reference(True),
-    ]
+    size = _perturbation(inputs)
+    others = [captured, reference(perturbation=size), reference(perturbation=-size), reference(True)]
     unknown = [None] * len(captured)
     before = [*_values(inputs), *unknown[len(inputs) :]]
     rows = []
@@ -548,8 +539,15 @@ def compare_graph(
             raise WrongNumbersError(f"{name} is missing", compiler=True)
         else:
             old = torch.zeros_like(theirs) if old is None else old
-            rows.append(_Row.of(0, name, perturbation, old, theirs, ours, *exact))
+            rows.append(_Row.of(0, name, size, old, theirs, ours, *exact))
     _check_rows(rows, compiler=True)
+
+
+def _perturbation(inputs: Sequence[Any]) -> int:
+    """Return the size of a perturbation of the weights, as a multiple of their epsilon."""
+    # A multiple of the epsilon of bfloat16 or float16 would not be a small perturbation.
+    small = all(torch.finfo(value.dtype).eps < 1e-6 for value in inputs if _is_trained(value))
+    return _PERTURBATION if small else 1
 
 
 # ---- reference results -----------------------------------------------------------------------------------
