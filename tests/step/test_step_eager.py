@@ -112,3 +112,18 @@ def test_only_entries_with_loss_in_their_name_are_summed_and_all_are_logged():
 def test_invalid_loss_error_names_the_loss(losses, message):
     with pytest.raises(LossError, match=message):
         sum_losses(losses)
+
+
+def test_a_batch_that_requires_grad_receives_its_gradient():
+    """An adversarial attack reads the gradient of some batches only."""
+    net = Net()
+    step = EagerStep(lambda x: net(x, "loss"), net, OptimWrapper(sgd(net)))
+    for number, (x,) in enumerate(batches(4)):
+        x.requires_grad_(number % 2 == 1)
+        before = copy.deepcopy(net)
+        step(x)
+        assert (x.grad is not None) == (number % 2 == 1)
+        if number % 2:
+            plain = x.detach().requires_grad_()
+            sum_losses(before(plain, "loss"))[0].backward()
+            assert torch.equal(x.grad, plain.grad)

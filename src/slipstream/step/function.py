@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from slipstream.sharding import is_sharded
 from slipstream.step.numerics import HostNumber, LossScale, all_finite, restore_unless, undo_unless, values_of
@@ -329,7 +330,7 @@ class EagerFunction(StepFunction):
         if self.replaces_update:
             optim.update_params(loss)
             return []
-        kwargs = self._backward_kwargs(loss)
+        kwargs = self._backward_kwargs(loss, inputs)
         if not self.repeats:
             optim.backward(optim.scale_loss(loss), **kwargs)
             return []
@@ -375,7 +376,7 @@ class EagerFunction(StepFunction):
             optim.zero_grad()
         return optim.logs, None
 
-    def _backward_kwargs(self, loss: Tensor) -> dict[str, Any]:
+    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
         """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
         if self.only_own_gradients is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
@@ -390,7 +391,7 @@ class EagerFunction(StepFunction):
             return {}
         groups = self.optim.optimizer.param_groups
         inputs: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        if self._reaches_inputs:
+        if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(batch)):
             inputs += _input_leaves(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
 
