@@ -114,8 +114,9 @@ class EMAHook(Hook):
         # Sharded weights may get new storage when they are first gathered. In both cases, a compiled step's graph must
         # not contain the update of the average, which then runs after the graph (`on_host`).
         on_host = any(part.nonfinite is not None for part in optim.parts) or mesh_of(self.model) is not None
-        ends_window = lambda batch: batch % window == 0 or batch == runner.max_iters  # noqa: E731
-        self._part = AveragePart(average, self.model, lambda: runner.iter, ends_window, skipped, on_host)
+        self._part = AveragePart(
+            average, self.model, lambda: runner.iter, optim.ends_window, skipped, on_host
+        )
         self._in_step = isinstance(runner.step, EagerStep | CompiledStep)
         if self._in_step:
             optim.parts.append(self._part)

@@ -384,6 +384,7 @@ class OptimWrapperDict(OptimWrapper):
                 raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
         self.optim_wrappers = optim_wrappers
         self.logs, self.parts = {}, []
+        self.accumulation = AccumulationWindow()  # each wrapper has its own windows
 
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         names = ", ".join(self.optim_wrappers)
@@ -403,11 +404,6 @@ class OptimWrapperDict(OptimWrapper):
         self, model: nn.Module, init_counts: int, max_counts: int, batches_per_epoch: int | None = None
     ) -> None:
         """Do nothing, because the model determines how often each optimizer steps."""
-
-    @property
-    def accumulative_counts(self) -> int:
-        """Always 1, because each wrapper has its own number of batches per step."""
-        return 1
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -382,8 +382,7 @@ class CallbackHook(Hook):
 def _has_stepped(runner: Runner) -> bool:
     """Return whether the training step that has just run updated the weights."""
     assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
-    step = runner.iter + 1
-    return step % runner.optim_wrapper.accumulative_counts == 0 or step == runner.max_iters
+    return runner.optim_wrapper.ends_window(runner.iter + 1)
 
 
 def _values(
