@@ -259,6 +259,12 @@ class _Kind:
             f"The compiled code of {type(self.group.modules[0]).__name__} is not verified, because {reason}"
         )
 
+    def stop_searching(self, reason: str) -> None:
+        """Run calls that need a new graph eagerly from now on."""
+        self.searches, self.pending, self.fruitless = False, None, _MAX_FRUITLESS + 1
+        name = type(self.group.modules[0]).__name__
+        self.info(f"Calls of {name} that need another graph run eagerly, because {reason}")
+
     def miss(self, signature: Any) -> None:
         """Note that a call needs a new graph."""
         if self.fruitless <= _MAX_FRUITLESS:
@@ -360,7 +366,8 @@ def _is_compiler_error(error: Exception) -> bool:
 class Verifier(StepPart):
     """Verifies graphs after the backward pass and before the update, when recorded calls can be repeated.
 
-    Several ranks verify the graphs of the first update together, because the calls may communicate.
+    Several ranks verify graphs together, because the calls may communicate, and only in the first updates, because the
+    ranks have to wait for each other.
     """
 
     def __init__(self, info: Warn) -> None:
@@ -378,7 +385,9 @@ class Verifier(StepPart):
         if several and self._attempts >= _MAX_FRUITLESS:
             for kind in kinds:
                 if kind.searches:
-                    kind.skip_verification("several ranks verify only the graphs of the first update")
+                    kind.stop_searching(
+                        f"several ranks verify graphs only in the first {_MAX_FRUITLESS} updates"
+                    )
             return
         ready = [kind.is_ready(params) for kind in kinds]
         if several:
@@ -387,7 +396,6 @@ class Verifier(StepPart):
                 kind.pending = kind.pending if kind in itertools.compress(kinds, ready) else None
         failures = {kind: kind.verify_pending() for kind, yes in zip(kinds, ready, strict=True) if yes}
         if several and failures:
-            self._attempts = _MAX_FRUITLESS
             equal = _on_all_ranks([failure is None for failure in failures.values()])
             for (kind, failure), is_equal in zip(failures.items(), equal, strict=True):
                 if failure is None and not is_equal:
