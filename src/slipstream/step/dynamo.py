@@ -160,12 +160,14 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
         The number of outputs that were added to the graph.
 
     Raises:
-        NotCapturedError: the graph enters inference mode, which torch cannot compile and may leave enabled.
+        NotCapturedError: the graph enters inference mode, which torch cannot compile and may leave enabled, or a
+            checkpointed block in it has unused random results.
     """
-    if any(node.target is torch.autograd.grad_mode._enter_inference_mode for node in graph.graph.nodes):
+    graphs = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    enter = torch.autograd.grad_mode._enter_inference_mode
+    if any(node.target is enter for each in graphs for node in each.graph.nodes):
         raise NotCapturedError("torch.inference_mode() cannot be compiled; use torch.no_grad()")
-    bodies = [body for body in graph.modules() if isinstance(body, fx.GraphModule) and body is not graph]
-    if any(map(_unused_random, bodies)):
+    if any(_unused_random(each) for each in graphs if each is not graph):
         raise NotCapturedError("a checkpointed block draws random numbers that nothing uses")
     unused = _unused_random(graph)
     if unused:
