@@ -13,7 +13,7 @@ from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
 from slipstream.sharding import full_tensor
 from slipstream.speed.nan_guard import SkipNonFinite
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 
 PLAIN, NAN_ON_1, INF_LOSS_ON_0 = "plain", "nan in the data on rank 1", "infinite loss on rank 0"
 NO_GRADIENT_ON_1 = "nan loss on rank 1 with a gradient of zero"
@@ -42,7 +42,7 @@ def train(wrap, batches, guard=True):
     skip = SkipNonFinite(core, torch.device("cpu"))
     optim.parts += [skip] if guard else []
     optim.initialize_count_status(net, 0, -1)
-    step = EagerStep(lambda batch: net(*batch), net, optim)
+    step = EagerStep(lambda batch: sum_losses(net(*batch)), net, optim)
     done = 0
     for kind in batches:
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * done + rank))

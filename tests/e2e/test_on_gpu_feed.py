@@ -13,7 +13,7 @@ from slipstream.dataset.loading.feed import DeviceFeed, feed
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import SkipNonFinite
 from slipstream.speed.precision import tf32
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 
 pytestmark = pytest.mark.gpu
 SLOW = 2048 if IS_CUDA else 64
@@ -76,7 +76,7 @@ def test_bad_steps_have_no_effect_and_fused_kernels_do_not_synchronize(options):
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **options)
         optim = OptimWrapper(optimizer, clip_grad=dict(max_norm=1.0))
         optim.parts += [SkipNonFinite(net, torch.device(DEVICE.type, 0))] if guarded else []
-        step = EagerStep(lambda x: net(x), net, optim)
+        step = EagerStep(lambda x: sum_losses(net(x)), net, optim)
         generator = torch.Generator().manual_seed(1)
         data = [torch.randn(4, 8, generator=generator).to(DEVICE) for _ in range(kinds.count("good"))]
         bad = torch.full((4, 8), math.nan, device=DEVICE)

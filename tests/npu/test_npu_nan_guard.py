@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import SkipNonFinite
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
@@ -39,7 +39,7 @@ def test_skipped_steps_do_not_count(name):
         inputs, targets = batch
         return {"loss": F.cross_entropy(model(inputs), targets)}
 
-    step = EagerStep(losses, model, optim)
+    step = EagerStep(lambda batch: sum_losses(losses(batch)), model, optim)
     data = batches(12)
     for number, (inputs, targets) in enumerate(data):
         bad = torch.full_like(inputs, math.nan)

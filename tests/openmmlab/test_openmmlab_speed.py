@@ -16,6 +16,7 @@ from slipstream.openmmlab.speed import VARIABLE, merge_environment
 from slipstream.optim import OptimWrapper
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import StepSpec, build_step
+from slipstream.step import sum_losses
 
 SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = str(Path(__file__).parent / "scripts/train_tiny.py")
@@ -94,7 +95,7 @@ def test_one_graph_runs_for_all_batches_of_data_samples_without_dynamo():
     torch._dynamo.reset()
     model, problems = Classifier(), []
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    spec = StepSpec(model, optim, lambda module, inputs: module(**inputs), lambda inputs: inputs)
+    spec = StepSpec(model, optim, lambda module, inputs: sum_losses(module(**inputs)), lambda inputs: inputs)
     how = {"scope": "step", "backend": "aot_eager", "cache": False}
     step = build_step(spec, SpeedPlan.read({"compile": how}), problems.append)
     losses = [float(step(batch(number))["loss"]) for number in range(8)]

@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.errors import NonFiniteLossError
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import SkipNonFinite
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
@@ -71,7 +71,7 @@ def train(batches, kind="sgd", guard=True, wrapper=OptimWrapper, forward=None, *
     skip = SkipNonFinite(net, torch.device("cpu"))
     optim.parts += [skip] if guard else []
     optim.initialize_count_status(net, 0, -1)
-    step = EagerStep(lambda x: (forward or Net.forward)(net, x), net, optim)
+    step = EagerStep(lambda x: sum_losses((forward or Net.forward)(net, x)), net, optim)
     for x in batches:
         step(x)
     return net, optim, skip

@@ -16,6 +16,7 @@ from slipstream.optim import OptimWrapper
 from slipstream.speed import SpeedPlan
 from slipstream.speed.graph_step import why_not_one_graph
 from slipstream.speed.steps import StepSpec, build_step
+from slipstream.step import sum_losses
 from slipstream.step.graph import GraphStep
 
 STEPS = 14
@@ -69,7 +70,7 @@ def batches(count=STEPS):
 def step_of(model, compile=None, optim=None, warn=None, backend="eager", **plan):
     optim = optim or OptimWrapper(SGD(model.parameters(), lr=0.1, momentum=0.9))
     how = {"backend": backend, **compile} if isinstance(compile, dict) else compile and {"backend": backend}
-    spec = StepSpec(model, optim, lambda module, batch: module(**batch), lambda batch: batch)
+    spec = StepSpec(model, optim, lambda module, batch: sum_losses(module(**batch)), lambda batch: batch)
     return build_step(spec, SpeedPlan.read(dict(compile=how, **plan)), warn or pytest.fail)
 
 

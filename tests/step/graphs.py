@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.optim import OptimWrapper
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 from slipstream.step.graph import GraphStep
 
 STEPS = 12
@@ -49,12 +49,10 @@ class Counting:
 
 def graph_step(model, optim, backend=None, recover=refuse, loss=F.cross_entropy, **options):
     def losses(batch):
-        return {"loss": loss(model(batch[0]), batch[1])}
+        return sum_losses({"loss": loss(model(batch[0]), batch[1])})
 
     eager = EagerStep(losses, model, optim)
-    return GraphStep(
-        losses, lambda batch: batch, model, optim, eager, backend or Counting(), recover, **options
-    )
+    return GraphStep(losses, model, optim, eager, backend or Counting(), recover, **options)
 
 
 def train(step, data, schedule=None):

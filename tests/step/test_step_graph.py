@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from slipstream.model import AveragePart, BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
-from slipstream.step import EagerStep
+from slipstream.step import EagerStep, sum_losses
 from slipstream.step.parts import StepPart
 from slipstream.step.verification import WrongNumbersError
 
@@ -71,7 +71,7 @@ def test_graph_in_lower_precision_matches_the_eager_step(dtype):
             loss_scale=scale,
             clip_grad=dict(max_norm=0.5),
         )
-        eager = EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+        eager = EagerStep(lambda b: sum_losses({"loss": F.cross_entropy(model(b[0]), b[1])}), model, optim)
         losses = train(graph_step(model, optim) if graph else eager, batches(10))
         return losses, model, optim.loss_scaler and optim.loss_scaler.state_dict()
 
@@ -164,7 +164,7 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
 
     def recover(error):
         told.append(error)
-        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+        return EagerStep(lambda b: sum_losses({"loss": F.cross_entropy(model(b[0]), b[1])}), model, optim)
 
     found = train(graph_step(model, optim, drops_gradient, recover), batches())
     _, _, losses = by_hand(MOMENTUM, batches(), model=other)

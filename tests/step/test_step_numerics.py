@@ -1,4 +1,4 @@
-"""Tests of `all_finite`, `restore_unless`, `LossScale` and `HostNumber`."""
+"""Tests of `all_finite`, `LossScale` and `HostNumber`."""
 
 import math
 

@@ -44,10 +44,15 @@ def capture(model, batch, change=None):
     return caught.value, step
 
 
+def start(captured, names):
+    named = [names.get(id(value), "an input") for value in captured.inputs]
+    return Verification(captured.code.graph, captured.code.run, captured.inputs, named, torch.random.fork_rng)
+
+
 def verified(model, batch, change=None, eager=None):
     captured, step = capture(model, batch, change)
     names = {id(param): f"the weight '{name}'" for name, param in model.named_parameters()}
-    verification = Verification(captured, torch.device("cpu"), names)
+    verification = start(captured, names)
     (eager or step)(*batch)
     return verification.compare({}, {id(p) for p in model.parameters()}, set())
 
@@ -84,7 +89,7 @@ def test_capture_and_verification_have_no_side_effects():
     before = copy.deepcopy(model.state_dict())
     kept, state = copy.deepcopy(batch), torch.get_rng_state()
     captured, _ = capture(model, batch)
-    Verification(captured, torch.device("cpu"), {})
+    start(captured, {})
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     torch.testing.assert_close(batch, kept, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
@@ -179,7 +184,7 @@ def test_autocast_is_compared_with_float64():
         torch.compile(
             step, fullgraph=True, backend=lambda graph, _: GraphCode(graph, graph.forward, verified=False)
         )(x, y)
-    verification = Verification(caught.value, torch.device("cpu"), {})
+    verification = start(caught.value, {})
     exact = copies(caught.value.inputs, torch.float64)
     interpret(caught.value.code.graph, exact, double=True)
     assert all(value.dtype == torch.float64 for value in exact if value.is_floating_point())

@@ -121,7 +121,7 @@ def test_metrics_count_each_training_batch_and_reset_when_read():
 def train(step_of, data, ema=False, **wrapper):
     net = model(train_metrics=metrics())
     optim = OptimWrapper(optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **wrapper)
-    eager = EagerStep(net.loss_step, net, optim)
+    eager = EagerStep(lambda batch: net.parse_losses(net.loss_step(batch)), net, optim)
     step = eager if step_of is None else step_of(net, optim, eager)
     if ema:
         average = ExponentialMovingAverage(net, momentum=0.5)
@@ -148,8 +148,7 @@ def test_step_graph_counts_each_batch_once(backend, options):
             raise error
 
         return GraphStep(
-            net.loss_step,
-            lambda x: x,
+            eager.loss_of,
             net,
             optim,
             eager,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from slipstream.errors import ConfigError, DataError
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
-from slipstream.step.eager import sum_losses
+from slipstream.step import sum_losses
 from slipstream.tune.jobs import RepeatedBatches, RunnerJob, Setting
 from slipstream.tune.observer import Observer
 

@@ -45,7 +45,7 @@ class BaseModel(BaseModule):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log. Override this for custom steps (as in GANs)."""
-        return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
+        return EagerStep(lambda batch: self.parse_losses(self.loss_step(batch)), self, optim_wrapper)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
         """Return the losses of a batch from the data loader."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fused
-from slipstream.optim.optim_wrapper import NO_CONTEXT, OptimWrapper
+from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import LossScale
 from slipstream.typecheck import Positive, matches, short_repr
@@ -59,12 +58,7 @@ class AmpOptimWrapper(OptimWrapper):
     # the device.
 
     @cached_property
-    def device_type(self) -> str:
-        """Device type of the parameters."""
-        return next(self.parameters()).device.type
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Autocast dtype."""
         return self._requested_dtype or torch.get_autocast_dtype(self.device_type)
 
@@ -84,35 +78,6 @@ class AmpOptimWrapper(OptimWrapper):
         device = next(self.parameters()).device
         scaler = self.loss_scaler
         return None if scaler is None else LossScale(scaler, self._fixed_scale is None, device)
-
-    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that applies autocast to the forward pass and loss of the next batch.
-
-        The context manager also applies `no_sync`, unless the batch ends its accumulation window.
-        """
-        autocast, no_sync = self.autocast(), super().optim_context(model)
-        if no_sync is NO_CONTEXT:
-            return autocast
-        stack = ExitStack()
-        stack.enter_context(no_sync)
-        stack.enter_context(autocast)
-        return stack
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for autocast."""
-        return torch.autocast(self.device_type, dtype=self.dtype)
-
-    def step(self, **kwargs: Any) -> None:
-        """Finish the window; see `OptimWrapper.step`.
-
-        Gradients may already be unscaled with `loss_scaler.unscale_(optimizer)`, for example to clip them.
-        """
-        states = {} if self.loss_scaler is None else self.loss_scaler._per_optimizer_states
-        if self.loss_scale is not None and states.pop(id(self.optimizer), {}):
-            for param in self.parameters():
-                if param.grad is not None:
-                    param.grad.mul_(self.loss_scale.scale)  # exact if the scale is a power of two
-        super().step(**kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state and, if there is a loss scaler, its state as `loss_scaler`."""

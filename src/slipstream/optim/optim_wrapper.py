@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
 from typing import Annotated, Any, Literal, NoReturn
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
-from slipstream.dist import all_reduce, get_world_size
 from slipstream.errors import ConfigError, ModelError
 from slipstream.optim.kernels import FusedLayouts, lay_out_states, replace_kernel_options
-from slipstream.optim.window import AccumulationWindow
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
-from slipstream.step.function import finish
+from slipstream.step.function import EagerUpdate, finish
 from slipstream.step.numerics import LossScale, scale_
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import PositiveInt, Rule, check
 
-__all__ = ["NO_CONTEXT", "ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm"]
+__all__ = [
+    "AccumulationWindow", "ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm",
+]  # fmt: skip
 
-NO_CONTEXT = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 _Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
@@ -87,6 +87,81 @@ def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     return full_tensor(nn.utils.get_total_norm(tensors, norm_type))
 
 
+@dataclass
+class AccumulationWindow:
+    """Counts batches, and determines where accumulation windows begin and end.
+
+    A window contains `size` batches. It also ends with the last batch of the run and, if `batches_per_epoch` is set,
+    with the last batch of each epoch, so such windows can be smaller.
+    """
+
+    counts: int = 1
+    """Number of batches per window."""
+    total: int = -1
+    """Total number of batches of the run, or -1 if it is unknown."""
+    batches_per_epoch: int | None = None
+    """Number of batches per epoch if windows end at the end of each epoch; otherwise None."""
+    count: int = 0
+    """Number of batches trained on, including those before resuming."""
+    start: int = 0
+    """Value of `count` at the end of the last window."""
+
+    def ends(self, count: int) -> bool:
+        """Return whether batch number `count` (counted from 1) ends a window."""
+        in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
+        return in_epoch % self.counts == 0 or count == self.total
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the next batch ends its window."""
+        return self.ends(self.count + 1)
+
+    def advance(self) -> None:
+        """Count a batch."""
+        self.count += 1
+        if self.counts == 1 or self.ends(self.count):
+            self.start = self.count
+
+    @property
+    def size(self) -> int:
+        """Number of batches in the window that contains the next batch."""
+        if self.counts == 1 and self.start == self.count:
+            return 1
+        in_epoch = self.count % self.batches_per_epoch if self.batches_per_epoch else self.count
+        first = self.count - in_epoch  # the first batch of the epoch
+        ends = [first + in_epoch - in_epoch % self.counts + self.counts]
+        if self.batches_per_epoch:
+            ends.append(first + self.batches_per_epoch)
+        if self.total > self.count:
+            ends.append(self.total)
+        return min(ends) - self.start
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """`count` and `start`."""
+        return self.count, self.start
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        self.count, self.start = position
+
+    @property
+    def unfinished(self) -> int:
+        """Number of batches since the end of the last window.
+
+        If a run ends with a smaller window and is then extended, the next window is also smaller than `counts`.
+        Therefore, this value cannot be inferred from the number of completed batches, and checkpoints contain it.
+        """
+        return self.count - self.start
+
+    def move_to(self, count: int, has_gradients: bool) -> None:
+        """Continue after `count` batches; if there are gradients, in the middle of a window where one is open."""
+        self.count = self.start = count
+        if has_gradients and not self.ends(count):
+            in_epoch = count % self.batches_per_epoch if self.batches_per_epoch else count
+            self.start = count - in_epoch % self.counts
+
+
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper:
     """An optimizer with gradient accumulation and clipping; call `update_params(loss)` once per batch.
@@ -101,6 +176,8 @@ class OptimWrapper:
 
     loss_scale: LossScale | None = None
     """The loss scale; always None in this class."""
+    dtype: torch.dtype | None = None
+    """Autocast dtype; always None in this class."""
 
     def __init__(
         self,
@@ -123,7 +200,9 @@ class OptimWrapper:
         self.logs: dict[str, Tensor] = {}
         """Values to log, as returned by the parts in the last update."""
         self.accumulation = AccumulationWindow(accumulative_counts)
-        self._update = _EagerUpdate(optimizer)
+        self.overrides_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
+        """Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None."""
+        self._layouts, self._update = FusedLayouts(optimizer), EagerUpdate(optimizer)
         self._trains = False  # whether a backward pass has produced a gradient
 
     # ---- one step: obtain the gradients and finish the update -----------------------------------------------
@@ -171,13 +250,18 @@ class OptimWrapper:
         self._trains = True
 
     def step(self, **kwargs: Any) -> None:
-        """Finish the window: unscale and check the gradients, run the parts, and run the optimizer's step."""
-        self._update.prepare()
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """Finish the window: unscale and check the gradients, run the parts, and run the optimizer's step.
+
+        Gradients may already be unscaled with `loss_scaler.unscale_(optimizer)`, for example to clip them.
+        """
+        groups = self.optimizer.param_groups
+        if any(group.get("fused") for group in groups):
+            self._layouts()
+        params = [p for group in groups for p in group["params"] if p.grad is not None]
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
-            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, everywhere)
+            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, local=True)
             for part in self.parts:
                 if "after_window" in part.implements:
                     part.after_window(finite)
@@ -193,18 +277,28 @@ class OptimWrapper:
                 param.grad = None
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context manager for the next batch: `no_sync`, or a null context at the end of a window."""
-        for part in self.parts:
-            if part.nonfinite is not None:  # an own train_step does not call before_batch
-                part.before_batch()
-        if self.accumulation.counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
-            context: AbstractContextManager[Any] = model.no_sync()
-            return context
-        return NO_CONTEXT
+        """Return the context manager for the forward pass and loss of the next batch.
+
+        It applies autocast and, unless the batch ends its accumulation window, `no_sync`.
+        """
+        window = self.accumulation
+        if window.counts == 1 or window.ends_next or not hasattr(model, "no_sync"):
+            return self.autocast()
+        stack = ExitStack()
+        stack.enter_context(model.no_sync())
+        stack.enter_context(self.autocast())
+        return stack
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for autocast, which has no effect in this class."""
-        return NO_CONTEXT
+        """Return the context manager for autocast, which has no effect if `dtype` is None."""
+        if self.dtype is None:
+            return _NO_CONTEXT
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    @cached_property
+    def device_type(self) -> str:
+        """Device type of the parameters. The wrapper may be created before its model is moved to the device."""
+        return next(self.parameters()).device.type
 
     # ---- accumulation ---------------------------------------------------------------------------
 
@@ -224,7 +318,7 @@ class OptimWrapper:
 
     def should_sync(self) -> bool:
         """Return whether the next batch ends its window, in which case backward must synchronize gradients."""
-        return self.accumulation.ends(self.accumulation.count + 1)
+        return self.accumulation.ends_next
 
     def ends_window(self, count: int) -> bool:
         """Return whether batch number `count` (counted from 1) ends an accumulation window."""
@@ -275,11 +369,6 @@ class OptimWrapper:
         """The norm of the gradients before clipping, in the last update; None without clipping by norm."""
         return self.logs.get("grad_norm")
 
-    @property
-    def overrides_zero_grad(self) -> bool:
-        """Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None."""
-        return getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
-
     # ---- accessors ------------------------------------------------------------------------------
 
     @property
@@ -325,54 +414,7 @@ class OptimWrapper:
             state_dict = {**state_dict, "state": state}
         self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
-        self._update = _EagerUpdate(self.optimizer)
-
-
-class _EagerUpdate:
-    """Runs an optimizer's step, unless a gradient or loss was not finite.
-
-    Fused kernels skip the step themselves. For other optimizers, and for a step that creates optimizer state, the host
-    waits for the device, and calls the optimizer only if everything is finite.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self.prepare = FusedLayouts(optimizer)
-        """Converts the memory formats of gradients and states, before each update."""
-        self._updated: set[Tensor] = set()  # parameters that a checked step has updated
-
-    def __call__(
-        self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None, **kwargs: Any
-    ) -> None:
-        optimizer: Any = self._optimizer
-        if finite is None:
-            optimizer.step(**kwargs)
-        elif self._updated.issuperset(params) and self._skips_itself(params):
-            optimizer.grad_scale, optimizer.found_inf = (
-                None,
-                (~finite).float(),
-            )  # GradScaler uses these attributes
-            try:
-                optimizer.step(**kwargs)
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        elif finite:  # this check waits for the device
-            optimizer.step(**kwargs)
-            self._updated.update(params)
-
-    def _skips_itself(self, params: Sequence[nn.Parameter]) -> bool:
-        fused = all(group.get("fused") for group in self._optimizer.param_groups)
-        supported = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return fused and supported and not any(map(is_sharded, params))
-
-
-def everywhere(finite: Tensor) -> Tensor:
-    """Return whether `finite` (0-dim bool) is true on all ranks, without waiting for the device."""
-    if get_world_size() == 1:
-        return finite
-    flag = finite.to(torch.int32)
-    all_reduce(flag, "min")
-    return flag.bool()
+        self._update = EagerUpdate(self.optimizer)
 
 
 class OptimWrapperDict(OptimWrapper):

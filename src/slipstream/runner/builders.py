@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -325,10 +324,8 @@ def make_step(
     core: Any = unwrap_model(model)
     owner = next((m for m in (model, core) if overrides_train_step(m)), None)
     if owner is None:
-        prepare = interface.prepare(training=True)
-        prepare = partial(_timed, prepare, phases) if phases.running else prepare
         timed = phases if phases.running else None
-        spec = StepSpec(model, optim, interface.losses, prepare, interface.reduce, timed)
+        spec = StepSpec(model, optim, interface.losses, interface.prepare(training=True), timed)
         return build_step(spec, plan, logger.warning, logger.info)
     if owner is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
@@ -346,6 +343,9 @@ def make_step(
         compile_model(core, plan.compile, logger.warning, optim, logger.info)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
+        for each in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
+            for part in each.parts:
+                part.before_batch()
         logs: dict[str, Tensor] = owner.train_step(batch, optim)
         if not isinstance(logs, Mapping):
             raise LossError(
@@ -354,11 +354,3 @@ def make_step(
         return logs
 
     return own_step
-
-
-def _timed(prepare: Callable[[Any], Any], phases: PhaseTimes, batch: Any) -> Any:
-    previous_phase = phases.current
-    phases.switch("preprocess")
-    inputs = prepare(batch)
-    phases.switch(previous_phase)
-    return inputs

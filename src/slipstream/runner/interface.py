@@ -15,7 +15,7 @@ from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.registry import MODELS
 from slipstream.speed.apply import to_device
-from slipstream.speed.losses import LossFunction, ModelLosses, Reduce, call_model, read_losses
+from slipstream.speed.losses import LossFunction, ModelLosses, call_model, read_losses
 
 __all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
 
@@ -47,8 +47,9 @@ class ModelInterface:
         return getattr(self.core, "data_preprocessor", None)
 
     @property
-    def reduce(self) -> Reduce:
-        """The function that returns the loss to minimize and the values to log.
+    def losses(self) -> ModelLosses:
+        """A function that returns the loss to minimize and the values to log, given the model (wrapped or not) and a
+        prepared batch.
 
         Raises:
             ConfigError: the model defines only a training step.
@@ -59,18 +60,12 @@ class ModelInterface:
                 "metrics instead",
                 "val_evaluator",
             )
-        function: Reduce = self.core.parse_losses
-        return function
+        return partial(_parsed_losses, self.core.parse_losses)
 
     @property
     def loss_step(self) -> Callable[[Any], Any] | None:
         """The model's `loss_step`, which returns the losses of a batch from the loader; None if it is not defined."""
         return getattr(self.core, "loss_step", None)
-
-    @property
-    def losses(self) -> ModelLosses:
-        """A function that returns the losses of a prepared batch, given the model (wrapped or not) and the batch."""
-        return partial(run_forward, mode="loss")
 
     def prepare(self, training: bool) -> Callable[[Any], Any]:
         """Return a function that moves a batch from the loader to the device, and preprocesses it."""
@@ -83,7 +78,7 @@ class ModelInterface:
 
     def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
         """Return the losses of a batch from the loader, with the model in its current mode."""
-        return self.reduce(self.losses(self.core, self.prepare(False)(batch)))[1]
+        return self.losses(self.core, self.prepare(False)(batch))[1]
 
 
 class PlainModel(ModelInterface):
@@ -104,7 +99,7 @@ class PlainModel(ModelInterface):
         self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device
     ) -> None:
         super().__init__(model)
-        self._losses, self._reduce = read_losses(loss_fn, None)
+        self._losses = read_losses(loss_fn, None)
         self._preprocessor = (preprocessor or BaseDataPreprocessor()).to(device)
 
     @property
@@ -113,18 +108,13 @@ class PlainModel(ModelInterface):
         return self._preprocessor
 
     @property
-    def reduce(self) -> Reduce:
-        """The function that returns the loss to minimize and the values to log."""
-        return self._reduce
-
-    @property
     def loss_step(self) -> Callable[[Any], Any]:
         """The function that returns the losses of a batch from the loader."""
         return lambda batch: self._losses(self.core, self.prepare(True)(batch))
 
     @property
     def losses(self) -> ModelLosses:
-        """A function that returns the losses of a prepared batch, given the model (wrapped or not) and the batch."""
+        """A function that returns the loss to minimize and the values to log, given the model and a batch."""
         return self._losses
 
     def prepare(self, training: bool) -> Callable[[Any], Any]:
@@ -145,6 +135,10 @@ class PlainModel(ModelInterface):
             )
         *arguments, targets = inputs
         return self.core(*arguments), targets
+
+
+def _parsed_losses(parse_losses: Callable[[Any], Any], module: nn.Module, inputs: Any) -> Any:
+    return parse_losses(run_forward(module, inputs, mode="loss"))
 
 
 def build_interface(

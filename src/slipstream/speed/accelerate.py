@@ -31,7 +31,7 @@ from slipstream.speed.apply import (
     to_device,
 )
 from slipstream.speed.auto import Capabilities
-from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, Reduce, read_losses
+from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, read_losses
 from slipstream.speed.plan import SpeedPlan, no_effect
 from slipstream.speed.step_state import (
     check_step_state,
@@ -199,7 +199,7 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        losses: tuple[ModelLosses, Reduce | None],
+        losses: ModelLosses,
         plan: SpeedPlan,
         device: torch.device,
         total_steps: int | None,
@@ -246,7 +246,7 @@ class TrainStep:
         self._close = weakref.finalize(self, self._exit.close)
         # The compiled scope and the description of the compilation just before `close`; None if the step is not closed.
         self._at_close: tuple[str | None, str] | None = None
-        spec = StepSpec(model, self.optim, losses[0], move.cast_data, losses[1])
+        spec = StepSpec(model, self.optim, losses, move.cast_data)
         self._step: Step = build_step(spec, plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)

@@ -37,7 +37,6 @@ from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
-from slipstream.step.trained_parameters import keeps_parameters
 
 __all__ = [
     "add_parts",
@@ -92,8 +91,8 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
     """
-    if keeps_parameters(device):
-        return model.to(device)
+    if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+        return model.to(device)  # keeps the Parameter objects
     for name, param in model.named_parameters():
         if param.device == device:
             continue

@@ -81,13 +81,11 @@ def build_graph_step(
         core._compiled_call_impl = _EvaluationOnly(core, core._compiled_call_impl)
     return GraphStep(
         loss_of=partial(spec.losses, core),
-        prepare=spec.prepare,
         model=core,
         optim=spec.optim,
         eager=eager,
         backend=backend,
         recover=partial(_compile_less, spec, core, options, warn, info),
-        reduce=spec.reduce,
         sync=_sync(spec.model),
         verify=options.verify,
         # A CUDA graph supports only one shape.

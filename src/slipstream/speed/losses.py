@@ -10,32 +10,25 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, DataError, LossError
 from slipstream.step import sum_losses
-from slipstream.step.function import Losses
 
 __all__ = [
     "BatchLoss",
     "LossFunction",
     "ModelLosses",
-    "Reduce",
     "call_model",
-    "model_losses",
-    "own_loss",
     "read_losses",
-    "reduce_losses",
 ]
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 """Type of `loss_fn(outputs, targets)`."""
 BatchLoss = Callable[[nn.Module, Any], Tensor | Mapping[str, Tensor]]
 """Type of `compute_loss(model, batch)`."""
-ModelLosses = Callable[[nn.Module, Any], Any]
-"""Type of `losses(module, inputs)`, whose result is the argument of a `Reduce` function."""
-Reduce = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
-"""Type of `reduce(losses)`, which returns the loss to minimize and the values to log."""
+ModelLosses = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
+"""Type of `losses(module, inputs)`, which returns the loss to minimize and the values to log."""
 
 
-def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) -> tuple[ModelLosses, Reduce]:
-    """Return the function that computes the losses of a batch, and the function that reduces them.
+def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) -> ModelLosses:
+    """Return the function that computes the loss of a batch and the values to log.
 
     Raises:
         ConfigError: both arguments are set, or one of them is not a function.
@@ -48,50 +41,58 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if compute_loss is not None:
-        return compute_loss, reduce_losses
-    return (own_loss, _reduce_own) if loss_fn is None else (partial(model_losses, loss_fn), reduce_losses)
+        return partial(_computed_loss, compute_loss)
+    return _own_loss if loss_fn is None else partial(_loss_of_outputs, loss_fn)
 
 
-def model_losses(loss_fn: LossFunction, module: nn.Module, batch: Any) -> Any:
-    """Return `loss_fn(module(*inputs), targets)` for a batch `(*inputs, targets)`.
+def _computed_loss(
+    compute_loss: BatchLoss, module: nn.Module, batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return _sum(compute_loss(module, batch))
 
-    For a batch that is a dict, return `loss_fn(module(**batch), batch)`.
+
+def _loss_of_outputs(
+    loss_fn: LossFunction, module: nn.Module, batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sum of `loss_fn(module(*inputs), targets)` for a batch `(*inputs, targets)`, and the values to log.
+
+    For a batch that is a dict, the losses are `loss_fn(module(**batch), batch)`.
 
     Raises:
         DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
     if isinstance(batch, Mapping):
-        return loss_fn(call_model(module, batch), batch)
+        return _sum(loss_fn(call_model(module, batch), batch))
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
             "collate_fn of the loader"
         )
     *inputs, targets = batch
-    return loss_fn(module(*inputs), targets)
+    return _sum(loss_fn(module(*inputs), targets))
 
 
-def own_loss(module: nn.Module, batch: Any) -> Losses:
-    """Return the loss that the model computes from a batch, with the other 0-dim tensors of a dict output.
+def _own_loss(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss that the model computes from a batch, and the values to log.
 
-    The model returns the loss as a tensor, or as the entry or attribute `loss` of its output. If a dict output has no
-    key `loss`, but other keys contain `loss`, all tensors in the dict are returned.
+    The model returns the loss as a tensor, or as the entry or attribute `loss` of its output, which is assumed to
+    include the other losses. If a dict output has no key `loss`, the loss is the sum of the entries whose name contains
+    `loss`. The other 0-dim tensors of a dict output are logged.
 
     Raises:
         LossError: the output contains no loss.
     """
     outputs = call_model(module, batch)
     if isinstance(outputs, Tensor):
-        return {"loss": outputs}
+        return sum_losses({"loss": outputs})
     entries = dict(outputs) if isinstance(outputs, Mapping) else {}
     loss = entries.get("loss", getattr(outputs, "loss", None))
     if isinstance(loss, Tensor):
-        scalars = {
-            name: value for name, value in entries.items() if isinstance(value, Tensor) and value.ndim == 0
-        }
-        return {**scalars, "loss": loss}
+        total, logs = sum_losses({"loss": loss})
+        scalars = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor) and v.ndim == 0}
+        return total, {**logs, **scalars, "loss": logs["loss"]}
     if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
-        return {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+        return sum_losses({name: value for name, value in entries.items() if isinstance(value, Tensor)})
     keys = f" with the keys {sorted(map(str, entries))}" if entries else ""
     raise LossError(
         f"the model returned an object of type {type(outputs).__name__}{keys}, but no loss; return a scalar, a "
@@ -110,7 +111,7 @@ def call_model(module: nn.Module, batch: Any) -> Any:
     return module(batch) if isinstance(batch, Tensor) else module(*batch)
 
 
-def reduce_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def _sum(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss to minimize and the values to log, given the result of a loss function.
 
     Raises:
@@ -131,18 +132,3 @@ def reduce_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
             f"it, or log {others} under names without 'loss'. Otherwise, rename 'loss'"
         )
     return sum_losses(loss)
-
-
-def _reduce_own(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss to minimize and the values to log.
-
-    The loss is the entry `loss`, which is assumed to include the other losses. If it is missing, the loss is the sum
-    of the entries whose name contains `loss`.
-    """
-    if "loss" not in losses:
-        return sum_losses(losses)
-    loss, logs = sum_losses({"loss": losses["loss"]})
-    return loss, {
-        **logs,
-        **{k: v.detach() for k, v in losses.items() if isinstance(v, Tensor) and k != "loss"},
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -58,13 +58,26 @@ class SkipNonFinite(StepPart):
         self.nonfinite = torch.zeros(1, device=device)
         self.max_skipped = max_skipped
         self._model = model
-        self._saved_buffers: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}  # the buffers at the start of the accumulation window, flattened
 
     def before_batch(self) -> None:
         """Copy the model's buffers at the start of an accumulation window."""
-        if not self._saved_buffers:
-            buffers = dict(self._model.named_buffers())
-            self._saved_buffers = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
+        if not self._saved:
+            for buffers, flat in self._flat_buffers():
+                self._saved.update(
+                    zip(buffers, flat.split([b.numel() for b in buffers.values()]), strict=True)
+                )
+
+    def _flat_buffers(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        """Yield the buffers of each dtype and device by name, and their values in one tensor, to use few kernels.
+
+        Buffers are found by name, because forward may assign a new tensor.
+        """
+        kinds: dict[Any, dict[str, Tensor]] = {}
+        for name, buffer in self._model.named_buffers():
+            kinds.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
+        for kind in kinds.values():
+            yield kind, torch.cat([buffer.detach().reshape(-1) for buffer in kind.values()])
 
     def after_loss(self, loss: Tensor) -> None:
         """Record whether the loss is finite."""
@@ -74,14 +87,12 @@ class SkipNonFinite(StepPart):
     def after_window(self, finite: Tensor | None) -> None:
         """Restore the model's buffers if `finite` is False, and count the update."""
         assert finite is not None, "nonfinite is set"
-        # Find buffers by name, because forward may assign a new tensor.
-        current = {
-            name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_buffers
-        }
-        _restore_buffers_unless(
-            finite, list(current.values()), [self._saved_buffers[name] for name in current]
-        )
-        self._saved_buffers = {}
+        for buffers, flat in self._flat_buffers():
+            old = torch.cat([self._saved.get(name, buffer.reshape(-1)) for name, buffer in buffers.items()])
+            pieces = torch.where(finite, flat, old).split([buffer.numel() for buffer in buffers.values()])
+            shaped = [piece.view(b.shape) for piece, b in zip(pieces, buffers.values(), strict=True)]
+            torch._foreach_copy_(list(buffers.values()), shaped)
+        self._saved = {}
         self.nonfinite.zero_()
         skipped = (~finite).to(torch.int64)
         total, consecutive = self.skips.unbind()
@@ -107,34 +118,3 @@ class SkipNonFinite(StepPart):
                 "warm-up, or check the data for NaN or wrong labels"
             )
         return int(total)
-
-
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of many small tensors, with one kernel per dtype and device."""
-    copies: dict[int, Tensor] = {}
-    for group in _group_by_kind(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        copies |= zip(map(id, group), _split(flat, group), strict=True)
-    return [copies[id(tensor)] for tensor in tensors]
-
-
-def _restore_buffers_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
-    """Copy `before` back into many small tensors if `finite` is False, with a few kernels per dtype and device."""
-    old = dict(zip(map(id, tensors), before, strict=True))
-    for group in _group_by_kind(tensors):
-        current = torch.cat([tensor.reshape(-1) for tensor in group])
-        previous = torch.cat([old[id(tensor)].reshape(-1) for tensor in group])
-        torch._foreach_copy_(group, _split(torch.where(finite, current, previous), group))
-
-
-def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    pieces = flat.split([tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-def _group_by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Return the tensors, grouped by dtype and device."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return groups.values()

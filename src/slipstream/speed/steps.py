@@ -6,17 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.logging import PhaseTimes
 from slipstream.model.wrappers import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import backend_problem, compile_model
+from slipstream.speed.losses import ModelLosses
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
-from slipstream.step.function import Losses
-from slipstream.step.trained_parameters import add_parameter_check
 
 __all__ = ["StepSpec", "build_step", "compiled_scope"]
 
@@ -27,17 +26,16 @@ class StepSpec(NamedTuple):
     Args:
         model: the model, wrapped (for example in DDP) if there are several processes.
         optim: the optimizer wrapper.
-        losses: `losses(module, inputs)` calls `module` (`model` or the unwrapped model) and returns the losses.
+        losses: `losses(module, inputs)` calls `module` (`model` or the unwrapped model), and returns the loss to
+            minimize and the values to log.
         prepare: moves a batch to the device and converts it to the inputs of `losses`.
-        reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         phases: measures the host time of each phase, if set.
     """
 
     model: nn.Module
     optim: OptimWrapper
-    losses: Callable[[nn.Module, Any], Losses]
+    losses: ModelLosses
     prepare: Callable[[Any], Any]
-    reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None
     phases: PhaseTimes | None = None
 
 
@@ -59,8 +57,7 @@ def build_step(
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, options = spec.model, spec.optim, plan.compile
-    spec = spec._replace(prepare=add_parameter_check(spec.prepare, model, optim))
-    eager = EagerStep(partial(spec.losses, model), model, optim, spec.reduce, spec.prepare, spec.phases)
+    eager = EagerStep(partial(spec.losses, model), model, optim, spec.prepare, spec.phases)
     if options is None:
         return eager
     core = unwrap_model(model)

@@ -1,6 +1,6 @@
 """The training step: eager, or compiled as one graph.
 
-- `eager`: the interfaces of the steps, and the step without compilation.
+- `function`: the step as one function, run as it is (`EagerStep`) or compiled.
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
 - `parts`: operations around the optimizer update, shared by the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer update, loss scale and gradient sync inside a graph.
@@ -10,6 +10,7 @@
 - `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 
-from slipstream.step.eager import CompiledStep, EagerStep, Step, sum_losses
+from slipstream.step.function import CompiledStep, EagerStep, Step
+from slipstream.step.losses import sum_losses
 
 __all__ = ["CompiledStep", "EagerStep", "Step", "sum_losses"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
@@ -30,6 +31,8 @@ from slipstream.step.verification import (
     NotCapturedError,
     OnlyEagerError,
     UnstableGraphError,
+    Verification,
+    VerificationNeeded,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +209,29 @@ class Capture:
                 if isinstance(value, HostNumber):
                     yield value.tensor
 
-    def branches(self, ends_window: bool) -> Branches | None:
+    def start_verification(self, needed: VerificationNeeded, ends_window: bool) -> Verification:
+        """Return the results of a graph, before the eager step trains on the batch.
+
+        Raises:
+            WrongNumbersError: the results for large, small or non-finite gradients are wrong.
+            Exception: any exception that the compiled code raises.
+        """
+        device, names = self.params[0].device, self.names()
+        devices = [] if device.type == "cpu" else [device]
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+            with forked, torch.enable_grad():
+                yield
+
+        named = [names.get(id(value), "an input") for value in needed.inputs]
+        verification = Verification(needed.code.graph, needed.code.run, needed.inputs, named, context)
+        if (branches := self._branches(ends_window)) is not None:
+            verification.check_branches(branches)
+        return verification
+
+    def _branches(self, ends_window: bool) -> Branches | None:
         """Return how a graph's effect depends on its gradients, or None if it does not."""
         if self.update is None or not ends_window or (self.scale is None and not self.parts):
             return None

@@ -5,24 +5,28 @@
 - `finish` adds them to the accumulation window and, at its end, averages them over all ranks, divides them by the loss
   scale, checks that they are finite, runs the step parts around the optimizer's update, and adapts the loss scale.
 
-Run as it is (`EagerFunction`), the function is the eager step. Compiled (`GraphFunction`), it is the graph. The two
-differ in how they obtain gradients (`backward`, `torch.autograd.grad`) and in how they update the weights.
+Run as it is (`EagerStep`), the function is the eager step. Compiled (`GraphFunction`), it is the graph. The two differ
+in how they obtain gradients (`backward`, `torch.autograd.grad`) and in how they update the weights. They do not depend
+on the Runner or the registry, and return tensors on the device without waiting for it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from slipstream.dist import all_reduce
+from slipstream.errors import ModelError
 from slipstream.sharding import is_sharded
-from slipstream.step.numerics import HostNumber, LossScale, all_finite, restore_unless, undo_unless, values_of
-from slipstream.step.parts import StepPart
+from slipstream.step.numerics import HostNumber, LossScale, all_finite, values_of
+from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
     from slipstream.logging import PhaseTimes
@@ -30,28 +34,61 @@ if TYPE_CHECKING:
     from slipstream.step.sync import GradientSync
     from slipstream.step.update import GraphUpdate
 
-__all__ = ["EagerFunction", "GraphFunction", "Losses", "Outputs", "Reduce", "finish"]
+__all__ = ["CompiledStep", "EagerStep", "EagerUpdate", "GraphFunction", "LossOf", "Outputs", "Step", "finish"]
 
-Losses = Mapping[str, Tensor | Iterable[Tensor]]
-Reduce = Callable[[Losses], tuple[Tensor, dict[str, Tensor]]]
+LossOf = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
+"""Returns the loss to minimize and the values to log, including `loss`, as 0-dim tensors."""
 Outputs = tuple[dict[str, Tensor], Tensor | None]
 """The values to log, and whether the losses and gradients were finite (0-dim bool; None if this is not checked)."""
+
+_UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
+"""Parts of torch's error messages for a second backward pass through a compiled model."""
+
+
+class Step(Protocol):
+    """Interface of a training step."""
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on `batch`, and return the values to log, including `loss`, as 0-dim tensors on the device."""
+        ...
+
+
+class CompiledStep(ABC):
+    """Interface of `GraphStep`, the step that is compiled as one graph if possible, which eager runs do not import."""
+
+    batches: int
+    """Number of batches that the compiled code has trained on."""
+
+    @property
+    @abstractmethod
+    def uses_graph(self) -> bool:
+        """Whether the step uses a graph, either now or once the graph has been compiled and verified."""
+
+    @property
+    @abstractmethod
+    def has_graph(self) -> bool:
+        """Whether the step has a compiled and verified graph, which it uses for batches of the same shape."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the compiled code; later batches run eagerly."""
 
 
 class StepFunction(ABC):
     """The training step of one optimizer; see the module's docstring.
 
     Args:
-        loss_of: `loss_of(inputs) -> losses`.
-        reduce: returns the loss to minimize and the values to log.
+        loss_of: returns the loss to minimize and the values to log, given the inputs of a batch.
         optim: the optimizer wrapper, with the loss scale, the accumulation window and the step parts.
     """
 
-    def __init__(self, loss_of: Callable[[Any], Losses], reduce: Reduce, optim: OptimWrapper) -> None:
-        self.loss_of, self.reduce, self.optim = loss_of, reduce, optim
-        self.parts = optim.parts
+    repeats: bool
+    """Whether a part computes the gradients of a batch several times."""
 
-    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+    def __init__(self, loss_of: LossOf, optim: OptimWrapper) -> None:
+        self.loss_of, self.optim, self.parts = loss_of, optim, optim.parts
+
+    def run(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
         """Train on the inputs of one batch.
 
         Args:
@@ -75,16 +112,10 @@ class StepFunction(ABC):
                 logs = {**logs, **values}
         return logs, finite
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a part computes the gradients of a batch several times."""
-        return any(part.replaces_gradients for part in self.parts)
-
     def losses(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward pass; return the loss and the values to log."""
         with self.context():
-            losses = self.loss_of(inputs)
-        loss, logs = self.reduce(losses)
+            loss, logs = self.loss_of(inputs)
         for part in self.parts:
             if "after_loss" in part.implements:
                 part.after_loss(loss)
@@ -121,13 +152,48 @@ class Update(Protocol):
         ...
 
 
+class EagerUpdate:
+    """Runs an optimizer's step, unless a gradient or loss was not finite.
+
+    Fused kernels skip the step themselves. For other optimizers, and for a step that creates optimizer state, the host
+    waits for the device, and calls the optimizer only if everything is finite.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._updated: set[Tensor] = set()  # parameters that a checked step has updated
+
+    def __call__(
+        self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None, **kwargs: Any
+    ) -> None:
+        """Update `params`."""
+        optimizer: Any = self._optimizer
+        if finite is None:
+            optimizer.step(**kwargs)
+        elif (
+            self._updated.issuperset(params)
+            and all(group.get("fused") for group in optimizer.param_groups)
+            and getattr(optimizer, "_step_supports_amp_scaling", False)
+            and not any(map(is_sharded, params))
+        ):
+            # GradScaler uses these attributes.
+            optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
+            try:
+                optimizer.step(**kwargs)
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif finite:  # this check waits for the device
+            optimizer.step(**kwargs)
+            self._updated.update(params)
+
+
 def finish(
     params: list[nn.Parameter],
     grads: list[Tensor],
     parts: Sequence[StepPart],
     scale: LossScale | None,
     update: Update,
-    everywhere: Callable[[Tensor], Tensor] | None = None,
+    local: bool = False,
 ) -> Outputs:
     """Update the weights with the gradients of an accumulation window.
 
@@ -136,8 +202,7 @@ def finish(
         parts: the step parts.
         scale: the loss scale by which the gradients are multiplied.
         update: the optimizer's update.
-        everywhere: reduces a 0-dim bool tensor over all ranks with a logical and; None if the flags and gradients are
-            those of all ranks.
+        local: whether the parts' flags are those of this rank only.
     """
     finite = None
     if scale is not None:
@@ -148,8 +213,12 @@ def finish(
     for flag in flags:
         no_loss = flag.select(0, 0) == 0
         finite = no_loss if finite is None else finite & no_loss.to(finite.device)
-    if finite is not None and everywhere is not None and (flags or any(map(is_sharded, grads))):
-        finite = everywhere(finite)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and local and finite is not None and (flags or any(map(is_sharded, grads))):
+        # A logical and over all ranks, without waiting for the device.
+        everywhere = finite.to(torch.int32)
+        all_reduce(everywhere, "min")
+        finite = everywhere.bool()
     logs = _update(parts, params, grads, update, finite)
     if scale is not None and finite is not None:
         scale.adapt(finite)
@@ -183,10 +252,17 @@ def _update(
     for part in after:
         part.after_update(params, previous)
     if finite is not None:
-        restore_unless(finite, state, old)
-        if after:
-            restore_unless(finite, params, previous)
+        _restore_unless(finite, [*state, *(params if after else [])], [*old, *(previous if after else [])])
     return logs
+
+
+def _restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
+
+    In a compiled graph, the copy is fused into the update and causes no additional memory traffic.
+    """
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(finite, tensor, old))
 
 
 class GraphFunction(StepFunction):
@@ -202,8 +278,7 @@ class GraphFunction(StepFunction):
 
     def __init__(
         self,
-        loss_of: Callable[[Any], Losses],
-        reduce: Reduce,
+        loss_of: LossOf,
         optim: OptimWrapper,
         params: list[nn.Parameter],
         window: HostNumber | None,
@@ -211,12 +286,13 @@ class GraphFunction(StepFunction):
         update: GraphUpdate | None,
         sync: GradientSync | None,
     ) -> None:
-        super().__init__(loss_of, reduce, optim)
+        super().__init__(loss_of, optim)
+        self.repeats = any(part.replaces_gradients for part in self.parts)
         self.params, self.window, self.scale, self.update, self.sync = params, window, scale, update, sync
 
-    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+    def run(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
         """Train on the inputs of one batch, and process the new weights."""
-        logs, finite = super().__call__(inputs, grad_buffers, ends_window)
+        logs, finite = super().run(inputs, grad_buffers, ends_window)
         if not ends_window or self.update is not None:
             for part in self.parts:
                 if not part.on_host and "after_batch" in part.implements:
@@ -264,55 +340,102 @@ class GraphFunction(StepFunction):
 
     def _apply(self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None) -> None:
         assert self.update is not None
-        update = self.update
+        updated = [] if finite is None else [*params, *self.update.state]
+        before = [tensor.clone() for tensor in updated]
+        self.update(grads)
         if finite is not None:
-            undo_unless(finite, update, [*params, *update.state])(grads)
-        else:
-            update(grads)
+            _restore_unless(finite, updated, before)
 
 
-class EagerFunction(StepFunction):
-    """The step without compilation, which calls the methods of the optimizer wrapper.
+class EagerStep(StepFunction):
+    """The training step without compilation, which calls the methods of the optimizer wrapper.
 
     A wrapper class that overrides `scale_loss`, `backward`, `step` or `zero_grad` replaces that piece. If it overrides
     `update_params`, this method replaces both obtain and finish.
 
     Args:
-        model: the module that `loss_of` calls, which may be wrapped.
+        loss_of: returns the loss to minimize and the values to log, given the inputs; may call a DDP-wrapped model.
+        model: the module that `loss_of` calls, which may be wrapped. Unless a part replaces the gradients, gradient
+            sync is skipped before the last batch of an accumulation window.
+        optim: the optimizer wrapper.
+        prepare: `prepare(batch) -> inputs`, for example a transfer to the device; runs under autocast, as in MMEngine.
         phases: measures the host time of each phase, if set.
     """
 
     def __init__(
         self,
-        loss_of: Callable[[Any], Losses],
-        reduce: Reduce,
-        optim: OptimWrapper,
+        loss_of: LossOf,
         model: nn.Module,
+        optim: OptimWrapper,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
         phases: PhaseTimes | None = None,
     ) -> None:
-        super().__init__(loss_of, reduce, optim)
+        super().__init__(loss_of, optim)
         self.model, self.phases = model, phases
-        self.on_gradients: Callable[[], None] | None = None
-        """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
-        self.only_own_gradients: bool | None = None
-        """Whether backward computes only the gradients of this optimizer's parameters; None before the first batch."""
+        self._prepare = prepare
+        self._on_gradients: Callable[[], None] | None = None
+        # Whether backward computes only the gradients of this optimizer's parameters; None before the first batch.
+        self._only_own_gradients: bool | None = None
         self._reaches_inputs = False
         self._trained: list[nn.Parameter] | None = None
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
-        self.replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
+        self._replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
 
-    def __call__(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
-        """Train on the inputs of one batch."""
-        self._trained = None  # an earlier batch may have raised an error between two passes
-        return super().__call__(inputs, grad_buffers, ends_window)
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on one batch."""
+        return self.train(self.prepare(batch))
+
+    def prepare(self, batch: Any) -> Any:
+        """Start a batch, and return its inputs."""
+        phases = self.phases
+        if phases is not None:
+            previous = phases.current
+            phases.switch("preprocess")
+        for part in self.parts:
+            if "before_batch" in part.implements:
+                part.before_batch()
+        with self.optim.autocast():
+            inputs = self._prepare(batch)
+        if phases is not None:
+            phases.switch(previous)
+        return inputs
+
+    def train(
+        self, inputs: Any, with_host_parts: bool = True, on_gradients: Callable[[], None] | None = None
+    ) -> dict[str, Tensor]:
+        """Train on the inputs of a batch, which `prepare` has returned.
+
+        Args:
+            with_host_parts: whether to also call `after_batch` for parts with `on_host`.
+            on_gradients: called before an update, when `p.grad` contains the gradients of the accumulation window.
+        """
+        optim, self._trained = self.optim, None
+        self.repeats = any(part.replaces_gradients for part in self.parts)
+        if self._only_own_gradients is False and optim.begins_window() and has_gradients(optim.parameters()):
+            optim.zero_grad()  # other steps' gradients, because backward is not restricted
+        self._on_gradients = on_gradients
+        try:
+            logs, _ = self.run(inputs, None, optim.accumulation.ends_next)
+        except RuntimeError as error:
+            _check_backward(error)
+            raise
+        finally:
+            self._on_gradients = None
+        if (norm := optim.logs.get("grad_norm")) is not None:
+            logs["grad_norm"] = norm  # in batches without an update, that of the last update
+        for part in self.parts:
+            if "after_batch" in part.implements and (with_host_parts or not part.on_host):
+                part.after_batch()
+            if "count_batch" in part.implements:
+                part.count_batch()
+        return logs
 
     def context(self) -> Any:
         """Return the context manager for autocast and, before the last batch of a window, without gradient sync."""
         if self.phases is not None:
             self.phases.switch("forward")
-        if self.repeats:  # synchronize in every pass, so that all ranks have the same gradients
-            return self.optim.autocast()
-        return self.optim.optim_context(self.model)
+        # If several passes are synchronized, all ranks have the same gradients.
+        return self.optim.autocast() if self.repeats else self.optim.optim_context(self.model)
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that received a gradient in the first pass over the batch."""
@@ -327,7 +450,7 @@ class EagerFunction(StepFunction):
         optim = self.optim
         if self.phases is not None:
             self.phases.switch("backward")
-        if self.replaces_update:
+        if self._replaces_update:
             optim.update_params(loss)
             return []
         kwargs = self._backward_kwargs(loss, inputs)
@@ -367,27 +490,27 @@ class EagerFunction(StepFunction):
     def finish(self, grads: list[Tensor]) -> Outputs:
         """Update the weights."""
         optim = self.optim
-        if not self.replaces_update:
+        if not self._replaces_update:
             if self.phases is not None:
                 self.phases.switch("optimizer")
-            if self.on_gradients is not None:
-                self.on_gradients()
+            if self._on_gradients is not None:
+                self._on_gradients()
             optim.step()
             optim.zero_grad()
         return optim.logs, None
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
         """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
-        if self.only_own_gradients is None:
+        if self._only_own_gradients is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
             wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
             nodes = _nodes(loss)
-            self.only_own_gradients = not wrapped and all(
+            self._only_own_gradients = not wrapped and all(
                 n.name() != "CheckpointFunctionBackward" for n in nodes
             )
             self._reaches_inputs = any(True for _ in _input_leaves(nodes))
-        if not self.only_own_gradients:
+        if not self._only_own_gradients:
             return {}
         groups = self.optim.optimizer.param_groups
         inputs: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -413,3 +536,13 @@ def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
             yield variable
+
+
+def _check_backward(error: RuntimeError) -> None:
+    """Raise a `ModelError` if a backward pass failed because a compiled model does not support it."""
+    if any(part in str(error) for part in _UNSUPPORTED):
+        raise ModelError(
+            "the loss differentiates the model's gradients (create_graph=True) or runs several backward passes through "
+            "the model's outputs (retain_graph=True), neither of which a compiled model supports; set compile=False, "
+            "or set compile=dict(scope='step') if the whole step can be compiled as one graph"
+        ) from error

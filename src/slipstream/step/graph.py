@@ -18,12 +18,7 @@ from torch import Tensor, fx, nn
 
 from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
 from slipstream.step.dynamo import capture_config, check_random, check_traced, has_side_effects, prepare_graph
-from slipstream.step.eager import (
-    CompiledStep,
-    EagerStep,
-    sum_losses,
-)
-from slipstream.step.function import GraphFunction, Losses, Outputs
+from slipstream.step.function import CompiledStep, EagerStep, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
 from slipstream.step.parts import trained_params
 from slipstream.step.sync import GradientSync
@@ -76,14 +71,12 @@ class GraphStep(CompiledStep):
     take the same path. If one rank cannot capture the step, all ranks run the step eagerly.
 
     Args:
-        loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
-        prepare: `prepare(batch) -> inputs`, operations before the graph (transfer, normalization); runs under autocast.
+        loss_of: returns the loss to minimize and the values to log; must be traceable and call the unwrapped model.
         model: the unwrapped model.
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
-        eager: the eager step; its `train` receives the result of `prepare`.
+        eager: the eager step, whose `prepare` runs before the graph.
         backend: a backend of `torch.compile`.
         recover: called before the step becomes eager, with the exception.
-        reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients across processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
         dynamic: whether shapes may vary; None detects varying shapes automatically.
@@ -93,22 +86,19 @@ class GraphStep(CompiledStep):
 
     def __init__(
         self,
-        loss_of: Callable[[Any], Losses],
-        prepare: Callable[[Any], Any],
+        loss_of: LossOf,
         model: nn.Module,
         optim: OptimWrapper,
         eager: EagerStep,
         backend: Backend,
         recover: Callable[[Exception], object],
-        reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         verify: bool = True,
         dynamic: bool | None = None,
         cuda_graphs: Callable[[], CudaGraphs] | None = None,
         info: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
-        self.model, self.optim, self.sync = model, optim, sync
+        self.loss_of, self.model, self.optim, self.sync = loss_of, model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
         self.cuda_graphs, self.info = cuda_graphs, info
@@ -147,11 +137,7 @@ class GraphStep(CompiledStep):
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
         optim, captured = self.optim, self._captured
-        for part in optim.parts:
-            if "before_batch" in part.implements:
-                part.before_batch()
-        with optim.autocast():
-            inputs = self.prepare(batch)
+        inputs = self.eager.prepare(batch)
         if self.phase is Phase.EAGER:
             return self.eager.train(inputs)
         leaves, structure = flatten(inputs)
@@ -178,7 +164,7 @@ class GraphStep(CompiledStep):
 
     def _run(self, inputs: Any, leaves: list[Any], structure: Any) -> dict[str, Tensor]:
         """Train with a graph, if one accepts this batch."""
-        ends_window = self.optim.should_sync()
+        ends_window = self.optim.accumulation.ends_next
         captured = self._captured or self._capture()
         if not isinstance(captured, Capture):
             return self._train_after_failure(None, captured, inputs)
@@ -264,7 +250,6 @@ class GraphStep(CompiledStep):
         window = captured.window if captured.adds_gradients else None
         function = GraphFunction(
             self.loss_of,
-            self.reduce,
             self.optim,
             captured.params,
             window,
@@ -276,7 +261,7 @@ class GraphStep(CompiledStep):
         def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
             if compiled:
                 check_traced()
-            return function(inputs, grad_buffers, ends_window)
+            return function.run(inputs, grad_buffers, ends_window)
 
         # PyTorch counts recompiles per code object, so give each step its own code object.
         step.__code__ = step.__code__.replace()
@@ -315,7 +300,7 @@ class GraphStep(CompiledStep):
 
     def _compile(self, captured: Capture, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo; the code runs only after its verification."""
-        ends_window = self.optim.should_sync()
+        ends_window = self.optim.accumulation.ends_next
         captured.count_graph(ends_window)
         check_random()
         added = prepare_graph(graph)
@@ -395,9 +380,7 @@ class GraphStep(CompiledStep):
         if not any(self._any_rank(failure is not None)) and isinstance(outcome, VerificationNeeded):
             try:
                 captured.check_hooks()
-                verification = Verification(
-                    outcome, captured.params[0].device, captured.names(), captured.branches(ends_window)
-                )
+                verification = captured.start_verification(outcome, ends_window)
             except Exception as error:
                 failure = error
         if any(self._any_rank(verification is None)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.sharding import local_shard
 
 __all__ = [
-    "HostNumber", "LossScale", "all_finite", "precise_dtype", "restore_unless", "scale_", "undo_unless", "values_of",
+    "HostNumber", "LossScale", "all_finite", "precise_dtype", "scale_", "values_of",
 ]  # fmt: skip
 
 
@@ -35,28 +35,6 @@ def values_of(grads: Sequence[Tensor]) -> list[Tensor]:
         grad._values() if grad.is_sparse else grad if type(grad) is Tensor else local_shard(grad)
         for grad in grads
     ]
-
-
-def restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
-
-    In a compiled graph, the copy is fused into the update and causes no additional memory traffic.
-    """
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(finite, tensor, old))
-
-
-def undo_unless(
-    finite: Tensor, update: Callable[[list[Tensor]], object], updated: Sequence[Tensor]
-) -> Callable[[list[Tensor]], None]:
-    """Wrap `update` so that the tensors in `updated` are restored unless `finite` (0-dim bool) is true."""
-
-    def guarded(grads: list[Tensor]) -> None:
-        before = [tensor.clone() for tensor in updated]
-        update(grads)
-        restore_unless(finite, updated, before)
-
-    return guarded
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
@@ -111,19 +89,17 @@ class LossScale:
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
         self.adapts = adapts
         self._scaler = scaler
-        self.growth, self.backoff, self.interval = self._settings()
+        self.growth, self.backoff, self.interval = self.settings
 
-    def _settings(self) -> tuple[float, float, int]:
+    @property
+    def settings(self) -> tuple[float, float, int]:
+        """The scaler's growth factor, backoff factor and growth interval, which the user may change."""
         scaler = self._scaler
         return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
-    def _exact(self) -> Tensor:
-        """Return the scale in float64, in which GradScaler computes, if the device supports it."""
-        return self.scale if self.scale.device.type == "mps" else self.scale.double()
-
     def is_changed(self) -> bool:
         """Return whether the scaler's settings have changed."""
-        return self._settings() != (self.growth, self.backoff, self.interval)
+        return self.settings != (self.growth, self.backoff, self.interval)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
@@ -132,10 +108,16 @@ class LossScale:
 
     def unscale(self, grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Divide the gradients by the scale, in place if eager; return them and whether all are finite."""
-        inverse = self._exact().reciprocal().float()  # the same rounding as in GradScaler
+        exact = self.scale.to(precise_dtype(self.scale.device))
+        inverse = exact.reciprocal().float()  # the same rounding as in GradScaler
         if torch.compiler.is_compiling():
             grads = [grad * inverse.to(grad.dtype) for grad in grads]
             return grads, all_finite(grads)
+        if (
+            self._scaler._per_optimizer_states
+        ):  # the user has called `loss_scaler.unscale_`, for example to clip
+            self._scaler._per_optimizer_states.clear()
+            inverse = torch.ones_like(inverse)
         kinds: dict[Any, list[Tensor]] = {}
         for grad in values_of(grads):
             kinds.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -152,7 +134,7 @@ class LossScale:
         if not self.adapts:
             return
         if not torch.compiler.is_compiling():
-            self.growth, self.backoff, self.interval = settings = self._settings()
+            self.growth, self.backoff, self.interval = settings = self.settings
             torch._amp_update_scale_(self.scale, self.growth_tracker, (~finite).float(), *settings)
         else:
             self.adapt_traced(finite)
@@ -160,7 +142,7 @@ class LossScale:
     def adapt_traced(self, finite: Tensor) -> None:
         """Change the scale as `adapt` does, with operations that `torch.compile` can trace."""
         count = self.growth_tracker + 1
-        exact = self._exact()
+        exact = self.scale.to(precise_dtype(self.scale.device))
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)

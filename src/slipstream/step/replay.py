@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.step.leaves import leaves_of
-from slipstream.step.verification import WrongNumbersError, compare_graph, copies, run_captured
+from slipstream.step.verification import Verification, WrongNumbersError, copies, run_captured
 
 __all__ = ["CapturedGraph", "ChangedObjects", "Recording"]
 
@@ -417,7 +417,7 @@ class CapturedGraph:
             *(f"the gradient of {n}" for n in trained),
         ]
         with recording.copied():
-            compare_graph(self.graph, run, inputs, names, finish, context)
+            Verification(self.graph, run, inputs, names, context, finish).check_compiled()
         if any(some is not None and some != set().union(*filter(None, reached)) for some in reached):
             self.run = _without_zeros(self.run, reached)
         self.verified = True

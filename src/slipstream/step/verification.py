@@ -10,8 +10,8 @@ step. A larger error in the compiled code indicates a compiler bug.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -34,7 +34,6 @@ __all__ = [
     "Verification",
     "VerificationNeeded",
     "WrongNumbersError",
-    "compare_graph",
     "copies",
     "interpret",
     "run_captured",
@@ -133,132 +132,85 @@ class GraphCode:
         return outputs
 
 
+class Branches(NamedTuple):
+    """What the verification must know about a step whose effect depends on the gradients."""
+
+    skips: bool
+    """Whether the step skips updates with gradients that are not finite."""
+    guarded: Set[int]
+    """Ids of the inputs that a skipped update does not change."""
+    poisoned: Set[int]
+    """Ids of inputs that cause a loss of NaN if they are NaN."""
+
+
+_Values = Sequence[Tensor | None]
+
+
 class Verification:
-    """The results of a captured step, computed on copies before the eager step trains on the batch.
+    """The results of a graph, computed on copies of its inputs, before the eager code uses the originals.
 
     All results are stored in host memory.
 
     Args:
-        captured: the step and its inputs for one batch.
-        device: device of the step.
-        names: names of the input tensors by id, for messages.
-        branches: if set, the step is also verified with large, small and non-finite gradients.
-
-    Raises:
-        WrongNumbersError: the results for such gradients are wrong.
-        Exception: any exception that the compiled code raises.
+        graph: the graph that Dynamo captured.
+        run: its compiled code.
+        inputs: the inputs of one call.
+        names: names of the inputs, and of the other results, for messages.
+        context: the random and autocast states of a run.
+        finish: `finish(outputs, inputs)` runs the backward pass and returns the results: tensors, or None. They
+            start with the inputs, which the graph may change. By default, these are the only results.
     """
 
     def __init__(
         self,
-        captured: VerificationNeeded,
-        device: torch.device,
-        names: Mapping[int, str],
-        branches: Branches | None = None,
+        graph: fx.GraphModule,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        names: Sequence[str],
+        context: Callable[[], AbstractContextManager[Any]],
+        finish: Callable[[Any, Sequence[Any]], Sequence[Any]] = lambda _, inputs: inputs,
     ) -> None:
-        self.inputs = captured.inputs
-        self.names = names
-        self._device = device
-        graph = captured.code.graph
-        self._before = _values(self.inputs)
-        inputs = copies(self.inputs)
-        with self._fork_rng():
-            captured.code.run(*inputs)
-        self._compiled = _values(inputs)
-        self._captured = self._interpret(graph)
-        self._perturbation = _perturbation(self.inputs)
-        self._raised = self._interpret(graph, perturbation=self._perturbation)
-        self._lowered = self._interpret(graph, perturbation=-self._perturbation)
-        self._exact = self._interpret(graph, double=True)
-        if branches is not None and self._captured is not None:
-            self._check_branches(captured.code, branches)
+        self.inputs, self.names = inputs, names
+        self._graph, self._run, self._context, self._finish = graph, run, context, finish
+        self._before = _values(inputs)
+        self._compiled = self._results(run)
+        self._captured = self._reference()
+        self._perturbation = _perturbation(inputs)
+        self._raised = self._reference(perturbation=self._perturbation)
+        self._lowered = self._reference(perturbation=-self._perturbation)
+        self._exact = self._reference(double=True)
 
-    def _interpret(
-        self, graph: fx.GraphModule, double: bool = False, perturbation: int = 0
-    ) -> list[Tensor | None] | None:
+    def _results(self, run: Callable[..., Any], poisoned: Set[int] = frozenset()) -> _Values:
+        """Return the results of `run` on copies of the inputs; the inputs in `poisoned` are replaced by NaN."""
+        values = copies(self.inputs)
+        with torch.no_grad():
+            for value, copied in zip(self.inputs, values, strict=True):
+                if id(value) in poisoned:
+                    copied.fill_(torch.nan)
+        with self._context():
+            return _values(self._finish(run(*values), values))
+
+    def _reference(self, double: bool = False, perturbation: int = 0) -> _Values | None:
         """Return the results of the captured graph with eager kernels, or None if the graph cannot be interpreted."""
-        inputs = copies(self.inputs, torch.float64 if double else None)
+        values = copies(self.inputs, torch.float64 if double else None)
         try:
-            for value in inputs:
+            for value in values:
                 _perturb(value, perturbation)
-            with self._fork_rng():
-                interpret(graph, inputs, double)
+            with self._context():
+                return _values(interpret(self._graph, values, double, lambda out: self._finish(out, values)))
         except torch.OutOfMemoryError:
             raise  # do not skip the reference for lack of memory, because the comparison would tolerate larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
-        return _values(inputs)
 
-    def _check_branches(self, code: GraphCode, branches: Branches) -> None:
-        """Verify operations whose effect depends on the gradients, for example clipping and skipped updates.
+    def check_compiled(self) -> None:
+        """Compare the compiled code with the captured graph and float64.
 
-        The captured graph must compute the same results from gradients that share memory and from separate copies of
-        them. An update with a loss or a gradient that is not finite must not change the weights if the step skips it.
+        Raises:
+            WrongNumbersError: the error of a result is too large, or only one of the gradients exists.
         """
-        wrong: list[WrongNumbersError] = []
-        for factor in (_LARGE, 1 / _LARGE, torch.nan):
-            gradients: list[list[Tensor]] = []
-            found, expected = (
-                self._run(_WithGradients(code.graph, factor, gradients, separate).run)
-                for separate in (False, True)
-            )
-            problem = self._find_difference(found, expected)
-            if branches.skips and factor != factor:
-                problem = problem or self._find_change(found, branches.guarded)
-            if problem is not None:
-                what = "that are NaN" if factor != factor else f"that are multiplied by {factor:.0e}"
-                wrong.append(WrongNumbersError(f"{problem} is wrong after gradients {what}", compiler=False))
-        if branches.skips and branches.poisoned:
-            captured, found = (
-                self._run(run, branches.poisoned) for run in (_Interpreter(code.graph).run, code.run)
-            )
-            problem = self._find_change(found, branches.guarded)
-            if problem is not None and self._find_change(captured, branches.guarded) is None:
-                wrong.append(WrongNumbersError(f"a loss of NaN changes {problem}", compiler=True))
-        if wrong:
-            raise wrong[0]
-
-    def _run(self, run: Callable[..., Any], poisoned: Set[int] = frozenset()) -> list[Tensor | None]:
-        """Return the results of `run` on copies of the inputs; the inputs in `poisoned` are replaced by NaN."""
-        inputs = copies(self.inputs)
-        with torch.no_grad():
-            for value, copied in zip(self.inputs, inputs, strict=True):
-                if id(value) in poisoned:
-                    copied.fill_(torch.nan)
-        with self._fork_rng(), torch.enable_grad():
-            run(*inputs)
-        return _values(inputs)
-
-    def _find_difference(
-        self, found: Sequence[Tensor | None], expected: Sequence[Tensor | None]
-    ) -> str | None:
-        """Return the name of an input that differs between two runs with the same kernels, or None."""
-        for value, before, one, other in zip(self.inputs, self._before, found, expected, strict=True):
-            if before is not None and one is not None and other is not None and not torch.equal(one, other):
-                same = torch.equal(one.isnan(), other.isnan())
-                distance, size = _distance(one.nan_to_num(), other.nan_to_num()), _distance(before, other)
-                # Kernels may be nondeterministic. The size of a change to NaN is NaN.
-                if not same or distance > _BRANCH_TOLERANCE * np.nan_to_num(size):
-                    return self.names.get(id(value), "an input")
-        return None
-
-    def _find_change(self, found: Sequence[Tensor | None], unchanged: Set[int]) -> str | None:
-        """Return the name of an input in `unchanged` that a run has changed, or None."""
-        for value, before, now in zip(self.inputs, self._before, found, strict=True):
-            if (
-                id(value) in unchanged
-                and before is not None
-                and now is not None
-                and not torch.equal(before, now)
-            ):
-                return self.names.get(id(value), "an input")
-        return None
-
-    @contextmanager
-    def _fork_rng(self) -> Iterator[None]:
-        devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
-            yield
+        captured = self._captured or self._results(lambda *values: run_captured(self._graph, values))
+        _check_rows(self._rows(captured), compiler=True)
 
     def compare(
         self, results: Mapping[int, Tensor], updated: Collection[int], ignored: Collection[int]
@@ -277,24 +229,81 @@ class Verification:
         Raises:
             WrongNumbersError: the numerical error of the eager step or of the compiled code is too large.
         """
-        eager = _values(
-            [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
-        )
-        unknown = [None] * len(eager)
-        references = (r or unknown for r in (self._captured, self._raised, self._lowered, self._exact))
-        columns = zip(self.inputs, self._before, eager, self._compiled, *references, strict=True)
-        rows = {
-            id(value): _Row.of(
-                id(value), self.names.get(id(value), "an input"), self._perturbation, before, *others
-            )
-            for value, before, *others in columns
-            if before is not None and id(value) not in ignored
-        }.values()
-        if not any(row.key in updated and row.moved for row in rows):
+        eager = _values([None if id(v) in ignored else results.get(id(v), v) for v in self.inputs])
+        rows = self._rows(eager)
+        if not any(row.moved and id(self.inputs[row.index]) in updated for row in rows):
             return False
         for compiler in (False, True):
             _check_rows(rows, compiler)
         return True
+
+    def _rows(self, eager: _Values) -> list[_Row]:
+        unknown = [None] * len(eager)
+        references = (r or unknown for r in (self._captured, self._raised, self._lowered, self._exact))
+        before = [*self._before, *unknown[len(self._before) :]]
+        rows = []
+        for index, (name, old, theirs, ours, *others) in enumerate(
+            zip(self.names, before, eager, self._compiled, *references, strict=True)
+        ):
+            if theirs is not None and ours is not None:
+                old = torch.zeros_like(theirs) if old is None else old
+                rows.append(_Row.of(index, name, self._perturbation, old, theirs, ours, *others))
+            elif old is None and (theirs is not None or (ours is not None and bool(ours.any()))):
+                problem = "is missing" if ours is None else "should be None"
+                raise WrongNumbersError(f"{name} {problem}", compiler=True)
+        return rows
+
+    def check_branches(self, branches: Branches) -> None:
+        """Verify operations whose effect depends on the gradients, for example clipping and skipped updates.
+
+        The captured graph must compute the same results from gradients that share memory and from separate copies of
+        them. An update with a loss or a gradient that is not finite must not change the weights if the step skips it.
+
+        Raises:
+            WrongNumbersError: the results for such gradients are wrong.
+        """
+        if self._captured is None:
+            return
+        for factor in (_LARGE, 1 / _LARGE, torch.nan):
+            gradients: list[list[Tensor]] = []
+            found, expected = (
+                self._results(_WithGradients(self._graph, factor, gradients, separate).run_step)
+                for separate in (False, True)
+            )
+            problem = self._find_difference(found, expected)
+            if branches.skips and factor != factor:
+                problem = problem or self._find_change(found, branches.guarded)
+            if problem is not None:
+                what = "that are NaN" if factor != factor else f"that are multiplied by {factor:.0e}"
+                raise WrongNumbersError(f"{problem} is wrong after gradients {what}", compiler=False)
+        if branches.skips and branches.poisoned:
+            captured = self._results(_Interpreter(self._graph).run_step, branches.poisoned)
+            problem = self._find_change(self._results(self._run, branches.poisoned), branches.guarded)
+            if problem is not None and self._find_change(captured, branches.guarded) is None:
+                raise WrongNumbersError(f"a loss of NaN changes {problem}", compiler=True)
+
+    def _find_difference(self, found: _Values, expected: _Values) -> str | None:
+        """Return the name of an input that differs between two runs with the same kernels, or None."""
+        for name, before, one, other in zip(self.names, self._before, found, expected, strict=True):
+            if before is not None and one is not None and other is not None and not torch.equal(one, other):
+                same = torch.equal(one.isnan(), other.isnan())
+                distance, size = _distance(one.nan_to_num(), other.nan_to_num()), _distance(before, other)
+                # Kernels may be nondeterministic. The size of a change to NaN is NaN.
+                if not same or distance > _BRANCH_TOLERANCE * np.nan_to_num(size):
+                    return name
+        return None
+
+    def _find_change(self, found: _Values, unchanged: Set[int]) -> str | None:
+        """Return the name of an input in `unchanged` that a run has changed, or None."""
+        for value, name, before, now in zip(self.inputs, self.names, self._before, found, strict=True):
+            if (
+                id(value) in unchanged
+                and before is not None
+                and now is not None
+                and not torch.equal(before, now)
+            ):
+                return name
+        return None
 
     @torch.no_grad()
     def copy_results(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
@@ -306,22 +315,12 @@ class Verification:
                     target.copy_(compiled)
 
 
-class Branches(NamedTuple):
-    """What the verification must know about a step whose effect depends on the gradients."""
-
-    skips: bool
-    """Whether the step skips updates with gradients that are not finite."""
-    guarded: Set[int]
-    """Ids of the inputs that a skipped update does not change."""
-    poisoned: Set[int]
-    """Ids of inputs that cause a loss of NaN if they are NaN."""
-
-
 @dataclass(frozen=True)
 class _Row:
     """Errors in the results for one tensor, as norms of the difference from the float64 reference."""
 
-    key: int
+    index: int
+    """Index of the result."""
     name: str
     elements: int
     size: float
@@ -340,7 +339,7 @@ class _Row:
     @classmethod
     def of(
         cls,
-        key: int,
+        index: int,
         name: str,
         perturbation: int,
         before: Tensor,
@@ -356,7 +355,7 @@ class _Row:
             noise = _rounding_error(captured, raised, lowered, exact, perturbation)
         size = _distance(before, exact)
         return cls(
-            key,
+            index,
             name,
             before.numel(),
             size=size,
@@ -374,52 +373,26 @@ class _Row:
         """The kind of the tensor: weight, momentum, buffer, ..."""
         return self.name.partition("'")[0]
 
-    def excess(self, compiler: bool, typical: _Typical) -> float:
-        """Return the error as a multiple of the tolerance, or infinity if the error is NaN."""
-        distance = self.compiled if compiler else self.eager
+    def excess(self, distance: float, medians: Sequence[float]) -> float:
+        """Return an error as a multiple of the tolerance, or infinity if the error is NaN.
+
+        Args:
+            distance: the error.
+            medians: medians over the tensors of this kind, because a single tensor may be exact by chance or have a
+                gradient of zero: of the rounding error relative to the change, and of both per element.
+        """
         if not np.isfinite(self.noise):  # lower precisions may overflow
             return 0.0
+        relative, noise, size = medians
         root = self.elements**0.5
-        noise = max(self.noise, typical.relative * self.size, typical.noise * root)
         allowed = (
-            _TOLERANCE_MULTIPLE * noise
-            + _MIN_TOLERANCE * max(self.size, typical.size * root)
+            _TOLERANCE_MULTIPLE * max(self.noise, relative * self.size, noise * root)
+            + _MIN_TOLERANCE * max(self.size, size * root)
             + 4 * self.digits
         )
         if not np.isfinite(distance) or not np.isfinite(allowed) or not allowed:
             return float("inf") if distance else 0.0
         return float(distance / allowed)
-
-    def message(self, compiler: bool) -> str:
-        """Return an error message for this tensor."""
-        distance, size = self.compiled if compiler else self.eager, self.size or 1.0
-        return (
-            f"{self.name} changes by {self.size:.2e}, with a relative error of {distance / size:.1e} against float64; "
-            f"the expected rounding error is {self.noise / size:.1e}"
-        )
-
-
-@dataclass(frozen=True)
-class _Typical:
-    """Medians over all tensors of a kind. A single tensor may be exact by chance or have a zero gradient."""
-
-    relative: float
-    """Median of the rounding error relative to the change."""
-    noise: float
-    """Median of the rounding error per element."""
-    size: float
-    """Median of the change per element."""
-
-    @classmethod
-    def of(cls, rows: Sequence[_Row]) -> _Typical:
-        finite = [row for row in rows if row.size and np.isfinite(row.size) and np.isfinite(row.noise)]
-        if not finite:
-            return cls(0.0, 0.0, 0.0)
-        return cls(
-            relative=float(np.median([row.noise / row.size for row in finite])),
-            noise=float(np.median([row.noise / row.elements**0.5 for row in finite])),
-            size=float(np.median([row.size / row.elements**0.5 for row in finite])),
-        )
 
 
 def _check_rows(rows: Collection[_Row], compiler: bool) -> None:
@@ -428,12 +401,24 @@ def _check_rows(rows: Collection[_Row], compiler: bool) -> None:
     Raises:
         WrongNumbersError: an error is too large.
     """
-    kinds = {row.kind for row in rows}
-    typical = {kind: _Typical.of([row for row in rows if row.kind == kind]) for kind in kinds}
-    excesses = ((row.excess(compiler, typical[row.kind]), row) for row in rows)
-    excess, worst = max(excesses, key=itemgetter(0), default=(0.0, None))
-    if excess > 1 and worst is not None:
-        raise WrongNumbersError(worst.message(compiler), compiler)
+    found: list[tuple[float, _Row, float]] = []
+    for kind in {row.kind for row in rows}:
+        same = [row for row in rows if row.kind == kind]
+        known = [row for row in same if row.size and np.isfinite(row.size) and np.isfinite(row.noise)]
+        roots = [row.elements**0.5 for row in known]
+        numbers = [(r.noise / r.size, r.noise / n, r.size / n) for r, n in zip(known, roots, strict=True)]
+        medians = np.median(numbers, axis=0) if numbers else [0.0] * 3
+        for row in same:
+            distance = row.compiled if compiler else row.eager
+            found.append((row.excess(distance, medians), row, distance))
+    if found and max(found, key=itemgetter(0))[0] > 1:
+        _, row, distance = max(found, key=itemgetter(0))
+        size = row.size or 1.0
+        raise WrongNumbersError(
+            f"{row.name} changes by {row.size:.2e}, with a relative error of {distance / size:.1e} against float64; "
+            f"the expected rounding error is {row.noise / size:.1e}",
+            compiler,
+        )
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -478,69 +463,6 @@ def _perturb(value: Any, epsilons: int) -> None:
         generator = torch.Generator().manual_seed(0)  # does not change the global generator
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
         value.mul_(1 + epsilons * torch.finfo(value.dtype).eps * signs.to(value.device, value.dtype))
-
-
-def compare_graph(
-    graph: fx.GraphModule,
-    run: Callable[..., Any],
-    inputs: Sequence[Any],
-    names: Sequence[str],
-    finish: Callable[[Any, Sequence[Any]], Sequence[Any]],
-    context: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    """Compare the compiled code of a graph with float64, on copies of its inputs.
-
-    Args:
-        graph: the graph that Dynamo captured.
-        run: its compiled code.
-        inputs: the inputs.
-        names: names of the results, for messages.
-        finish: `finish(outputs, inputs)` runs the backward pass and returns the results: tensors, or None. They
-            start with the inputs, which the graph may change.
-        context: the random and autocast states of a run.
-
-    Raises:
-        WrongNumbersError: the error of a result is too large, or only one of the gradients exists.
-    """
-
-    def results(
-        call: Callable[[list[Any]], Sequence[Any]], double: bool = False, perturbation: int = 0
-    ) -> list[Tensor | None]:
-        values = copies(inputs, torch.float64 if double else None)
-        for value in values:
-            _perturb(value, perturbation)
-        with context():
-            return _values(call(values))
-
-    def reference(double: bool = False, perturbation: int = 0) -> list[Tensor | None] | None:
-        def call(values: list[Any]) -> Any:
-            return interpret(graph, values, double, lambda outputs: finish(outputs, values))
-
-        try:
-            return results(call, double, perturbation)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # an operator does not support float64, or only runs in compiled code
-            return None
-
-    compiled = results(lambda values: finish(run(*values), values))
-    captured = results(lambda values: finish(run_captured(graph, values), values))
-    size = _perturbation(inputs)
-    others = [captured, reference(perturbation=size), reference(perturbation=-size), reference(True)]
-    unknown = [None] * len(captured)
-    before = [*_values(inputs), *unknown[len(inputs) :]]
-    rows = []
-    columns = zip(names, before, captured, compiled, *(o or unknown for o in others), strict=True)
-    for name, old, theirs, ours, *exact in columns:
-        if theirs is None:
-            if ours is not None and bool(ours.any()):
-                raise WrongNumbersError(f"{name} should be None", compiler=True)
-        elif ours is None:
-            raise WrongNumbersError(f"{name} is missing", compiler=True)
-        else:
-            old = torch.zeros_like(theirs) if old is None else old
-            rows.append(_Row.of(0, name, size, old, theirs, ours, *exact))
-    _check_rows(rows, compiler=True)
 
 
 def _perturbation(inputs: Sequence[Any]) -> int:
@@ -627,6 +549,11 @@ class _Interpreter(fx.Interpreter):
         super().__init__(graph)
         self.extra_traceback = False
         self._autocasts = not double
+
+    def run_step(self, *inputs: Any) -> Any:
+        """Run a step, which computes gradients itself."""
+        with torch.enable_grad():
+            return self.run(*inputs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:

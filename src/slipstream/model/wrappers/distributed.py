@@ -34,10 +34,11 @@ MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
 def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
     """Train on one batch through the wrapper's forward, and return 0-dim device tensors to log."""
 
-    def forward(batch: Any) -> Any:
-        return run_forward(wrapper, wrapper.module.data_preprocessor(batch, True), "loss")
+    def loss_of(batch: Any) -> Any:
+        losses = run_forward(wrapper, wrapper.module.data_preprocessor(batch, True), "loss")
+        return wrapper.module.parse_losses(losses)
 
-    return EagerStep(forward, wrapper, optim_wrapper, wrapper.module.parse_losses)(data)
+    return EagerStep(loss_of, wrapper, optim_wrapper)(data)
 
 
 @MODEL_WRAPPERS.register_module()

@@ -64,7 +64,7 @@ def test_eager_step_matches_a_plain_training_loop():
     net, data = Net(), batches(5)
     hand = copy.deepcopy(net)
     optim = OptimWrapper(sgd(net), clip_grad={"max_norm": 0.5})
-    step = EagerStep(net.loss_step, net, optim)
+    step = EagerStep(lambda x: sum_losses(net.loss_step(x)), net, optim)
     logs = [step(batch) for batch in data]
     expected = by_hand(hand, data, 0.5)
     for key, value in hand.state_dict().items():
@@ -117,7 +117,7 @@ def test_invalid_loss_error_names_the_loss(losses, message):
 def test_a_batch_that_requires_grad_receives_its_gradient():
     """An adversarial attack reads the gradient of some batches only."""
     net = Net()
-    step = EagerStep(lambda x: net(x, "loss"), net, OptimWrapper(sgd(net)))
+    step = EagerStep(lambda x: sum_losses(net(x, "loss")), net, OptimWrapper(sgd(net)))
     for number, (x,) in enumerate(batches(4)):
         x.requires_grad_(number % 2 == 1)
         before = copy.deepcopy(net)
