@@ -52,6 +52,31 @@ class ChangedBuffer(Net):
         return y
 
 
+class ChangedAfterBreak(Net):
+    def forward(self, x):
+        y = super().forward(x) * torch.exp(-self.t)
+        torch._dynamo.graph_break()
+        self.t += 1
+        return y
+
+
+class ViewOfBuffer(Net):
+    def forward(self, x):
+        y, view = super().forward(x) * torch.exp(-self.t), self.t.view(1)
+        self.t += 1
+        torch._dynamo.graph_break()
+        return y + view
+
+
+class CalledTwice(Net):
+    def __init__(self):
+        super().__init__()
+        self.block = ChangedBuffer()
+
+    def forward(self, x):
+        return self.block(x) + self.block(0.5 * x)
+
+
 class Recent(Net):
     def forward(self, x):
         self.recent.append(x.detach().mean())
@@ -158,8 +183,8 @@ def is_compiled(net):
     return net._compiled_call_impl is not None and any(net._compiled_call_impl.kind.known)
 
 
-EAGER = [ChangedBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
-GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout]
+EAGER = [ViewOfBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
+GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, ChangedBuffer, ChangedAfterBreak]
 
 
 @pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue], ids=lambda make: make.__name__)
@@ -168,6 +193,12 @@ def test_networks_train_as_in_a_plain_loop(make):
     assert_equal(ours, train(make, by_hand=True))
     if make is not BranchOnValue:
         assert is_compiled(ours[2]) == (make in GRAPHS)
+
+
+def test_backward_does_not_read_what_a_second_call_has_changed():
+    ours = train(CalledTwice, dict(scope="block", blocks=["block"], backend="aot_eager"))
+    assert_equal(ours, train(CalledTwice, by_hand=True))
+    assert is_compiled(ours[2].block)
 
 
 @pytest.mark.parametrize("change", [hooks, full_backward_hook, freeze])

@@ -12,7 +12,7 @@ import copy
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CellType
@@ -25,7 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.step.leaves import leaves_of
-from slipstream.step.verification import Verification, WrongNumbersError, copies, run_captured
+from slipstream.step.verification import (
+    NotCapturedError,
+    Verification,
+    WrongNumbersError,
+    copies,
+    run_captured,
+)
 
 __all__ = ["CapturedGraph", "ChangedObjects", "Recording"]
 
@@ -374,7 +380,14 @@ class CapturedGraph:
         names = recording.names()
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
         self._inputs, self._before = copies(inputs), _RandomState(recording.device)
+        constants = {
+            i: value._version
+            for i, value in enumerate(inputs)
+            if isinstance(value, Tensor) and not value.requires_grad
+        }
         outputs = run_captured(self.graph, inputs)
+        self._owned = {i for i in constants if id(inputs[i]) in names}
+        self._changed = {i for i, version in constants.items() if inputs[i]._version != version}
         self._after = _RandomState(recording.device).values()
         self._gradients = recording.observe(_tensors(outputs))
         return outputs
@@ -384,11 +397,19 @@ class CapturedGraph:
 
         Raises:
             WrongNumbersError: a result or the use of random numbers differs.
+            NotCapturedError: an output is a view of a buffer that backward reads and that may change before.
         """
         inputs, self._inputs, self._recording = self._inputs, [], None
         with recording.copied(), recording.autocast():
             values = copies(inputs)
-            reached = _reached(_tensors(self.graph(*values)), values)
+            outputs, kept_by_eager = _kept(self.graph, values)
+            reached = _reached(_tensors(outputs), values)
+            outputs, kept = _kept(self.run, values := copies(inputs))
+        if unsafe := sorted(kept & (self._changed | self._owned - kept_by_eager)):
+            views = [each for each in _tensors(outputs) if not any(each is value for value in values)]
+            if _storages(values[i] for i in unsafe) & _storages(views):
+                raise NotCapturedError(f"an output is a view of {self._names[unsafe[0]]}")
+            self.run = _with_copies(self.run, unsafe, self._changed)
         trained = [
             name
             for name, v in zip(self._names, inputs, strict=True)
@@ -421,6 +442,55 @@ class CapturedGraph:
         if any(some is not None and some != set().union(*filter(None, reached)) for some in reached):
             self.run = _without_zeros(self.run, reached)
         self.verified = True
+
+
+def _storages(tensors: Iterable[Any]) -> set[int]:
+    return {
+        t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor) and t.layout is torch.strided
+    }
+
+
+def _kept(run: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, set[int]]:
+    """Run code; return its outputs, and the indices of the inputs that it keeps for the backward pass."""
+    storages: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages.update(_storages([tensor]))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = run(*inputs)
+    return outputs, {i for i, value in enumerate(inputs) if _storages([value]) & storages}
+
+
+def _with_copies(run: Callable[..., Any], kept: Sequence[int], changed: Set[int]) -> Callable[..., Any]:
+    """Return compiled code whose backward pass reads the values that inputs had before the call.
+
+    torch's compiler may compute values again in backward, from inputs that forward or a later call has changed.
+
+    Args:
+        run: the compiled code.
+        kept: the inputs to pass as copies, which backward reads.
+        changed: the inputs that forward changes.
+    """
+
+    def call(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return run(*inputs)
+        own = dict(zip(kept, copies([inputs[i] for i in kept]), strict=True))
+        outputs = run(*(own.get(i, value) for i, value in enumerate(inputs)))
+        new = [(inputs[i], value, value.clone()) for i, value in own.items() if i in changed]
+        with torch.no_grad():
+            for original, value, _ in new:
+                value.data.copy_(
+                    original
+                )  # `data`, because autograd would reject the change of a kept tensor
+            for original, _, result in new:
+                original.copy_(result)
+        originals = {id(value): inputs[i] for i, value in own.items()}
+        return tuple(originals.get(id(value), value) for value in outputs)
+
+    return call
 
 
 def _reached(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> list[set[int] | None]:
