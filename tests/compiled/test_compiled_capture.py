@@ -1,5 +1,6 @@
 """Test code that torch may not capture in a graph: results do not change, and warnings name the user's line."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -110,12 +111,23 @@ class OwnFunction(Base):
         return _Halved.apply(x)
 
 
+class UnusedFeatures(Base):
+    """A network with dropout that also computes features that nothing uses, and warns."""
+
+    def change(self, x):
+        warnings.warn("deprecated", FutureWarning, stacklevel=1)
+        x = F.dropout(x, 0.3)
+        x.unflatten(1, (2, 4)).transpose(1, 2).contiguous()
+        return x * (1 + torch.rand_like(x).div_(2))
+
+
 CAPTURE = [
     Case("routing with `nonzero()` and `if len(rows)`", of(Routed), FALLS_BACK, line=HERE, fast=True),
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
     Case("`int()` of a buffer as an index", of(Queue), fast=True),
     Case("`.item()` in forward", of(Item), fast=True),
     Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE),
+    Case("unused features after dropout, and a warning", of(UnusedFeatures), fast=True),
     Case("an `autograd.Function`", of(OwnFunction), fast=True),
 ]
 CASES = CAPTURE

@@ -134,3 +134,13 @@ def test_failure_names_the_line_of_user_code_inside_torch_modules():
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"
     )
+
+
+def test_failure_for_wrong_strides_in_torch_is_explained():
+    net, x = nn.Linear(6, 5), torch.randn(3, 4, 6)
+    module = torch.compile(
+        lambda: nn.functional.dropout(net(x), 0.1).transpose(1, 2).contiguous().sin(), backend="aot_eager"
+    )
+    with pytest.raises(RuntimeError) as raised:
+        module().sum().backward()
+    assert "use the backend inductor" in explain_failure(raised.value)

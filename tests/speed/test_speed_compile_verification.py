@@ -1,7 +1,7 @@
 """Compiled models and blocks are verified: networks with side effects train as in a plain loop, bitwise in float64."""
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -107,6 +107,21 @@ class UnusedDropout(Net):
         return self.last(F.dropout(torch.tanh(self.first(x)), 0.5))
 
 
+class Outputs(OrderedDict):
+    """A dict without `update`, like the outputs of transformers' models."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError
+
+
+class OwnDict(Net):
+    def forward(self, x):
+        outputs = Outputs()
+        outputs["hidden"] = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.last(outputs["hidden"])
+
+
 class InferenceMode(Net):
     def forward(self, x):
         with torch.inference_mode():
@@ -184,7 +199,7 @@ def is_compiled(net):
 
 
 EAGER = [ViewOfBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
-GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, ChangedBuffer, ChangedAfterBreak]
+GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, ChangedBuffer, ChangedAfterBreak, OwnDict]
 
 
 @pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue], ids=lambda make: make.__name__)

@@ -50,6 +50,11 @@ def explain_failure(error: BaseException) -> str:
         )
     if "appears to not have been used in the graph" in str(error):
         return "some parameters receive gradients from only some of the batches, so batches need different graphs"
+    if "view size is not compatible" in str(error):
+        return (
+            "the backend expects other strides than torch's kernels return; with aot_eager, this happens for the "
+            "gradient of dropout before transpose().contiguous(); use the backend inductor"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -62,7 +63,7 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
 
 
 def _log_functions() -> set[Any]:
-    """Return the functions that write log messages, including methods that libraries add to `logging.Logger`."""
+    """Return `warnings.warn` and the functions that write log messages, with those that libraries add to `Logger`."""
     owners = (logging, logging.Logger, logging.getLoggerClass(), *logging.Logger.__subclasses__())
     return _find_log_functions(owners, tuple(len(vars(owner)) for owner in owners))
 
@@ -71,7 +72,8 @@ def _log_functions() -> set[Any]:
 def _find_log_functions(owners: tuple[Any, ...], sizes: tuple[int, ...]) -> set[Any]:
     """Return the functions of the owners; `sizes`, the numbers of their names, change when a library adds one."""
     named = [item for owner in owners for item in vars(owner).items()]
-    return {f for name, f in named if _LOG_NAME.match(name) and callable(f) and not isinstance(f, type)}
+    found = {f for name, f in named if _LOG_NAME.match(name) and callable(f) and not isinstance(f, type)}
+    return found | {warnings.warn}
 
 
 def _translator() -> Any:
@@ -81,21 +83,25 @@ def _translator() -> Any:
 
 def has_side_effects() -> bool:
     """Return whether Dynamo, after the graph has run, changes Python objects that the step did not create."""
+    effects = _translator().output.side_effects
+    return bool(effects.tensor_hooks or effects.save_for_backward) or any(
+        _is_changed(effects, variable) for variable in effects.id_to_variable.values()
+    )
+
+
+def _is_changed(effects: Any, variable: Any) -> bool:
+    """Return whether Dynamo changes an object that existed before the capture."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
-    effects = _translator().output.side_effects
-    new = (AttributeMutationNew, ValueMutationNew)
-    changed = filter(effects.is_modified, effects.id_to_variable.values())
-    return bool(effects.tensor_hooks or effects.save_for_backward) or any(
-        not isinstance(variable.mutation_type, new) for variable in changed
-    )
+    is_new = isinstance(variable.mutation_type, AttributeMutationNew | ValueMutationNew)
+    return effects.is_modified(variable) and not is_new
 
 
 def changed_objects() -> list[Any]:
     """Return the existing Python objects that the captured code changes; call this function only from a backend."""
     effects = _translator().output.side_effects
     variables = ((each, effects.id_to_variable.get(id(each))) for each in effects.keepalive)
-    return [each for each, variable in variables if variable is not None and effects.is_modified(variable)]
+    return [each for each, variable in variables if variable is not None and _is_changed(effects, variable)]
 
 
 def check_traced() -> None:
@@ -172,22 +178,28 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
     unused = _unused_random(graph)
     if unused:
         output = graph.graph.output_node()
-        outputs = cast("tuple[Any, ...]", output.args[0])
-        output.args = ((*outputs, *unused),)
+        with graph.graph.inserting_before(output):
+            # Detached, because torch would otherwise trace another backward pass from these outputs.
+            added = [graph.graph.call_method("detach", (node,)) for node in unused]
+        output.args = ((*cast("tuple[Any, ...]", output.args[0]), *added),)
         graph.recompile()
     return len(unused)
 
 
 def _unused_random(graph: fx.GraphModule) -> list[fx.Node]:
-    """Return the nodes without users that depend on the result of a random operator, or that are random themselves."""
+    """Return the results of random operators on which no output of the graph depends."""
+    used: set[fx.Node] = {graph.graph.output_node()}
+    for node in reversed(graph.graph.nodes):
+        if node in used:
+            used.update(node.all_input_nodes)
     random: set[fx.Node] = set()
     for node in graph.graph.nodes:
         name = str(getattr(node.target, "__name__", node.target))
         if node.op.startswith("call") and (
-            _RANDOM_NAME.search(name) or random.intersection(node.all_input_nodes)
+            _RANDOM_NAME.search(name) or (name == "getitem" and random.issuperset(node.all_input_nodes))
         ):
             random.add(node)
-    unused = [node for node in graph.graph.nodes if node in random and not node.users]
+    unused = [node for node in graph.graph.nodes if node in random - used]
     return [node for node in unused if isinstance(node.meta.get("example_value"), Tensor)]
 
 
