@@ -404,12 +404,15 @@ class CapturedGraph:
             values = copies(inputs)
             outputs, kept_by_eager = _kept(self.graph, values)
             reached = _reached(_tensors(outputs), values)
-            outputs, kept = _kept(self.run, values := copies(inputs))
-        if unsafe := sorted(kept & (self._changed | self._owned - kept_by_eager)):
+            unsafe = self._changed | self._owned - kept_by_eager if torch.is_grad_enabled() else set[int]()
+            if unsafe:
+                outputs, kept = _kept(self.run, values := copies(inputs))
+                unsafe &= kept
+        if unsafe:
             views = [each for each in _tensors(outputs) if not any(each is value for value in values)]
             if _storages(values[i] for i in unsafe) & _storages(views):
-                raise NotCapturedError(f"an output is a view of {self._names[unsafe[0]]}")
-            self.run = _with_copies(self.run, unsafe, self._changed)
+                raise NotCapturedError(f"an output is a view of {self._names[min(unsafe)]}")
+            self.run = _with_copies(self.run, sorted(unsafe), self._changed)
         trained = [
             name
             for name, v in zip(self._names, inputs, strict=True)
