@@ -186,7 +186,7 @@ def _options(draw, runner, two, dtype):
         )
         options["ema"] = dict(type=kind) | {k: v for k, v in possible.items() if draw.random() < 0.3}
         options["ema"] |= {"swa": {}, "exp": dict(decay=0.7, beta=5.0)}.get(kind, dict(decay=0.7))
-    if runner and draw.random() < 0.4:
+    if draw.random() < (0.4 if runner else 0.2):
         options["nan_guard"] = "skip"
     return options | ({"sync_bn": True} if two and draw.random() < 0.5 else {})
 
@@ -444,7 +444,7 @@ def smaller(program):
         yield from (change(layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers)))
     if program.processes > 1:
         yield change(processes=1)
-    if program.through == "runner" and "nan_guard" not in options:
+    if program.through == "runner":
         yield change(through="accelerate")
     for name in options if program.dtype == "float64" else ():
         yield change(options={k: v for k, v in options.items() if k != name})

@@ -11,9 +11,6 @@ from torch.utils.data import TensorDataset
 from slipstream.errors import ConfigError, NonFiniteLossError
 from slipstream.hooks import Hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.speed.nan_guard import (
-    NanGuardOptions,
-)
 from tiny_runs import Net as RunNet
 from tiny_runs import loader, run, samples
 
@@ -60,7 +57,7 @@ def train_on_broken_data(tmp_path, *hooks, **changes):
 
 def test_run_skips_a_bad_batch_and_logs_it(tmp_path):
     remember = Remember()
-    runner = train_on_broken_data(tmp_path, NanGuardOptions("skip").hook_cfg(), remember)
+    runner = train_on_broken_data(tmp_path, dict(type="NanGuardHook", action="skip"), remember)
     log = next(tmp_path.glob("*/*.log")).read_text()
     hook = next(h for h in runner.hooks if type(h).__name__ == "NanGuardHook")
     assert hook.skipped == 2
@@ -87,7 +84,7 @@ def test_failed_run_removes_the_guard(tmp_path, action):
         def before_train(self, runner):
             found.append((runner.meter, list(optim.parts)))
 
-    hooks = [NanGuardOptions(action).hook_cfg(), Look(), Fail()]
+    hooks = [dict(type="NanGuardHook", action=action), Look(), Fail()]
     with pytest.raises(RuntimeError, match="power cut"):
         run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=hooks)
     ((meter, parts),) = found
@@ -106,4 +103,9 @@ def test_skip_rejects_several_optimizers(tmp_path):
     with pytest.raises(
         ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' of nan_guard supports only one optimizer"
     ):
-        run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=[NanGuardOptions("skip").hook_cfg()])
+        run(
+            tmp_path,
+            model=model,
+            optim_wrapper=optim,
+            custom_hooks=[dict(type="NanGuardHook", action="skip")],
+        )

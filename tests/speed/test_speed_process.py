@@ -1,14 +1,17 @@
 """Process-wide settings apply during a run and are restored afterwards."""
 
 import gc
+import logging
 
 import pytest
 import torch
 
 from slipstream.hooks import Hook
 from slipstream.speed import SpeedPlan
-from slipstream.speed.apply import process_settings
+from slipstream.speed.apply import running
 from tiny_runs import run
+
+LOGGER = logging.getLogger("slipstream")
 
 
 def settings():
@@ -28,7 +31,7 @@ def _restore_settings():
 def test_settings_are_restored_after_the_context():
     before = torch.backends.cudnn.benchmark
     plan = SpeedPlan(cudnn_benchmark=True, expandable_segments=True)
-    with process_settings(plan, torch.device("cuda")):
+    with running(plan, torch.device("cuda"), LOGGER):
         assert torch.backends.cudnn.benchmark is True
         assert settings() == "expandable_segments:True"
     assert torch.backends.cudnn.benchmark is before
@@ -37,7 +40,7 @@ def test_settings_are_restored_after_the_context():
 
 def test_deterministic_runs_disable_cudnn_benchmark():
     torch.use_deterministic_algorithms(True)
-    with process_settings(SpeedPlan(cudnn_benchmark=True), torch.device("cuda")):
+    with running(SpeedPlan(cudnn_benchmark=True), torch.device("cuda"), LOGGER):
         assert torch.backends.cudnn.benchmark is False
 
 

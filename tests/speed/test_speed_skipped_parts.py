@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream import accelerate
-from slipstream.speed.nan_guard import SkipNonFinite
+from slipstream.errors import NonFiniteLossError
 from slipstream.step.parts import StepPart
 
 COMPILE = dict(backend="aot_eager", cache=False)
 FP16 = dict(precision="fp16")
-CASES = {  # for each case: whether it uses `SkipNonFinite`, and its options
+CASES = {  # for each case: whether it uses `nan_guard`, and its options
     "eager": (True, {}),
     "fused": (True, dict(fused=True)),
     "compiled": (True, dict(compile=COMPILE)),
@@ -75,12 +75,11 @@ def test_skipped_step_does_not_change_weights_or_parts(case, bad):
     guarded, speed = CASES[case]
     model, part = net(), Shrink()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    speed = dict(speed, nan_guard="skip") if guarded else speed
     step = accelerate(model, optimizer, F.mse_loss, speed=speed)
     scaler = step.optim.loss_scaler
     if scaler is not None:
         scaler.load_state_dict(scaler.state_dict() | {"scale": 16.0})
-    if guarded:
-        step.optim.parts.append(SkipNonFinite(model, torch.device("cpu")))
     step.optim.parts.append(part)
     for number, (x, y) in enumerate(batches()):
         step((x * torch.inf if number in bad else x, y))
@@ -91,3 +90,49 @@ def test_skipped_step_does_not_change_weights_or_parts(case, bad):
     assert float(part.updates) == float(by_loop.updates) == 10 - len(bad)
     torch.testing.assert_close(part.largest, by_loop.largest, **tolerance)
     assert step.compiled_scope == ("step" if "compile" in speed else None)
+
+
+def norm_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+@pytest.mark.parametrize(
+    "speed", [{}, dict(fused=True), dict(compile=COMPILE)], ids=["eager", "fused", "graph"]
+)
+def test_windows_with_a_bad_batch_are_skipped_in_an_own_loop(speed):
+    bad = {3, 8}
+    model, hand = norm_net(), norm_net()
+    speed = dict(speed, nan_guard="skip", accumulate=2, ema=dict(type="swa"))
+    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), F.mse_loss, speed)
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, momentum=0.9)
+    average, data = [], [(x.double(), y.double()) for x, y in batches(12)]
+    for start in range(0, len(data), 2):
+        window = data[start : start + 2]
+        if not bad & {start, start + 1}:
+            for x, y in window:
+                (F.mse_loss(hand(x), y) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        average.append({k: v.clone() for k, v in hand.state_dict().items() if v.is_floating_point()})
+        for number, (x, y) in enumerate(window, start):
+            step((x * torch.inf if number in bad else x, y))
+    torch.testing.assert_close(model.state_dict(), hand.state_dict(), rtol=1e-9, atol=1e-12)
+    for name in average[0]:
+        mean = torch.stack([state[name] for state in average]).mean(0)
+        torch.testing.assert_close(step.average.module.state_dict()[name], mean, rtol=1e-9, atol=1e-12)
+    assert step.compiled_scope == ("step" if "compile" in speed else None)
+
+
+def test_too_many_skipped_updates_end_an_own_loop(caplog):
+    model, data = net(), batches(8)
+    options = dict(nan_guard=dict(action="skip", max_skipped=2))
+    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, options)
+    for number, (x, y) in enumerate(data[:6]):
+        step((x * torch.inf if number in (0, 5) else x, y))
+    assert (
+        caplog.messages == ["Skipped 1 update with a non-finite loss or gradient in the last 2 batches"] * 2
+    )
+    step((data[6][0] * torch.inf, data[6][1]))
+    with pytest.raises(NonFiniteLossError, match="the last 3 steps were skipped"):
+        step((data[7][0] * torch.inf, data[7][1]))

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     with default_scope(cfg.get("default_scope", "slipstream")):
         capabilities = capabilities_of(_model(cfg), cfg.get("optim_wrapper"), deterministic)
     plan = plan.complete(capabilities)
-    rows = list(option_rows(plan, capabilities))
+    rows = list(option_rows(plan))
     listed = {**plan.sources, **plan.notes}
     off = [option for option in plan.options() if option not in listed]
     device, limits = str(capabilities.device), dict(_limits(capabilities))
@@ -68,10 +68,11 @@ def _model(cfg: Config) -> nn.Module:
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     """Yield each option that has no effect or is not supported on this machine, with the reason."""
     from slipstream.speed import SpeedPlan
-    from slipstream.speed.plan import no_effect, refused
+    from slipstream.speed.plan import rules
 
     for option, value in _MACHINE_BOUND:
         plan = SpeedPlan.read({"compile": True, option: value})
-        reasons = {**no_effect(plan, capabilities), **refused(plan, capabilities)}
-        if option in reasons:
-            yield f"{option}={value}", reasons[option]
+        refused, without_effect = rules(plan, capabilities)
+        own = (rule.message for rule in (*refused, *without_effect) if rule.applies and rule.option == option)
+        if message := next(own, None):
+            yield f"{option}={value}", message

@@ -54,7 +54,13 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
                 f"the required key is missing; its value must be {describe_with_article(hints[name])}",
                 join(path, name),
             )
-    return _construct(cls, values, path)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        error.path = join(path, error.path) if error.path else path
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error), path) from error
 
 
 def read_value(annotation: Any, value: Any, path: str) -> Any:
@@ -91,13 +97,3 @@ def read_value(annotation: Any, value: Any, path: str) -> Any:
         hint = did_you_mean(value, names, f"{path}={value}") if isinstance(value, str) and names else ""
         raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}{hint}", path)
     return value
-
-
-def _construct(cls: type[T], values: dict[str, Any], path: str) -> T:
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        error.path = join(path, error.path) if error.path else path
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error), path) from error

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from slipstream.checkpoint import check_tensors, restoring
-from slipstream.errors import CheckpointError
+from slipstream.checkpoint.weights import compare_weights
 from slipstream.hooks.hook import Hook
 from slipstream.model import AveragePart, BaseAveragedModel, check_begin, unwrap_model
 from slipstream.registry import HOOKS, MODELS
-from slipstream.sharding import mesh_of
 from slipstream.step import CompiledStep, EagerStep
 
 if TYPE_CHECKING:
@@ -70,10 +69,8 @@ class EMAHook(Hook):
         """
         first = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
         if first is not self:
-            message = (
-                f"a checkpoint contains one average; remove one of the EMAHooks {first._cfg} and {self._cfg}"
-            )
-            raise self.config_error(message, "type")
+            message = "a checkpoint contains one average; remove one of the EMAHooks"
+            raise self.config_error(f"{message} {first._cfg} and {self._cfg}", "type")
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = MODELS.build(self._cfg, default_args={"model": self.model})
@@ -84,9 +81,8 @@ class EMAHook(Hook):
         assert optim is not None, "training requires an optimizer wrapper"
         average.swap_in(self.model, average=False)
         if self.begin_epoch and not runner.by_epoch:
-            raise self.config_error(
-                "counts epochs; in iteration-based training, use begin_iter", "begin_epoch"
-            )
+            message = "counts epochs; in iteration-based training, use begin_iter"
+            raise self.config_error(message, "begin_epoch")
         if not runner.knows_length and (self.begin_epoch or getattr(average, "decay_type", None) == "exp"):
             raise self.config_error(
                 "begin_epoch and the decay_type 'exp' depend on the number of training steps, but the training loader "
@@ -95,28 +91,22 @@ class EMAHook(Hook):
             )
         if self._resumed is not None:
             state, steps = self._resumed
+            average.restart(self.model)  # initializes the tensors that were not saved
             with restoring("ema_state_dict", "the resumed checkpoint"):
-                average.restart(self.model)  # initializes the tensors that were not saved
                 average.module.load_state_dict(state, strict=self.strict_load)
                 average.steps = int(steps)
             self._resumed = None
-        if average.steps == 0:
+        elif average.steps == 0:
             average.restart(self.model)
         skipped = max(self.begin_iter - 1, 0)
         if self.begin_epoch:
             skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
-        total, window = runner.max_iters if runner.knows_length else None, optim.accumulative_counts
-        if warning := average.start(total, skipped, window):
+        total = runner.max_iters if runner.knows_length else None
+        if warning := average.start(total, skipped, optim.accumulation):
             runner.logger.warning(f"EMAHook: {warning}")
         # Remove the part that an earlier training run with the same optimizer added.
         optim.parts[:] = [part for part in optim.parts if part is not self._part]
-        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after the guard runs.
-        # Sharded weights may get new storage when they are first gathered. In both cases, a compiled step's graph must
-        # not contain the update of the average, which then runs after the graph (`on_host`).
-        on_host = any(part.nonfinite is not None for part in optim.parts) or mesh_of(self.model) is not None
-        self._part = AveragePart(
-            average, self.model, lambda: runner.iter, optim.ends_window, skipped, on_host
-        )
+        self._part = AveragePart(average, self.model, lambda: runner.iter, optim, skipped)
         self._in_step = isinstance(runner.step, EagerStep | CompiledStep)
         if self._in_step:
             optim.parts.append(self._part)
@@ -126,9 +116,7 @@ class EMAHook(Hook):
     ) -> None:
         """Update the average, unless the training step updates it."""
         if self._part is not None and not self._in_step:
-            self._part.before_batch()
-            self._part.after_batch()
-            self._part.count_batch()
+            self._part.update()
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Swap in the averaged weights."""
@@ -160,29 +148,19 @@ class EMAHook(Hook):
         if not runner.checkpoints.resuming:
             return
         self.ema_model.swap_in(self.model, average=False)
+        warn = runner.logger.warning
         if "ema_state_dict" not in checkpoint:
-            window = runner.optim_wrapper.accumulative_counts if runner.optim_wrapper is not None else 1
-            begin = self.begin_iter + self.ema_model.interval * window
-            if checkpoint["meta"]["iter"] >= begin and checkpoint["meta"]["epoch"] >= self.begin_epoch:
-                runner.logger.warning(
-                    "EMAHook: the checkpoint has no 'ema_state_dict'. The average starts again from the weights in "
-                    "'state_dict'"
-                )
+            warn(
+                "EMAHook: the checkpoint contains no 'ema_state_dict', so the average starts from 'state_dict'"
+            )
             return
-        saved = dict(checkpoint.pop("ema_state_dict"))
-        self._resumed = checkpoint["state_dict"], saved.pop("steps")
-        self._check_resumed(runner, checkpoint["state_dict"])
-        checkpoint["state_dict"] = {key.removeprefix("module."): value for key, value in saved.items()}
-
-    def _check_resumed(self, runner: Runner, average: dict[str, Any]) -> None:
-        """Check that a saved average matches this model."""
-        expected = self.ema_model.module.state_dict()
-        check_tensors(expected, average, "state_dict", "the average in the checkpoint", runner.logger.warning)
-        if names := sorted(expected.keys() ^ average.keys()):
-            text = f"the averaged weights in the checkpoint do not match the model ({', '.join(names[:5])})"
-            if self.strict_load or not expected.keys() & average.keys():
-                raise CheckpointError(f"'state_dict': {text}")
-            runner.logger.warning(f"EMAHook: {text}; missing averages start again from the model's weights")
+        average, weights = checkpoint["state_dict"], dict(checkpoint.pop("ema_state_dict"))
+        self._resumed = average, weights.pop("steps")
+        checkpoint["state_dict"] = {key.removeprefix("module."): value for key, value in weights.items()}
+        source, expected = "the average in the checkpoint", self.ema_model.module.state_dict()
+        check_tensors(expected, average, "state_dict", source, warn)
+        for line in compare_weights(self.ema_model.module, average, self.strict_load, source)[0]:
+            warn(f"EMAHook: {source}: {line}; missing averages start again from the model's weights")
 
 
 @contextmanager

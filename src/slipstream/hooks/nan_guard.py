@@ -33,22 +33,24 @@ class NanGuardHook(Hook):
         """Number of skipped steps, as of the last call to `read_logs`."""
 
     def before_run(self, runner: Runner) -> None:
-        """Install the guard before the model is compiled."""
-        optim, meter, model = runner.optim_wrapper, runner.meter, unwrap_model(runner.model)
-        if optim is None:
-            return
+        """Add the guard to the step, unless the run's speed options have added it."""
         self.release(runner)
-        if self.options.action == "skip":
-            if isinstance(optim, OptimWrapperDict):
-                raise self.config_error(
-                    "'skip' of nan_guard supports only one optimizer, but this run has several; use 'stop'",
-                    "action",
-                )
-            self.guard = SkipNonFinite(model, runner.device, self.options.max_skipped)
+        optim, meter = runner.optim_wrapper, runner.meter
+        if optim is None or self.options.action == "stop":
+            return
+        if isinstance(optim, OptimWrapperDict):
+            raise self.config_error(
+                "'skip' of nan_guard supports only one optimizer, but this run has several; use 'stop'",
+                "action",
+            )
+        self.guard = next((part for part in optim.parts if isinstance(part, SkipNonFinite)), None)
+        if self.guard is None:
+            self.guard = SkipNonFinite(unwrap_model(runner.model), runner.device, self.options.max_skipped)
             optim.parts.append(self.guard)
-            meter.tolerant = True
             self._cleanup.callback(optim.parts.remove, self.guard)
-            self._cleanup.callback(setattr, meter, "tolerant", False)
+        self.guard.reads_itself = False
+        meter.tolerant = True
+        self._cleanup.callback(setattr, meter, "tolerant", False)
 
     def read_logs(self, runner: Runner) -> None:
         """Log the number of steps skipped since the last call."""

@@ -193,7 +193,7 @@ class ReportHook(Hook):
             ),
             curves=self._curves,
             confusions=list(self._confusions.values()),
-            options=[OptionRow(*row) for row in option_rows(runner.speed, runner.capabilities)],
+            options=[OptionRow(*row) for row in option_rows(runner.speed)],
             messages=log.messages,
             config=flat_config(runner.user_config),
         )

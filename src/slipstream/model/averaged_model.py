@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from operator import is_, methodcaller
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,10 @@ from slipstream.sharding import local_shard, mesh_of
 from slipstream.step.numerics import HostNumber, precise_dtype
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import NonNegativeInt, Positive, PositiveInt, Rule, check
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
+    from slipstream.optim.optim_wrapper import AccumulationWindow
 
 __all__ = [
     "AveragePart", "BaseAveragedModel", "EmaOptions", "ExponentialMovingAverage", "MomentumAnnealingEMA",
@@ -86,23 +90,20 @@ class BaseAveragedModel(nn.Module):
         """Return the coefficient of the model's current weights in update `step`."""
         raise NotImplementedError
 
-    def start(self, total: int | None, skipped: int, window: int, epoch: int | None = None) -> str | None:
+    def start(self, total: int | None, skipped: int, accumulation: AccumulationWindow) -> str | None:
         """Set the length of training. Return a warning if the decay is too high for it; otherwise, return None.
 
         Args:
             total: number of batches in the run, or None if it is unknown.
             skipped: number of batches before the first batch that is averaged.
-            window: number of batches in an accumulation window.
-            epoch: number of batches in an epoch, if windows end at its end.
+            accumulation: the accumulation windows of the optimizer.
         """
-        self.window, self.batch, self.total_batches, self.total_steps = window, None, None, None
+        self.window, self.batch, self.total_batches, self.total_steps = accumulation.counts, None, None, None
         if total is None:
             return None
-        self.total_batches = self.total_steps = max(1, total - skipped)
-        if not self.every_batch:
-            epoch = epoch or total
-            ends = [n // epoch * -(-epoch // window) + n % epoch // window for n in (skipped, total)]
-            self.total_steps = max(1, ends[1] + (total % epoch % window > 0) - ends[0])
+        self.total_batches = max(1, total - skipped)
+        updates = self.total_batches if self.every_batch else accumulation.windows_between(skipped, total)
+        self.total_steps = max(1, updates)
         if (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
             return None
         return (
@@ -129,9 +130,7 @@ class BaseAveragedModel(nn.Module):
         """Update the average with the model's current weights; the first call copies them."""
         if self._part is None or self._part.model is not model:
             self._part = AveragePart(self, model, lambda: self.steps)
-        self._part.before_batch()
-        self._part.after_batch()
-        self._part.count_batch()
+        self._part.update()
 
     def restart(self, model: nn.Module) -> None:
         """Start again from the model's weights; the next update copies them."""
@@ -231,7 +230,6 @@ class BaseAveragedModel(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-@dataclass(eq=False, repr=False)
 class AveragePart(StepPart):
     """Updates a weight average after each batch that counts as an update.
 
@@ -241,36 +239,36 @@ class AveragePart(StepPart):
     On the host, `before_batch` sets the weight of the new parameters, and `count_batch` counts the update. The weight
     is 0 if the batch is not an update, 1 for the first update, and for example 1 - decay for later updates. Because it
     is a `HostNumber`, neither the first update nor a change in the decay requires another graph. `after_batch` computes
-    the average's lerp. A compiled step's graph contains this operation, unless:
-
-    - the average has an `interval` above 1, or is on a different device than the parameters,
-    - the caller sets `on_host`, or
-    - the batch ends an accumulation window and the graph does not contain the optimizer's update.
+    the average's lerp. A compiled step's graph contains this operation, unless `on_host` is set, or the batch ends an
+    accumulation window and the graph does not contain the optimizer's update.
 
     Args:
         average: the average.
         model: the averaged model, unwrapped.
         batch_count: returns the number of completed training batches.
-        ends_window: returns whether the batch with a given number (counted from 1) ends an accumulation window.
+        optim: the optimizer wrapper, whose accumulation windows and other parts are known; None if every batch updates
+            the weights.
         skipped: number of batches before the first batch that is averaged.
-        on_host: whether to update the average outside a compiled step.
     """
 
-    average: BaseAveragedModel
-    model: nn.Module
-    batch_count: Callable[[], int]
-    ends_window: Callable[[int], bool] = lambda batch: True
-    skipped: int = 0
-    on_host: bool = False
-
-    def __post_init__(self) -> None:
-        average, self._due = self.average, False
-        self._is_always_due = average.window == 1 and not (self.skipped or average.counts_batches)
+    def __init__(
+        self,
+        average: BaseAveragedModel,
+        model: nn.Module,
+        batch_count: Callable[[], int],
+        optim: OptimWrapper | None = None,
+        skipped: int = 0,
+    ) -> None:
+        self.average, self.model, self.skipped, self._due = average, model, skipped, False
+        self._batch_count, self._ends_window = batch_count, optim.ends_window if optim else lambda _: True
         averages, currents = self._find()
         self._weight = HostNumber(0.0, averages[0].device, precise_dtype(averages[0].device))
         self._moves = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
-        # With an interval above 1, a graph would read and write the average even in steps that do not change it.
-        self.on_host = self.on_host or average.interval > 1 or self._moves
+        # - With an interval above 1, a graph would read and write the average even in steps that do not change it.
+        # - Sharded weights may get new storage when they are first gathered.
+        # - The NaN guard restores the buffers after a non-finite step, so they can only be averaged after it runs.
+        is_guarded = optim is not None and any(part.nonfinite is not None for part in optim.parts)
+        self.on_host = average.interval > 1 or self._moves or mesh_of(model) is not None or is_guarded
 
     def _find(self) -> tuple[list[Tensor], list[Tensor]]:
         """Find the averaged tensors and return them."""
@@ -280,19 +278,19 @@ class AveragePart(StepPart):
         self._tensors = [(average._params(model), average._slots(model)) for model in models]
         return average.pairs(self.model)
 
+    def update(self) -> None:
+        """Update the average and count the update, outside a training step."""
+        self.before_batch()
+        self.after_batch()
+        self.count_batch()
+
     def before_batch(self) -> None:
         """Set the weight of the new parameters (0 if the next batch is not an update)."""
-        average, self._due = self.average, True
-        if not self._is_always_due:
-            batch = self.batch_count() + 1
-            average.batch = batch - self.skipped
-            self._due = average.batch > 0 and (average.every_batch or self.ends_window(batch))
-        weight, step = 0.0, average.steps
-        if self._due and step % average.interval == 0:
-            weight = average.weight(step) if step else 1.0
-        if weight != self._weight.value:
-            self._weight.value = weight
-            self._weight.tensor.fill_(weight)
+        average, batch = self.average, self._batch_count() + 1
+        average.batch = batch - self.skipped
+        self._due = average.batch > 0 and (average.every_batch or self._ends_window(batch))
+        is_change = self._due and average.steps % average.interval == 0
+        self._weight.set((average.weight(average.steps) if average.steps else 1.0) if is_change else 0.0)
 
     @torch.no_grad()
     def after_batch(self) -> None:
@@ -578,15 +576,15 @@ class EmaOptions:
 
     def average(self, model: nn.Module) -> BaseAveragedModel:
         """Return an average of this type, initialized with the model's weights."""
-        options = {key: getattr(self, key) for key in ("decay", "beta") if getattr(self, key) is not None}
-        if self.type == "swa" and options:
+        options: dict[str, Any] = {"interval": self.interval, "update_buffers": self.update_buffers}
+        decay = {key: value for key in ("decay", "beta") if (value := getattr(self, key)) is not None}
+        if self.type != "swa":
+            return ScheduledEMA(model, decay_type=self.type, count=self.count, **decay, **options)
+        if decay:
             raise ConfigError(
-                "does not apply to type 'swa', which is a plain mean; remove it", next(iter(options))
+                "does not apply to type 'swa', which is a plain mean; remove it", next(iter(decay))
             )
-        options |= dict(interval=self.interval, update_buffers=self.update_buffers)
-        if self.type == "swa":
-            return StochasticWeightAverage(model, every_batch=False, **options)
-        return ScheduledEMA(model, decay_type=self.type, count=self.count, **options)
+        return StochasticWeightAverage(model, every_batch=False, **options)
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:

@@ -116,6 +116,13 @@ class AccumulationWindow:
         """Whether the next batch ends its window."""
         return self.ends(self.count + 1)
 
+    def windows_between(self, first: int, last: int) -> int:
+        """Return the number of windows that end after batch `first`, up to batch `last`, which ends the run."""
+        epoch, counts = self.batches_per_epoch or last + 1, self.counts
+        per_epoch = -(-epoch // counts)
+        before = first // epoch * per_epoch + first % epoch // counts
+        return last // epoch * per_epoch + -(-(last % epoch) // counts) - before
+
     def advance(self) -> None:
         """Count a batch."""
         self.count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,8 @@ from slipstream.registry import MODELS, OPTIM_WRAPPERS
 from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.sharding import is_sharded, mesh_of
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
-from slipstream.speed.apply import overrides_train_step, prepare_model, process_settings
+from slipstream.speed.apply import overrides_train_step, prepare_model
 from slipstream.speed.front_ends import is_plain_wrapper
-from slipstream.speed.plan import no_effect
 from slipstream.speed.steps import StepSpec, build_step
 from slipstream.step import Step
 
@@ -263,29 +263,27 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 def prepare(
     arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
-) -> tuple[Capabilities, SpeedPlan, nn.Module, ModelInterface]:
+) -> tuple[SpeedPlan, nn.Module, ModelInterface]:
     """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
 
     Returns:
-        The capabilities, the complete plan, the model on its device (wrapped if there are several processes), and the
-        interface through which the Runner calls the model.
+        The complete plan, the model on its device (wrapped if there are several processes), and the interface through
+        which the Runner calls the model.
 
     Raises:
         ConfigError: an argument, an option, or a combination of options is not supported.
     """
     preprocessor, loss_fn = arguments["data_preprocessor"], arguments["loss_fn"]
     model = build_model(arguments["model"], preprocessor, loss_fn)
-    capabilities = capabilities_of(model, arguments["optim_wrapper"], deterministic)
-    plan = plan.complete(capabilities)
+    plan = plan.complete(capabilities_of(model, arguments["optim_wrapper"], deterministic))
     if plan.sources:
         logger.info(
             "Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items())
         )
-    for option, reason in no_effect(plan, capabilities).items():
+    for option, reason in plan.no_effect.items():
         logger.info(f"{plan.sources[option]} has no effect here: {reason}")
-    with process_settings(plan, device):
-        model = prepare_model(model, plan, device)
-    return capabilities, plan, model, build_interface(model, loss_fn, preprocessor, device)
+    model = prepare_model(model, plan, device)
+    return plan, model, build_interface(model, loss_fn, preprocessor, device)
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
@@ -306,7 +304,7 @@ def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
         ema = plan.ema
         hooks.append(EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch))
     if plan.nan_guard is not None:
-        hooks.append(plan.nan_guard.hook_cfg())
+        hooks.append({"type": "NanGuardHook", **asdict(plan.nan_guard)})
     if plan.gc is not None:
         hooks.append({"type": "GcHook", "interval": plan.gc})
     return hooks

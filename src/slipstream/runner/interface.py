@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.registry import MODELS
 from slipstream.speed.apply import to_device
-from slipstream.speed.losses import LossFunction, ModelLosses, call_model, read_losses
+from slipstream.speed.losses import LossFunction, ModelLosses, outputs_and_targets, read_losses
 
 __all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
 
@@ -125,16 +125,7 @@ class PlainModel(ModelInterface):
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
-        inputs = self.prepare(False)(batch)
-        if isinstance(inputs, Mapping):
-            return call_model(self.core, inputs), inputs
-        if not isinstance(inputs, list | tuple) or len(inputs) < 2:
-            raise DataError(
-                f"a batch must be (inputs, targets) or a dict, not {type(inputs).__name__}; change the dataset or "
-                "collate_fn"
-            )
-        *arguments, targets = inputs
-        return self.core(*arguments), targets
+        return outputs_and_targets(self.core, self.prepare(False)(batch))
 
 
 def _parsed_losses(parse_losses: Callable[[Any], Any], module: nn.Module, inputs: Any) -> Any:

@@ -13,7 +13,7 @@ from slipstream.hooks.preemption import PreemptionHook
 from slipstream.logging import RUN_FAILED
 from slipstream.registry import default_scope
 from slipstream.runner.user_config import add_config_path
-from slipstream.speed.apply import compiling, process_settings
+from slipstream.speed.apply import running
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -146,8 +146,7 @@ class RunContext:
                 self._building(),
                 runner.logger.as_current(),
                 runner.message_hub.as_current(),
-                process_settings(runner.speed, runner.device),
-                compiling(runner.speed, runner.logger),
+                running(runner.speed, runner.device, runner.logger),
             ):
                 yield
         except BaseException as error:

@@ -40,7 +40,7 @@ from slipstream.runner.user_config import (
     with_defaults,
 )
 from slipstream.speed import CFG_OPTIONS, SpeedPlan, compile_model
-from slipstream.speed.apply import add_parts, plan_optim, select_kernels
+from slipstream.speed.apply import plan_optim, prepare_optim
 from slipstream.step import Step
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Runner:
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source)
         self.device = default_device()
-        self.capabilities, self.speed, self.model, self._interface = builders.prepare(
+        self.speed, self.model, self._interface = builders.prepare(
             arguments, plan, self._randomness.deterministic, self.device, self.logger
         )
         self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
@@ -367,8 +367,7 @@ class Runner:
         if self.optim_wrapper is None:
             with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
-            select_kernels(self.optim_wrapper, self.speed, self.device)
-            add_parts(self.speed, self.model, self.optim_wrapper)
+            prepare_optim(self.optim_wrapper, self.model, self.speed, self.device)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers, lr_scaled = self._training["param_scheduler"], self._training["auto_scale_lr"].enable
             self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop, lr_scaled)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +14,44 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.checkpoint import (
+    ACCELERATED,
+    ACCELERATED_FILE,
+    check_like,
+    check_optimizer,
+    check_restorable,
+    check_tensors,
+    get_random_state,
+    load_checkpoint,
+    set_random_state,
+    write_checkpoint,
+)
+from slipstream.checkpoint import check as check_entries
+from slipstream.checkpoint.matching import MismatchError
+from slipstream.checkpoint.weights import compare_weights
 from slipstream.devices import default_device
-from slipstream.dist import get_world_size, is_distributed
+from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed
 from slipstream.dist.placement import unused_launcher
-from slipstream.errors import CheckpointError, ConfigError, ModelError
+from slipstream.errors import CheckpointError, ConfigError, ModelError, SlipstreamError
 from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
-from slipstream.speed.apply import (
-    add_parts,
-    compiling,
-    plan_optim,
-    prepare_model,
-    process_settings,
-    select_kernels,
-    to_device,
-)
+from slipstream.speed.apply import plan_optim, prepare_model, prepare_optim, running, to_device
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.losses import BatchLoss, LossFunction, ModelLosses, read_losses
-from slipstream.speed.plan import SpeedPlan, no_effect
-from slipstream.speed.step_state import (
-    check_step_state,
-    describe_compilation,
-    describe_step,
-    load_step,
-    save_step,
-)
+from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import StepSpec, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step
 from slipstream.typecheck import PositiveInt, check
 
 __all__ = ["TrainStep", "accelerate"]
 
-_UNSUPPORTED = {
-    "gc": "requires a Runner; in your own loop, call gc.collect()",
-    "nan_guard": "requires a Runner, which monitors the losses; in your own loop, check them yourself",
-    "prefetch": "requires a Runner; in your own loop, use: for batch in feed(loader, prefetch=2)",
-}
-"""Options that `accelerate` does not support, with their alternatives."""
+
+_REMEDY = (
+    ". Load it into a step with the model, optimizer and options it was saved with, or load only the weights: "
+    "model.load_state_dict(torch.load(path)['state_dict'])"
+)
 
 
 def accelerate(
@@ -99,29 +99,34 @@ def accelerate(
             optimizer has a parameter that is not in the model.
         ModelError: the optimizer has a parameter on a different device than the model.
     """
-    _check_optimizer(optimizer, model)
     losses = read_losses(loss_fn, compute_loss)
+    loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
     check(total_steps, PositiveInt | None, "total_steps")
     check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
     device = default_device()
-    plan, no_effect = _complete_plan(speed, model, device)
-    prepared = prepare_model(model, plan, device)
-    if isinstance(loss_fn, nn.Module):
-        to_device(loss_fn, device)
-    _check_devices(optimizer, model, device)
-    _move_state(optimizer)
-    loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
-    return TrainStep(
-        prepared, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module, no_effect
-    )
+    _check_optimizer(optimizer, model, loss_module, device)
+    plan = SpeedPlan.read(speed, device=device.type)
+    plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
+    _check_supported(plan, total_steps)
+    model = prepare_model(model, plan, device)
+    if loss_module is not None:
+        to_device(loss_module, device)
+    # The model may have been moved after optimizer steps. Step counts (0-dim) may be on the CPU.
+    for param, values in optimizer.state.items():
+        moved = {k: v.to(param.device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
+        values.update(moved)
+    return TrainStep(model, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module)
 
 
-def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
+def _check_optimizer(
+    optimizer: Any, model: nn.Module, loss_module: nn.Module | None, device: torch.device
+) -> None:
     """Check that `optimizer` is a torch optimizer for the model's parameters.
 
     Raises:
         ConfigError: `optimizer` has a different type, contains none of the model's parameters, or, with several
             processes, contains a parameter that is not in the model.
+        ModelError: a parameter that is not in the model is on a different type of device.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -130,61 +135,45 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "optimizer",
         )
     own = set(model.parameters())
-    inside = [param in own for group in optimizer.param_groups for param in group["params"]]
-    if not any(inside):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    outside = [param for param in params if param not in own]
+    if len(outside) == len(params):
         raise ConfigError(
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
-    if get_world_size() > 1 and not all(inside):
+    if get_world_size() > 1 and outside:
         raise ConfigError(
-            f"{inside.count(False)} of its {len(inside)} parameters are not in the model, and DDP averages only the "
+            f"{len(outside)} of its {len(params)} parameters are not in the model, and DDP averages only the "
             "model's gradients across processes; put the model and all parameters of the optimizer "
             "into one nn.Module",
             "optimizer",
         )
+    moved = set() if loss_module is None else set(loss_module.parameters())
+    for param in outside:
+        if param not in moved and param.device.type != device.type:
+            raise ModelError(
+                f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device} not in the "
+                f"model, which is trained on {device}; build the optimizer after all modules have been moved"
+            )
 
 
-def _complete_plan(speed: Any, model: nn.Module, device: torch.device) -> tuple[SpeedPlan, Mapping[str, str]]:
-    """Return the plan for `speed` on this machine, and the options that have no effect, with the reasons.
-
-    Raises:
-        ConfigError: an option is invalid or not supported by `accelerate`.
-    """
-    capabilities = Capabilities.here(device.type, model, world_size=get_world_size())
-    plan = SpeedPlan.read(speed, device=device.type).complete(capabilities)
-    for option, remedy in _UNSUPPORTED.items():
-        if getattr(plan, option) and not plan.sources[option].startswith("auto"):
-            raise ConfigError(remedy, plan.config_path(option))
-    if plan.parallel is not None and plan.parallel.sharded:
-        raise ConfigError(
-            "requires an optimizer built after the model is sharded; use a Runner",
-            plan.config_path("parallel"),
-        )
-    return plan, no_effect(plan, capabilities)
-
-
-def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
-    """Check that all parameters of the optimizer are on the model's device type.
-
-    Raises:
-        ModelError: a parameter is on a different type of device.
-    """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.device.type != device.type:
-                raise ModelError(
-                    f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, but "
-                    f"the model is on {device}. If part of the model was moved after the optimizer was built, build "
-                    f"the optimizer after the move. If the parameter is not part of the model, move it to {device}"
-                )
-
-
-def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of the parameters, in case the model was moved after optimizer steps."""
-    for param, values in optimizer.state.items():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the CPU
-                values[name] = value.to(param.device)
+def _check_supported(plan: SpeedPlan, total_steps: int | None) -> None:
+    """Raise a `ConfigError` if the user has set an option that requires a Runner."""
+    stops = plan.nan_guard is not None and plan.nan_guard.action == "stop"
+    ema = plan.ema if isinstance(plan.ema, EmaOptions) else EmaOptions(type="swa")
+    for option, is_set, message in (
+        ("gc", plan.gc, "requires a Runner; in your own loop, call gc.collect()"),
+        ("prefetch", plan.prefetch, "requires a Runner; in your own loop, use: for batch in feed(loader, prefetch=2)"),
+        ("nan_guard", stops, "'stop' requires a Runner, which reads the losses; use 'skip', or check them yourself"),
+        ("parallel", plan.parallel is not None and plan.parallel.sharded,
+         "requires an optimizer built after the model is sharded; use a Runner"),
+        ("ema", ema.begin_epoch, "accelerate does not count epochs; use begin_iter instead of begin_epoch"),
+        ("ema", ema.type == "exp" and total_steps is None,
+         "type 'exp' depends on the number of training steps; pass total_steps, the number of batches (not of "
+         "weight updates) in the whole run, to accelerate(), or use ema=dict(type='threshold')"),
+    ):  # fmt: skip
+        if is_set and not plan.sources[option].startswith("auto"):
+            raise ConfigError(message, plan.config_path(option))
 
 
 class TrainStep:
@@ -202,57 +191,44 @@ class TrainStep:
         losses: ModelLosses,
         plan: SpeedPlan,
         device: torch.device,
-        total_steps: int | None,
+        total_steps: int | None = None,
         batches_per_epoch: int | None = None,
         loss_module: nn.Module | None = None,
-        no_effect: Mapping[str, str] | None = None,
     ) -> None:
-        self.model = model
-        """The model, wrapped in DDP if there are several processes."""
-        self.plan = plan
-        self.no_effect = dict(no_effect or {})
-        """The options that have no effect on this machine, with the reasons."""
-        self._loss_module = loss_module
-        self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
-            {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
-        )
-        select_kernels(self.optim, plan, device)
-        add_parts(plan, model, self.optim)
+        self.model, self.plan = model, plan
+        self._loss_module, self._total_steps = loss_module, total_steps
+        cfg = {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
+        self.optim: OptimWrapper = OPTIM_WRAPPERS.build(cfg)
+        prepare_optim(self.optim, model, plan, device)
         if self.optim.accumulative_counts > 1:
             # torch warns if a schedule steps before the first update, as in the first accumulation window.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1, batches_per_epoch)
-        move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
         messages: list[str] = []  # do not reference self, which would keep the step alive
-        self._warnings = messages
 
         def warn(message: str) -> None:
             messages.append(message)
             logger.warning(message)
 
-        self._warn: Callable[[str], None] = warn
+        self._warnings, self._warn = messages, warn
         if not is_distributed() and (launcher := unused_launcher()):
             warn(
                 f"{launcher} started several processes, but there is no process group, so each process trains its own "
                 f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
             )
-        for option, reason in self.no_effect.items():
+        for option, reason in plan.no_effect.items():
             logger.info(f"{plan.sources[option]} has no effect here: {reason}")
         self._exit = ExitStack()
-        self._exit.enter_context(process_settings(plan, device))
-        self._exit.enter_context(compiling(plan, logger))
+        self._exit.enter_context(running(plan, device, logger))
         self._close = weakref.finalize(self, self._exit.close)
-        # The compiled scope and the description of the compilation just before `close`; None if the step is not closed.
-        self._at_close: tuple[str | None, str] | None = None
-        spec = StepSpec(model, self.optim, losses, move.cast_data)
-        self._step: Step = build_step(spec, plan, warn, logger.info)
+        prepare = BaseDataPreprocessor().to(device).cast_data
+        self._step: Step = build_step(StepSpec(model, self.optim, losses, prepare), plan, warn, logger.info)
         if isinstance(self._step, CompiledStep):
             self._exit.callback(self._step.close)
         self._average: BaseAveragedModel | None = None
         if isinstance(plan.ema, EmaOptions):
-            self._add_average(plan.ema, total_steps)
+            self._add_average(plan.ema)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch, without device synchronization; return `loss` and other values as 0-dim tensors.
@@ -260,16 +236,12 @@ class TrainStep:
         Raises:
             ModelError: the step was called within `averaged`.
         """
-        if self._may_be_averaged():
-            raise ModelError(
-                "the step cannot be called inside `with step.averaged()`, because it would train the averaged weights; "
-                "call it after the block"
-            )
+        self._check_not_averaged("the step", ModelError)
         if self._total_steps is not None and self.steps >= self._total_steps:
             self._warn_once(
-                f"Training continues past total_steps={self._total_steps} batches, but the schedule of ema and the "
-                "last accumulation window were computed for that length. total_steps is the number of batches in the "
-                "whole run, not of weight updates; pass len(loader) * epochs to accelerate()"
+                f"Training continues past total_steps={self._total_steps} batches, for which the schedule of ema and "
+                "the last accumulation window were computed. total_steps counts all batches, not weight updates; pass "
+                "len(loader) * epochs to accelerate()"
             )
         return self._step(batch)
 
@@ -278,17 +250,12 @@ class TrainStep:
 
         Later batches run eagerly if the step was compiled as one graph.
         """
-        if self._close.alive:
-            self._at_close = self.compiled_scope, describe_compilation(self, closed=True)
         self._close()
 
     @property
     def compiled_scope(self) -> str | None:
-        """Compiled scope: 'step' (even before its graph is ready), 'model' or 'block'; None if nothing is compiled.
-
-        After `close`, this is the scope before `close`.
-        """
-        return compiled_scope(self._step, self.model) if self._at_close is None else self._at_close[0]
+        """Compiled scope: 'step' (even before its graph is ready), 'model' or 'block'; None if nothing is compiled."""
+        return compiled_scope(self._step, self.model)
 
     @property
     def inner(self) -> Step:
@@ -297,8 +264,36 @@ class TrainStep:
 
     def summary(self) -> str:
         """Return a summary as a string: whether the step is compiled, the options, and the warnings so far."""
-        compilation = describe_compilation(self) if self._at_close is None else self._at_close[1]
-        return "\n".join(describe_step(self, compilation, self._warnings))
+        plan, optim, inner = self.plan, self.optim, self.inner
+        graph = f", {inner.batches} of them with the graph" if isinstance(inner, CompiledStep) else ""
+        lines = [
+            f"step: {self._describe_compilation()}; trained on {_count(self.steps, 'batch', 'batches')}{graph}"
+        ]
+        if (processes := get_world_size()) > 1:
+            lines.append(f"processes: {processes}, with averaged gradients")
+        # The value None of `fused` selects fused kernels if the optimizer has them.
+        is_set = {name: getattr(plan, name) or (name, plan.fused) == ("fused", None) for name in plan.sources}
+        options = [f"{name} ({source})" for name, source in plan.sources.items() if is_set[name]]
+        lines.append(f"options: {', '.join(options) or 'none'}")
+        lines += [f"  {name} is off: {note}" for name, note in plan.notes.items()]
+        lines += [f"  {name} has no effect here: {reason}" for name, reason in plan.no_effect.items()]
+        if (counts := optim.accumulative_counts) > 1:
+            state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
+            lines.append(
+                f"accumulation: {counts} batches per update; the current accumulation window is {state}"
+            )
+        if self._average is not None:
+            lines.append(f"average: {_count(self._average.steps, 'update', 'updates')}")
+        return "\n".join([*lines, *(f"warning: {message}" for message in dict.fromkeys(self._warnings))])
+
+    def _describe_compilation(self) -> str:
+        inner = self.inner
+        if isinstance(inner, CompiledStep) and inner.uses_graph:
+            ready = inner.has_graph
+            return "compiled as one graph" if ready else "will be compiled as one graph at the second batch"
+        if (scope := self.compiled_scope) is not None:
+            return f"eager, with {'a compiled model' if scope == 'model' else 'compiled blocks of the model'}"
+        return "eager" if self.plan.compile is None else "eager, although compile is set"
 
     @property
     def steps(self) -> int:
@@ -325,26 +320,13 @@ class TrainStep:
         if message not in self._warnings:
             self._warn(message)
 
-    def _add_average(self, options: EmaOptions, total_steps: int | None) -> None:
-        path = self.plan.config_path("ema")
-        if options.begin_epoch:
-            raise ConfigError("accelerate does not count epochs; use begin_iter instead of begin_epoch", path)
-        if options.type == "exp" and total_steps is None:
-            raise ConfigError(
-                "type 'exp' depends on the number of training steps; pass total_steps, the number of batches (not of "
-                "weight updates) in the whole run, to accelerate(), or use ema=dict(type='threshold')",
-                path,
-            )
+    def _add_average(self, options: EmaOptions) -> None:
         optim = self.optim  # a reference to self would keep the step alive
         core, skipped = unwrap_model(self.model), max(options.begin_iter - 1, 0)
         self._average = options.average(core)
-        if warning := self._average.start(
-            total_steps, skipped, optim.accumulative_counts, optim.accumulation.batches_per_epoch
-        ):
-            self._warn(f"{path}: {warning}")
-        optim.parts.append(
-            AveragePart(self._average, core, lambda: optim.batches, optim.ends_window, skipped)
-        )
+        if warning := self._average.start(self._total_steps, skipped, optim.accumulation):
+            self._warn(f"{self.plan.config_path('ema')}: {warning}")
+        optim.parts.append(AveragePart(self._average, core, lambda: optim.batches, optim, skipped))
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
         """Swap the averaged weights into the unwrapped model within the context.
@@ -369,7 +351,7 @@ class TrainStep:
         Raises:
             CheckpointError: the method was called within `averaged`.
         """
-        self._check_not_averaged("state_dict")
+        self._check_not_averaged("state_dict()", CheckpointError)
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if others := self._other_tensors():
             state["other_tensors"] = [tensor.detach() for tensor in others]
@@ -388,7 +370,7 @@ class TrainStep:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer, or the method
                 was called within `averaged`. No state is changed.
         """
-        self._check_not_averaged("load_state_dict")
+        self._check_not_averaged("load_state_dict()", CheckpointError)
         self.check_state(state)
         self.optim.load_state_dict(state["optimizer"])
         with torch.no_grad():
@@ -410,8 +392,7 @@ class TrainStep:
         if average is None:
             if saved is not None and saved["steps"] > 0:
                 self._warn_once(
-                    "The loaded state contains an average, which is ignored, because the option ema is off. The step "
-                    "trains the unaveraged weights, and averaged() yields them. To continue the average, set ema"
+                    "The average in the loaded state is ignored, because ema is off; to continue the average, set ema"
                 )
         elif saved is not None:
             average.load_state_dict(saved)
@@ -420,19 +401,14 @@ class TrainStep:
             average.restart(unwrap_model(self.model))
             if state["steps"] > 0:
                 self._warn_once(
-                    "The loaded state contains no average, so the average starts again from the loaded weights at the "
-                    "next update. To continue without an average, remove ema"
+                    "The loaded state contains no average, so the average starts again from the loaded weights"
                 )
 
-    def _may_be_averaged(self) -> bool:
-        """Return whether the weights are swapped with the average, or the code runs inside `averaged()`."""
-        return self._average is not None and (self._average.selected or self._average.swapped)
-
-    def _check_not_averaged(self, method: str) -> None:
-        if self._may_be_averaged():
-            raise CheckpointError(
-                f"{method}() cannot be called inside `with step.averaged()`, because the model can contain the "
-                "averaged weights there; call it after the block, or use save() and load(), which work everywhere"
+    def _check_not_averaged(self, what: str, error: type[SlipstreamError]) -> None:
+        if self._average is not None and (self._average.selected or self._average.swapped):
+            raise error(
+                f"{what} cannot be called inside `with step.averaged()`, because the model can contain the averaged "
+                "weights there; call it after the block, or use save() and load(), which work everywhere"
             )
 
     def _other_tensors(self) -> list[Tensor]:
@@ -459,7 +435,16 @@ class TrainStep:
                 unfinished and there are several processes.
         """
         with self._swapped_in(average=False):
-            save_step(self, path, values)
+            if get_world_size() > 1 and not self.optim.begins_window():
+                raise CheckpointError(
+                    "an accumulation window is unfinished, and each process has its own gradients; save when "
+                    "step.updated is True"
+                )
+            weights = unwrap_model(self.model).state_dict()
+            check_restorable(weights)
+            content: dict[str, Any] = {"state_dict": weights, "step": self.state_dict(), "values": values}
+            content["random_state"] = all_gather_object(get_random_state())
+            write_checkpoint(content, Path(path), _refuse)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file written by `save`, and return its `values`. No code in the file is executed.
@@ -468,7 +453,17 @@ class TrainStep:
             CheckpointError: the file is damaged, or belongs to a different model or optimizer. No state is changed.
         """
         with self._swapped_in(average=False):
-            return load_step(self, path)
+            content, source, model = load_checkpoint(path), str(path), unwrap_model(self.model)
+            check_entries(content, ACCELERATED_FILE, source)
+            with _own_remedy(". Load it into a step that uses the same model"):
+                compare_weights(model, content["state_dict"], True, source)
+            self.check_state(content["step"], source)
+            model.load_state_dict(content["state_dict"])
+            self.load_state_dict(content["step"])
+            states = content.get("random_state") or []
+            if get_rank() < len(states):
+                set_random_state(states[get_rank()])
+            return dict(content.get("values", {}))
 
     def check_state(self, state: Mapping[str, Any], source: str = "the state") -> None:
         """Check that `state` belongs to this step.
@@ -480,4 +475,58 @@ class TrainStep:
         Raises:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.
         """
-        check_step_state(self, state, self._other_tensors(), source)
+        check_entries(state, ACCELERATED, source)
+        optim, average, others = self.optim, self.average, self._other_tensors()
+        with _own_remedy():
+            check_optimizer(optim.optimizer, state["optimizer"], "optimizer", source)
+            scaler, saved = optim.loss_scaler, state["optimizer"].get("loss_scaler")
+            if scaler is not None and saved not in (None, {}):
+                check_like(scaler.state_dict(), saved, "optimizer.loss_scaler", source)
+            if average is not None and "average" in state:
+                _check_tensors("average", average.state_dict(), state["average"], source)
+            _check_tensors("other_tensors", _named(others), _named(state.get("other_tensors", [])), source)
+            if "gradients" in state:
+                params, gradients = _named(optim.parameters()), _named(state["gradients"])
+                _check_tensors("gradients", params, gradients, source, layouts=False)
+                is_scaled = bool(scaler and scaler.state_dict())
+                if is_scaled != bool(saved) and any(gradient is not None for gradient in gradients.values()):
+                    raise CheckpointError(
+                        f"{source}: 'gradients' contains the gradients of an unfinished accumulation window "
+                        f"{'with' if saved else 'without'} a loss scale; set the precision with which the state was "
+                        "saved, or save when step.updated is True"
+                    )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _named(tensors: Iterable[Any]) -> dict[str, Any]:
+    return {str(i): tensor for i, tensor in enumerate(tensors)}
+
+
+def _check_tensors(
+    key: str, own: Mapping[str, Any], saved: Mapping[str, Any], source: str, layouts: bool = True
+) -> None:
+    """Check the names, shapes and dtypes of tensors; None marks a missing gradient."""
+    if own.keys() != saved.keys():
+        names = sorted(map(str, own.keys() ^ saved.keys()))
+        raise CheckpointError(
+            f"{source}: '{key}' does not match the model, optimizer and loss_fn; entries found in only one of them: "
+            f"{names[:5]}"
+        )
+    tensors = {name: tensor for name, tensor in saved.items() if tensor is not None and name != "steps"}
+    check_tensors(own, tensors, key, source, warnings.warn, layouts=layouts)
+
+
+@contextmanager
+def _own_remedy(remedy: str = _REMEDY) -> Iterator[None]:
+    """Within the context, raise each MismatchError as a CheckpointError with `remedy` in place of its own remedy."""
+    try:
+        yield
+    except MismatchError as error:
+        raise CheckpointError(error.problem + remedy) from error
+
+
+def _refuse(message: str) -> None:
+    raise CheckpointError(message.replace("checkpoint.", "", 1))

@@ -26,11 +26,7 @@ from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
 from slipstream.step.dynamo import recompute_contexts
 
-__all__ = [
-    "ActivationCheckpointingOptions",
-    "checkpoint_activations",
-    "is_recomputed",
-]
+__all__ = ["ActivationCheckpointingOptions", "checkpoint_activations", "is_recomputed"]
 
 _KEY = "activation_checkpointing"
 
@@ -166,7 +162,7 @@ class _Recomputation(AbstractContextManager[None]):
             yield
         finally:
             all_reduce_override.reset(token)
-        self._containers = [pair for pair in containers if _differ(*pair)]
+        self._containers = [pair for pair in containers if _contents(pair[0]) != _contents(pair[1])]
         for buffers, name, buffer, version, old in before:
             if old is None:
                 self._buffers.append((buffers, name, buffer))
@@ -228,19 +224,14 @@ def _containers(module: nn.Module, inputs: Iterable[Any]) -> list[_Container]:
     return list(found.values())
 
 
-def _differ(container: _Container, contents: _Container) -> bool:
-    """Return whether other objects are now in a container."""
-    if len(container) != len(contents):
-        return True
-    if isinstance(container, dict) and isinstance(contents, dict):
-        return any(contents.get(name, contents) is not value for name, value in container.items())
-    return any(new is not old for new, old in zip(container, contents, strict=True))
+def _contents(container: _Container) -> list[tuple[Any, int]]:
+    """Return the key or index, and the identity, of each object in a container."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(value)) for key, value in items]
 
 
 def _assign(container: _Container, contents: _Container) -> None:
     """Replace the contents of a container."""
     container.clear()
-    if isinstance(container, dict):
-        container.update(contents)
-    else:
-        container.extend(contents)
+    replace: Any = container.update if isinstance(container, dict) else container.extend
+    replace(contents)

@@ -6,7 +6,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -38,17 +38,7 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
 
-__all__ = [
-    "add_parts",
-    "compiling",
-    "overrides_train_step",
-    "plan_optim",
-    "prepare_model",
-    "process_settings",
-    "select_kernels",
-    "to_device",
-    "wrap_model",
-]
+__all__ = ["overrides_train_step", "plan_optim", "prepare_model", "prepare_optim", "running", "to_device"]
 
 _EXPANDABLE = "expandable_segments"
 
@@ -60,21 +50,25 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
     _correct_kernels(plan, model.parameters(), device)
-    if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
-        _refuse_wrapped(model, plan)
-        return to_device(model, device)
-    if plan.sync_bn and is_distributed():
-        model = convert_sync_batchnorm(model)
-    model = to_device(model, device)
-    if plan.precision is not None and plan.precision.name == "fp8":
-        with _with_config_path(plan, "precision"):
+    with plan.locating_errors():
+        if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+            for option in ("sync_bn", "channels_last", "activation_checkpointing"):
+                if getattr(plan, option):
+                    kind = type(model).__name__
+                    raise ConfigError(
+                        f"the model is already wrapped in {kind}; pass the unwrapped model", option
+                    )
+            return to_device(model, device)
+        if plan.sync_bn and is_distributed():
+            model = convert_sync_batchnorm(model)
+        model = to_device(model, device)
+        if plan.precision is not None and plan.precision.name == "fp8":
             convert_to_fp8(model)
-    if plan.channels_last:
-        to_channels_last(model, weights=plan.parallel is None or not plan.parallel.sharded)
-    if plan.activation_checkpointing is not None:
-        with _with_config_path(plan, "activation_checkpointing"):
+        if plan.channels_last:
+            to_channels_last(model, weights=plan.parallel is None or not plan.parallel.sharded)
+        if plan.activation_checkpointing is not None:
             checkpoint_activations(model, plan.activation_checkpointing)
-    return wrap_model(model, plan, device) if is_distributed() else model
+    return _wrap(model, plan, device) if is_distributed() else model
 
 
 def _correct_kernels(plan: SpeedPlan, parameters: Iterable[Tensor], device: torch.device) -> None:
@@ -114,16 +108,7 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
-    for option in ("sync_bn", "channels_last", "activation_checkpointing"):
-        if getattr(plan, option):
-            raise ConfigError(
-                f"the model is already wrapped in {type(model).__name__}; pass the unwrapped model to use this option",
-                plan.config_path(option),
-            )
-
-
-def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
+def _wrap(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
     """Return the model, wrapped for multi-process training as specified by the plan."""
     # A model that overrides train_step calls its submodules directly, so each submodule is wrapped separately.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
@@ -145,8 +130,9 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
 
 def overrides_train_step(model: nn.Module) -> bool:
     """Return whether the model overrides `train_step`, as GANs usually do."""
-    wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
-    standard = (BaseModel.train_step, *wrappers)
+    standard = [
+        kind.train_step for kind in (BaseModel, MMDistributedDataParallel, MMFullyShardedDataParallel)
+    ]
     return getattr(type(model), "train_step", standard[0]) not in standard
 
 
@@ -159,11 +145,17 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if cfg is None:
         return None
     current = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
-    options = [option for option in _WRAPPER_OPTIONS if getattr(plan, option) != getattr(current, option)]
-    changes = {key: value for option in options for key, value in _WRAPPER_OPTIONS[option](plan).items()}
-    if not changes:
-        return cfg
-    if not is_plain_wrapper(cfg):
+    dtype = plan.precision.autocast_dtype if plan.precision else None
+    wanted: dict[str, dict[str, Any]] = {
+        "precision": {"type": "AmpOptimWrapper", "dtype": str(dtype).removeprefix("torch.")} if dtype else {},
+        "accumulate": {"accumulative_counts": plan.accumulate},
+        "clip_grad": {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
+    }
+    options = [
+        name for name, keys in wanted.items() if keys and getattr(plan, name) != getattr(current, name)
+    ]
+    changes = {key: value for option in options for key, value in wanted[option].items()}
+    if changes and not is_plain_wrapper(cfg):
         kind = changes.pop("type", "its constructor")
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         raise ConfigError(
@@ -171,92 +163,62 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
             f"{kind}, or set optim_wrapper to a dict with the key 'optimizer' and without 'type'",
             "optim_wrapper",
         )
-    return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **changes}
+    return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **changes} if changes else cfg
 
 
-def _precision_keys(plan: SpeedPlan) -> dict[str, Any]:
-    dtype = plan.precision.autocast_dtype if plan.precision else None
-    if dtype is None:
-        return {}
-    return {"type": "AmpOptimWrapper", "dtype": str(dtype).removeprefix("torch.")}
+def prepare_optim(optim: OptimWrapper, model: nn.Module, plan: SpeedPlan, device: torch.device) -> None:
+    """Select the kernels of the optimizer, and insert the step parts of the plan's options into `optim.parts`.
 
-
-_WRAPPER_OPTIONS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
-    "precision": _precision_keys,
-    "accumulate": lambda plan: {"accumulative_counts": plan.accumulate},
-    "clip_grad": lambda plan: {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
-}
-
-
-def select_kernels(optim: OptimWrapper, plan: SpeedPlan, device: torch.device) -> None:
-    """Select the kernels for the trained parameters, including those outside the model, and for the optimizers."""
-    wrappers = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
-    for wrapper in wrappers:
-        _correct_kernels(plan, wrapper.parameters(), device)
-        if plan.fused is not False:
-            with _with_config_path(plan, "fused"):
-                fuse(wrapper.optimizer, plan.fused)
-
-
-def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
-    """Insert the step parts for the plan's options at the start of `optim.parts`, in the order of the plan's fields.
-
-    Gradients are centralized, then clipped per unit, then clipped by `clip_grad`. With several optimizers, each has its
-    own parts. A part replaces an existing part of the same class, so a second call has no effect.
+    The parts run first, in the order of the plan's fields: gradients are centralized, then clipped per unit, then
+    clipped by `clip_grad`. With several optimizers, each has its own parts.
 
     Raises:
         ConfigError: an option does not support the model or the optimizer.
     """
     core = unwrap_model(model)
-    part_options = {
-        option: value for option in plan.options() if hasattr(value := getattr(plan, option), "part")
-    }
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
-        parts = []
-        for option, value in part_options.items():
-            with _with_config_path(plan, option):
-                part = value.part(core, wrapper)
-                _check_part(part, option, core, wrapper)
-            parts.append(part)
-        replaced = {type(part) for part in parts}
+        _correct_kernels(plan, wrapper.parameters(), device)  # also of parameters outside the model
+        parts: list[StepPart] = []
+        with plan.locating_errors():
+            if plan.fused is not False:
+                fuse(wrapper.optimizer, plan.fused)
+            for option in plan.options():
+                make_part = getattr(getattr(plan, option), "part", None)
+                if make_part is not None and (part := make_part(core, wrapper)) is not None:
+                    _check_part(part, option, core, wrapper)
+                    parts.append(part)
+        replaced = set(map(type, parts))  # the parts of an earlier run with this wrapper
         wrapper.parts[:] = [*parts, *(part for part in wrapper.parts if type(part) not in replaced)]
 
 
 def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapper) -> None:
     """Raise a `ConfigError` if the wrapper ignores the part, or if the part does not support the model."""
-    if (method := _method_ignoring_parts(type(optim))) is not None:
-        raise ConfigError(
-            f"{type(optim).__name__}.{method} overrides OptimWrapper.{method}, which this option is a part of; use "
-            "OptimWrapper, or remove this option",
-            option,
-        )
+    kind = type(optim)
+    for method in ("update_params", "step"):
+        if not getattr(kind, method).__module__.startswith("slipstream."):
+            raise ConfigError(
+                f"{kind.__name__}.{method} overrides OptimWrapper.{method}, which this option is a part of; use "
+                "OptimWrapper, or remove this option",
+                option,
+            )
     if part.replaces_gradients and overrides_train_step(model):
         raise ConfigError(
             f"this option and {type(model).__name__}.train_step both compute the gradients; remove one of them",
             option,
         )
-    if type(part).before_update is StepPart.before_update and not part.replaces_gradients:
-        return
-    for name, module in model.named_modules():
+    changes_gradients = part.replaces_gradients or "before_update" in part.implements
+    for name, module in model.named_modules() if changes_gradients else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ConfigError(f"does not support sparse gradients; build '{name}' with sparse=False", option)
 
 
-def _method_ignoring_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of the method with which a user's class replaces the update, and with it the parts, or None."""
-    for method in ("update_params", "step"):
-        owner = next(owner for owner in kind.__mro__ if method in vars(owner))
-        if not owner.__module__.startswith("slipstream."):
-            return method
-    return None
-
-
 @contextmanager
-def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
-    """Enable the plan's process-wide settings for this device type within the context.
+def running(plan: SpeedPlan, device: torch.device, logger: logging.Logger | MMLogger) -> Iterator[None]:
+    """Within the context, enable the plan's process-wide settings, and cache compiled code.
 
     cuDNN's benchmark mode is disabled if deterministic algorithms are enabled. Expandable segments reduce memory
-    fragmentation; only new allocations are affected, and the other settings in PYTORCH_ALLOC_CONF are unchanged.
+    fragmentation; only new allocations are affected, and the other settings in PYTORCH_ALLOC_CONF are unchanged. When
+    the context ends, graph breaks and recompiles are logged.
     """
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
@@ -267,54 +229,22 @@ def process_settings(plan: SpeedPlan, device: torch.device) -> Iterator[None]:
             stack.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
             cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         if plan.expandable_segments and on_cuda:
-            before = _allocator_settings()
-            after = before if _EXPANDABLE in before else _add_setting(before, f"{_EXPANDABLE}:False")
-            stack.callback(torch._C._accelerator_setAllocatorSettings, after)
-            # Pass all settings, because torch resets some omitted settings to their defaults.
-            torch._C._accelerator_setAllocatorSettings(_add_setting(before, f"{_EXPANDABLE}:True"))
+            get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # since torch 2.12
+            before = os.environ.get("PYTORCH_ALLOC_CONF", "") if get is None else str(get())
+            # Pass all settings, because torch resets some omitted settings to their defaults. The last value of a
+            # setting takes precedence.
+            change, own = torch._C._accelerator_setAllocatorSettings, f"{before}," if before else ""
+            stack.callback(change, before if _EXPANDABLE in before else f"{own}{_EXPANDABLE}:False")
+            change(f"{own}{_EXPANDABLE}:True")
+        if plan.compile is not None:
+            # Imported here, because most runs do not compile.
+            from slipstream.speed.compile_cache import use_cache
+            from slipstream.speed.compile_report import CompileReport
+
+            folder = use_cache(plan.compile, logger.warning)
+            cached = f", whose code is cached in {folder}" if folder else ""
+            logger.info(
+                f"torch.compile: training waits for each compilation{cached}; the first one may take minutes"
+            )
+            stack.enter_context(CompileReport().logging(logger))
         yield
-
-
-def _allocator_settings() -> str:
-    """Return the current settings or, before torch 2.12, the settings at startup."""
-    report = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    return os.environ.get("PYTORCH_ALLOC_CONF", "") if report is None else str(report())
-
-
-def _add_setting(settings: str, setting: str) -> str:
-    return f"{settings},{setting}" if settings else setting  # the last value of a setting takes precedence
-
-
-@contextmanager
-def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
-    """Replace the option's name in the path of each `ConfigError` with the option's config path."""
-    try:
-        yield
-    except ConfigError as error:
-        error.path = plan.config_path(option) + error.path.removeprefix(option)
-        raise
-
-
-@contextmanager
-def compiling(plan: SpeedPlan, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Cache the code that is compiled within the context.
-
-    When the context ends, log graph breaks and recompiles.
-    """
-    if plan.compile is None:
-        yield
-        return
-    # Imported here, because most runs do not compile.
-    from slipstream.speed.compile_cache import use_cache
-    from slipstream.speed.compile_report import CompileReport
-
-    folder = use_cache(plan.compile, logger.warning)
-    cached = f", whose code is cached in {folder}" if folder else ""
-    logger.info(f"torch.compile: training waits for each compilation{cached}; the first one may take minutes")
-    report = CompileReport()
-    report.start()
-    try:
-        yield
-    finally:  # count torch's compilations until the context ends
-        summary = report.finish()
-    (logger.warning if summary.has_problems else logger.info)(summary.text())

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from slipstream.speed.precision import PrecisionOptions
 
-__all__ = ["Capabilities", "Choice", "choose", "convolution_fraction"]
+__all__ = ["Capabilities", "Choice", "choose"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Capabilities:
     world_size: int = 1
     """Number of processes."""
     convolutions: float = 0.0
-    """Fraction of the model's parameters that are weights of 2-d convolutions."""
+    """Fraction of the model's parameters that belong to 2-d convolutions, from 0 to 1."""
     plain_wrapper: bool = True
     """Whether the optimizer wrapper's precision can still be set."""
     deterministic: bool = False
@@ -45,12 +45,14 @@ class Capabilities:
         from importlib.util import find_spec
 
         nvidia = device == "cuda" and torch.version.hip is None
+        convolutions = {p for m in model.modules() if isinstance(m, nn.Conv2d) for p in m.parameters()}
+        sizes = {param: 0 if is_lazy(param) else param.numel() for param in model.parameters()}
         return cls(
             device=device,
             capability=torch.cuda.get_device_capability() if nvidia else (0, 0),
             bf16=_supports_bf16(device),
             torchao=find_spec("torchao") is not None,
-            convolutions=convolution_fraction(model),
+            convolutions=sum(map(sizes.__getitem__, convolutions)) / max(sum(sizes.values()), 1),
             **run,  # type: ignore[arg-type]
         )
 
@@ -62,26 +64,10 @@ class Capabilities:
 
 def _supports_bf16(device: str) -> bool:
     """Return whether the accelerator supports bfloat16 without emulation."""
-    if device in ("cpu", "mps"):
-        return False
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     supports = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    return supports is not None and bool(supports())
-
-
-def convolution_fraction(model: nn.Module) -> float:
-    """Return the fraction of a model's parameters that are weights of 2-d convolutions, from 0 to 1."""
-    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
-    # Do not read `m.weight`, which would run a parametrization; spectral_norm changes its buffers each time it runs.
-    convolutions = {
-        id(p): p.numel()
-        for m in model.modules()
-        if isinstance(m, nn.Conv2d)
-        for name, p in m.named_parameters()
-        if name.removeprefix("parametrizations.").startswith("weight") and not is_lazy(p)
-    }
-    return sum(convolutions.values()) / total if total else 0.0
+    return device not in ("cpu", "mps") and supports is not None and bool(supports())
 
 
 class Choice(NamedTuple):
@@ -96,38 +82,28 @@ class Choice(NamedTuple):
 
 def choose(capabilities: Capabilities) -> Iterator[Choice]:
     """Yield the choices for this device and model, each with its reason."""
-    convolutional = capabilities.convolutions > 0.5
-    yield _precision(capabilities)
+    device, convolutional = capabilities.device, capabilities.convolutions > 0.5
+    if capabilities.bf16 and capabilities.plain_wrapper:
+        yield Choice("precision", "this device supports bf16", PrecisionOptions("bf16"))
+    elif capabilities.tf32:
+        yield Choice("precision", "this device supports tf32", PrecisionOptions("tf32"))
+    elif device == "cpu":
+        reason = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
+        yield Choice("precision", reason, enabled=False)
+    else:
+        reason = f"bf16 and tf32 are not known to be faster on this {device} device"
+        yield Choice("precision", reason, enabled=False)
     yield Choice(
         "fused", "torch's fused kernels, if the optimizer has them, compute the same update in fewer passes"
     )
-    if capabilities.device != "cpu":
+    if device != "cpu":
         yield Choice("prefetch", "copies the next batches to the device during the step", 2)
-    if capabilities.device in ("cuda", "xpu") and convolutional:
-        yield Choice(
-            "channels_last",
-            f"{capabilities.convolutions:.0%} of the parameters belong to 2-d convolutions",
-            True,
-        )
-    if capabilities.device == "npu" and convolutional:
+    if device in ("cuda", "xpu") and convolutional:
+        share = f"{capabilities.convolutions:.0%} of the parameters belong to 2-d convolutions"
+        yield Choice("channels_last", share, True)
+    if device == "npu" and convolutional:
         yield Choice("channels_last", "Ascend uses its own memory format for convolutions", enabled=False)
-    if capabilities.device == "cuda" and convolutional and not capabilities.deterministic:
+    if device == "cuda" and convolutional and not capabilities.deterministic:
         yield Choice("cudnn_benchmark", "cuDNN selects the fastest convolution algorithms", True)
-    yield _compile(capabilities, convolutional)
-
-
-def _precision(capabilities: Capabilities) -> Choice:
-    if capabilities.bf16 and capabilities.plain_wrapper:
-        return Choice("precision", "this device supports bf16", PrecisionOptions("bf16"))
-    if capabilities.tf32:
-        return Choice("precision", "this device supports tf32", PrecisionOptions("tf32"))
-    if capabilities.device == "cpu":
-        reason = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
-    else:
-        reason = f"bf16 and tf32 are not known to be faster on this {capabilities.device} device"
-    return Choice("precision", reason, enabled=False)
-
-
-def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
-    gain = ", but reduces the step time by 10% to 40%" * (capabilities.device == "cpu" and convolutional)
-    return Choice("compile", f"compilation can take minutes{gain}; try compile=True", enabled=False)
+    gain = ", but reduces the step time by 10% to 40%" * (device == "cpu" and convolutional)
+    yield Choice("compile", f"compilation can take minutes{gain}; try compile=True", enabled=False)

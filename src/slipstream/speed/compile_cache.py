@@ -59,14 +59,10 @@ def use_cache(options: CompileOptions, warn: Callable[[str], None]) -> Path | No
 
 def cache_folder(options: CompileOptions) -> Path:
     """Return the cache folder for the CPU (for which inductor generates code) and the versions, without creating it."""
-    base = (
-        Path(options.cache).expanduser().absolute()
-        if isinstance(options.cache, str)
-        else user_cache("compile")
-    )
-    key = repr(
-        (torch.__version__, __version__, platform.python_version(), platform.machine(), cpu_features())
-    )
+    own = options.cache if isinstance(options.cache, str) else None
+    base = user_cache("compile") if own is None else Path(own).expanduser().absolute()
+    versions = torch.__version__, __version__, platform.python_version()
+    key = repr((*versions, platform.machine(), cpu_features()))
     return base / f"torch-{torch.__version__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 

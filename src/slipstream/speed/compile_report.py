@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import FrameSummary
@@ -36,10 +38,8 @@ def explain_failure(error: BaseException) -> str:
         The reason, for example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
     own = NotCapturedError.find_in(error) or error
-    cause = next(
-        (f"; cause of the last recompile: {why}" for why in map(_recompile_reason, _records()[::-1]) if why),
-        "",
-    )
+    last = next(filter(None, map(_recompile_reason, reversed(_records()))), "")
+    cause = f"; cause of the last recompile: {last}" if last else ""
     if isinstance(own, SlipstreamError):
         return f"{own}{cause if isinstance(own, UnstableGraphError) else ''}"
     if "consumed returned tensor's grad_fn" in str(error):
@@ -89,14 +89,13 @@ def limit_cause(since: int) -> str:
     Args:
         since: a value of `time.time_ns()`; earlier compilations are ignored.
     """
-    new = (record for record in _records() if getattr(record, "start_time_us", 0) >= since // 1000)
-    return next(filter(None, map(_limit_cause, new)), "")
+    return next(filter(None, map(_limit_cause, _records(since))), "")
 
 
-def _records() -> list[Any]:
-    """Return torch's records of the latest compilations, at most 64."""
-    records: list[Any] = torch._dynamo.utils.get_compilation_metrics()
-    return records
+def _records(since: int = 0) -> list[Any]:
+    """Return torch's records of the latest compilations, from the time `since` in nanoseconds."""
+    records = torch._dynamo.utils.get_compilation_metrics()
+    return [record for record in records if getattr(record, "start_time_us", 0) >= since // 1000]
 
 
 def _limit_cause(record: Any) -> str:
@@ -126,10 +125,10 @@ class CompileSummary:
     graphs: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
-    breaks: dict[str, int] = field(default_factory=dict)
-    recompiles: dict[str, int] = field(default_factory=dict)
+    breaks: Mapping[str, int] = field(default_factory=dict)
+    recompiles: Mapping[str, int] = field(default_factory=dict)
     unexpected: int = 0
-    eager: dict[str, int] = field(default_factory=dict)
+    eager: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_problems(self) -> bool:
@@ -138,24 +137,21 @@ class CompileSummary:
 
     def text(self) -> str:
         """Return one line of counts and one line for each cause of reduced speed."""
+        more = f" ({self.unexpected} more than expected)" if self.unexpected else ""
+        graphs = self.cache_hits + self.cache_misses
         counts = [
             _count(self.graphs, "graph"),
             _count(sum(self.breaks.values()), "graph break"),
-            _count(sum(self.recompiles.values()), "recompile")
-            + (f" ({self.unexpected} more than expected)" if self.unexpected else ""),
+            _count(sum(self.recompiles.values()), "recompile") + more,
+            *([f"{self.cache_hits} of {graphs} compiled graphs from the cache"] if graphs else []),
         ]
-        if self.cache_hits + self.cache_misses:
-            counts.append(
-                f"{self.cache_hits} of {self.cache_hits + self.cache_misses} compiled graphs from the cache"
-            )
         lines = [f"torch.compile: {', '.join(counts)}"]
-        for title, causes, include in (
-            ("graph break", self.breaks, True),
-            ("recompiled", self.recompiles, self.unexpected),
-            ("recompile limit reached, so later calls ran eagerly", self.eager, True),
+        for title, causes in (
+            ("graph break", self.breaks),
+            ("recompiled", self.recompiles if self.unexpected else {}),
+            ("recompile limit reached, so later calls ran eagerly", self.eager),
         ):
-            if include:
-                lines += [f"  {title}{f' {n}x' if n > 1 else ''}: {cause}" for cause, n in causes.items()]
+            lines += [f"  {title}{f' {n}x' if n > 1 else ''}: {cause}" for cause, n in causes.items()]
         return "\n".join(lines)
 
 
@@ -166,55 +162,46 @@ def _count(number: int, name: str) -> str:
 class CompileReport:
     """Counts torch's compilations between `start` and `finish`, including those of other models in this process."""
 
+    @contextmanager
+    def logging(self, logger: Any) -> Iterator[None]:
+        """Context manager that logs the statistics of the compilations within the context."""
+        self.start()
+        try:
+            yield
+        finally:  # count torch's compilations until the context ends
+            summary = self.finish()
+        (logger.warning if summary.has_problems else logger.info)(summary.text())
+
     def start(self) -> None:
         """Start counting."""
-        self._latest = next(iter(_records()[-1:]), None)
-        self._new: list[Any] = []
-        self._before = _counts()
-        self._old_breaks = list(_breaks())
-        # PyTorch keeps only 64 records, so collect them at every compilation.
-        torch._dynamo.callback.callback_handler.register_start_callback(self._collect)
-
-    def _collect(self, _: Any = None) -> None:
-        records = _records()
-        known = next((n for n in reversed(range(len(records))) if records[n] is self._latest), -1)
-        self._new += records[known + 1 :]
-        self._latest = next(iter(records[-1:]), None)
+        # By default, torch keeps only 64 records.
+        torch._dynamo.utils.set_compilation_metrics_limit(10_000)
+        self._since, self._before = time.time_ns(), _counts()
+        self._old_breaks = list(torch._dynamo.utils.graph_break_reasons)
 
     def finish(self) -> CompileSummary:
-        """Stop counting, and return the statistics since `start`."""
-        self._collect()
-        handler = torch._dynamo.callback.callback_handler
-        if self._collect in handler.start_callbacks:  # torch._dynamo.reset() removes the callbacks
-            handler.remove_start_callback(self._collect)
+        """Return the statistics since `start`."""
         counts = _counts() - self._before
         functions: Counter[str] = Counter()
         recompiles: Counter[str] = Counter()
         eager: Counter[str] = Counter()
-        for record in self._new:
+        for record in _records(self._since):
             if recompile_cause := _limit_cause(record):
                 eager[recompile_cause] += 1
             elif reason := _recompile_reason(record):
                 function = f"{record.co_filename}:{record.co_firstlineno} {record.co_name}"
                 functions[function] += 1
                 recompiles[f"{function}: {reason}"] += 1
-        return CompileSummary(
-            graphs=counts["graphs"],
-            cache_hits=counts["hits"],
-            cache_misses=counts["misses"],
-            breaks=dict(self._new_breaks()),
-            recompiles=dict(recompiles),
-            unexpected=sum(max(0, n - _EXPECTED_RECOMPILES) for n in functions.values()),
-            eager=dict(eager),
-        )
-
-    def _new_breaks(self) -> Counter[str]:
         # Compare objects, not lengths, because torch._dynamo.reset() clears the list.
-        old = {id(each) for each in self._old_breaks}
-        new = [each for each in _breaks() if id(each) not in old]
-        return Counter(
-            _user_line(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new
+        old = set(map(id, self._old_breaks))
+        breaks = Counter(
+            f"{_user_line(each.user_stack)}: {each.reason.strip().splitlines()[0]}"
+            for each in torch._dynamo.utils.graph_break_reasons
+            if id(each) not in old
         )
+        unexpected = sum(max(0, n - _EXPECTED_RECOMPILES) for n in functions.values())
+        graphs, hits, misses = (counts[name] for name in ("graphs", "hits", "misses"))
+        return CompileSummary(graphs, hits, misses, breaks, recompiles, unexpected, eager)
 
 
 def _counts() -> Counter[str]:
@@ -224,8 +211,3 @@ def _counts() -> Counter[str]:
         hits=counters["inductor"]["fxgraph_cache_hit"],
         misses=counters["inductor"]["fxgraph_cache_miss"],
     )
-
-
-def _breaks() -> list[Any]:
-    breaks: list[Any] = torch._dynamo.utils.graph_break_reasons
-    return breaks

@@ -71,27 +71,15 @@ def _is_affected(weight: Tensor) -> bool:
 
 
 def _convolution_backward(
-    original: Any,
-    keys: Any,
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: list[int] | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    output_mask: list[bool],
+    original: Any, keys: Any, gradient: Tensor, x: Tensor, weight: Tensor, *options: Any
 ) -> tuple[Tensor | None, ...]:
     call = functools.partial(original.call_boxed, keys)
+    _, stride, padding, _, transposed, _, groups, output_mask = options
     is_affected = _is_affected(weight) and max(stride) > 1 and not any(padding) and groups == 1
-    options = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
     if not is_affected or not any(output_mask[1:]):  # the same kernel computes the gradient of the bias
-        result: tuple[Tensor | None, ...] = call(gradient, x, weight, *options, output_mask)
+        result: tuple[Tensor | None, ...] = call(gradient, x, weight, *options)
         return result
-    by_input = call(gradient, x, weight, *options, [True, False, False])[0] if output_mask[0] else None
+    by_input = call(gradient, x, weight, *options[:-1], [True, False, False])[0] if output_mask[0] else None
     small = x if transposed else gradient
     slices = (slice(0, size * step, step) for size, step in zip(small.shape[2:], stride * 2, strict=False))
     select: tuple[Any, ...] = (..., *slices)
@@ -102,19 +90,8 @@ def _convolution_backward(
     return by_input, by_weight, by_bias
 
 
-def _group_norm(
-    original: Any,
-    keys: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    samples: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = weight, bias, samples, channels, pixels, groups, eps
+def _group_norm(original: Any, keys: Any, x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, samples, channels, pixels, groups, _ = options
     if pixels > _MAX_PIXELS and not x.is_contiguous():
         y, mean, rstd = original.call_boxed(keys, x.contiguous(), *options)
         return torch.empty_like(x).copy_(y), mean, rstd

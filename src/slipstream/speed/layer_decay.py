@@ -47,15 +47,11 @@ class LayerDecayOptions:
         Raises:
             ConfigError: the update of the optimizer is not proportional to the learning rate, or see `layer_factors`.
         """
-        kinds = type(
-            getattr(optim.optimizer, "optim", optim.optimizer)
-        ).__mro__  # ZeRO stores its optimizer as `optim`
-        if (
-            name := next((kind.__name__ for kind in kinds if _UNSUPPORTED.match(kind.__name__)), None)
-        ) is not None:
-            raise ConfigError(
-                f"does not support {name}, whose update is not proportional to the learning rate", _KEY
-            )
+        optimizer = getattr(optim.optimizer, "optim", optim.optimizer)  # ZeRO stores its optimizer as `optim`
+        for name in (kind.__name__ for kind in type(optimizer).__mro__):
+            if _UNSUPPORTED.match(name):
+                message = f"does not support {name}, whose update is not proportional to the learning rate"
+                raise ConfigError(message, _KEY)
         factors = layer_factors(model, self)
         return DecayLayers({param: factors[name] for name, param in model.named_parameters()})
 
@@ -93,9 +89,15 @@ def layer_factors(model: nn.Module, options: LayerDecayOptions) -> dict[str, flo
     Raises:
         ConfigError: the model has no repeated blocks, a pattern matches no module, or no layer has parameters.
     """
-    layers = [layer for layer in _layers(model, options.layers) if any(True for _ in layer.parameters())]
+    path = f"{_KEY}.layers"
+    if options.layers:
+        found = (module for name in options.layers for module in find_modules(model, [name], path))
+        blocks = list(dict.fromkeys(found))  # in the order of the list
+    else:
+        blocks = find_blocks(model, None, path)
+    layers = [block for block in blocks if any(True for _ in block.parameters())]
     if not layers:
-        raise ConfigError("no layer has parameters; list layers with parameters", f"{_KEY}.layers")
+        raise ConfigError("no layer has parameters; list layers with parameters", path)
     numbers = {param: number for number, layer in enumerate(layers, 1) for param in layer.parameters()}
     names, params = zip(*model.named_parameters(), strict=True)
     indices = [numbers.get(param) for param in params]
@@ -104,12 +106,3 @@ def layer_factors(model: nn.Module, options: LayerDecayOptions) -> dict[str, flo
     end = len(layers) + 1
     depths = [end - (number or 0) if i <= last else 0 for i, number in enumerate(before)]
     return {name: options.decay**depth for name, depth in zip(names, depths, strict=True)}
-
-
-def _layers(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
-    """Return the layers from input to output."""
-    path = f"{_KEY}.layers"
-    if not patterns:
-        return find_blocks(model, None, path)
-    found = (module for pattern in patterns for module in find_modules(model, [pattern], path))
-    return list(dict.fromkeys(found))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,13 +10,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, DataError, LossError
 from slipstream.step import sum_losses
 
-__all__ = [
-    "BatchLoss",
-    "LossFunction",
-    "ModelLosses",
-    "call_model",
-    "read_losses",
-]
+__all__ = ["BatchLoss", "LossFunction", "ModelLosses", "outputs_and_targets", "read_losses"]
 
 LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 """Type of `loss_fn(outputs, targets)`."""
@@ -35,41 +28,31 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     """
     for name, function in {"loss_fn": loss_fn, "compute_loss": compute_loss}.items():
         if function is not None and (not callable(function) or isinstance(function, type)):
-            raise ConfigError(
-                f"must be a function, or None if the model returns its loss, not {function!r}", name
-            )
+            message = f"must be a function, or None if the model returns its loss, not {function!r}"
+            raise ConfigError(message, name)
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if compute_loss is not None:
-        return partial(_computed_loss, compute_loss)
-    return _own_loss if loss_fn is None else partial(_loss_of_outputs, loss_fn)
+        return lambda module, batch: _sum(compute_loss(module, batch))
+    if loss_fn is not None:
+        return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch)))
+    return _own_loss
 
 
-def _computed_loss(
-    compute_loss: BatchLoss, module: nn.Module, batch: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return _sum(compute_loss(module, batch))
-
-
-def _loss_of_outputs(
-    loss_fn: LossFunction, module: nn.Module, batch: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of `loss_fn(module(*inputs), targets)` for a batch `(*inputs, targets)`, and the values to log.
-
-    For a batch that is a dict, the losses are `loss_fn(module(**batch), batch)`.
+def outputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return the module's outputs for a batch, and the targets, or the whole batch if it is a dict.
 
     Raises:
         DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
     if isinstance(batch, Mapping):
-        return _sum(loss_fn(call_model(module, batch), batch))
+        return module(**batch), batch
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
             "collate_fn of the loader"
         )
-    *inputs, targets = batch
-    return _sum(loss_fn(module(*inputs), targets))
+    return module(*batch[:-1]), batch[-1]
 
 
 def _own_loss(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,33 +65,27 @@ def _own_loss(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]
     Raises:
         LossError: the output contains no loss.
     """
-    outputs = call_model(module, batch)
+    if isinstance(batch, Mapping):
+        outputs = module(**batch)
+    else:
+        outputs = module(batch) if isinstance(batch, Tensor) else module(*batch)
     if isinstance(outputs, Tensor):
         return sum_losses({"loss": outputs})
     entries = dict(outputs) if isinstance(outputs, Mapping) else {}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     loss = entries.get("loss", getattr(outputs, "loss", None))
     if isinstance(loss, Tensor):
         total, logs = sum_losses({"loss": loss})
-        scalars = {name: v.detach() for name, v in entries.items() if isinstance(v, Tensor) and v.ndim == 0}
+        scalars = {name: value.detach() for name, value in tensors.items() if value.ndim == 0}
         return total, {**logs, **scalars, "loss": logs["loss"]}
-    if any("loss" in str(name) and isinstance(value, Tensor) for name, value in entries.items()):
-        return sum_losses({name: value for name, value in entries.items() if isinstance(value, Tensor)})
+    if any("loss" in str(name) for name in tensors):
+        return sum_losses(tensors)
     keys = f" with the keys {sorted(map(str, entries))}" if entries else ""
     raise LossError(
         f"the model returned an object of type {type(outputs).__name__}{keys}, but no loss; return a scalar, a "
         "dict with the key 'loss' or an object with the attribute 'loss' (for transformers, set return_dict=True and "
         "labels in the batch), or pass loss_fn or compute_loss"
     )
-
-
-def call_model(module: nn.Module, batch: Any) -> Any:
-    """Call `module` with a batch: a dict as keyword arguments, a tuple or list as positional arguments.
-
-    A tensor is passed as the only argument.
-    """
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(batch) if isinstance(batch, Tensor) else module(*batch)
 
 
 def _sum(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:

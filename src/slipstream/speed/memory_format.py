@@ -48,11 +48,8 @@ def _convert(tensor: Tensor) -> Tensor:
     memory_format = _FORMATS.get(tensor.ndim)
     if memory_format is None or tensor.dtype not in _IMAGE_DTYPES:
         return tensor
-    if (
-        tensor.requires_grad
-        and tensor.is_contiguous()
-        and not tensor.is_contiguous(memory_format=memory_format)
-    ):
+    converts = tensor.is_contiguous() and not tensor.is_contiguous(memory_format=memory_format)
+    if tensor.requires_grad and converts:
         return _Convert.apply(tensor)  # type: ignore[no-any-return]
     return tensor.contiguous(memory_format=memory_format)
 
@@ -87,19 +84,19 @@ class _ConvertBatch:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = args, kwargs
-        # Tensors have no version in compiled code and in inference mode.
-        checks = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
         converted = as_channels_last(inputs) if self._converts else inputs
-        if checks:
+        if _tensors_have_versions():
             pairs = zip(tree_leaves(inputs), tree_leaves(converted), strict=True)
             self._calls.append([(old, new, new._version) for old, new in pairs if new is not old])
         return converted
 
     def copy_changes(self, *_: Any) -> None:
         """Copy the changes of the model to the original inputs; a forward hook."""
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self._calls:
-            return
-        for old, new, version in self._calls.pop():
+        for old, new, version in self._calls.pop() if self._calls and _tensors_have_versions() else ():
             if new._version != version:
                 self._converts = False
                 old.copy_(new)
+
+
+def _tensors_have_versions() -> bool:
+    return not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()

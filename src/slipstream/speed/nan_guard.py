@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from slipstream.errors import NonFiniteLossError
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import PositiveInt, check
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
 
 __all__ = ["NanGuardOptions", "SkipNonFinite"]
 
@@ -20,7 +25,7 @@ __all__ = ["NanGuardOptions", "SkipNonFinite"]
 class NanGuardOptions:
     """Options of `nan_guard=dict(...)`, which handles losses and gradients that are not finite; a string sets `action`.
 
-    Without this option, a non-finite loss still stops the run the next time losses are read for logging.
+    Without this option, a non-finite loss still stops a Runner the next time it reads losses for logging.
     """
 
     shorthand: ClassVar = "action"
@@ -33,9 +38,13 @@ class NanGuardOptions:
     def __post_init__(self) -> None:
         check(self.max_skipped, PositiveInt, "max_skipped")
 
-    def hook_cfg(self) -> dict[str, Any]:
-        """Return the configuration of the hook that implements the option."""
-        return {"type": "NanGuardHook", **asdict(self)}
+    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart | None:
+        """Return the step part that skips updates, or None for `stop`, for which a Runner reads the losses."""
+        if self.action == "stop":
+            return None
+        guard = SkipNonFinite(model, next(optim.parameters()).device, self.max_skipped)
+        guard.reads_itself = True
+        return guard
 
 
 class SkipNonFinite(StepPart):
@@ -51,33 +60,27 @@ class SkipNonFinite(StepPart):
     """
 
     nonfinite: Tensor
+    reads_itself = False
+    """Whether the part calls `read` every `max_skipped` batches; in a Runner, its hook calls `read`."""
 
     def __init__(self, model: nn.Module, device: torch.device, max_skipped: PositiveInt = 50) -> None:
         self.skips = torch.zeros(2, dtype=torch.int64, device=device)
         """The number of updates skipped since the last `read`, and the number of consecutive skipped updates."""
         self.nonfinite = torch.zeros(1, device=device)
         self.max_skipped = max_skipped
-        self._model = model
-        self._saved: dict[str, Tensor] = {}  # the buffers at the start of the accumulation window, flattened
+        self._model, self._batches = model, 0
+        # Copies of the model's buffers, by dtype and device: their names, and one tensor with their values. Many small
+        # buffers are then copied with a few kernels.
+        self._saved: list[tuple[list[str], Tensor]] = []
 
     def before_batch(self) -> None:
         """Copy the model's buffers at the start of an accumulation window."""
         if not self._saved:
-            for buffers, flat in self._flat_buffers():
-                self._saved.update(
-                    zip(buffers, flat.split([b.numel() for b in buffers.values()]), strict=True)
-                )
-
-    def _flat_buffers(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Yield the buffers of each dtype and device by name, and their values in one tensor, to use few kernels.
-
-        Buffers are found by name, because forward may assign a new tensor.
-        """
-        kinds: dict[Any, dict[str, Tensor]] = {}
-        for name, buffer in self._model.named_buffers():
-            kinds.setdefault((buffer.dtype, buffer.device), {})[name] = buffer
-        for kind in kinds.values():
-            yield kind, torch.cat([buffer.detach().reshape(-1) for buffer in kind.values()])
+            buffers = dict(self._model.named_buffers())
+            kinds: dict[Any, list[str]] = {}
+            for name, buffer in buffers.items():
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(name)
+            self._saved = [(names, _flat(buffers[name] for name in names)) for names in kinds.values()]
 
     def after_loss(self, loss: Tensor) -> None:
         """Record whether the loss is finite."""
@@ -87,16 +90,25 @@ class SkipNonFinite(StepPart):
     def after_window(self, finite: Tensor | None) -> None:
         """Restore the model's buffers if `finite` is False, and count the update."""
         assert finite is not None, "nonfinite is set"
-        for buffers, flat in self._flat_buffers():
-            old = torch.cat([self._saved.get(name, buffer.reshape(-1)) for name, buffer in buffers.items()])
-            pieces = torch.where(finite, flat, old).split([buffer.numel() for buffer in buffers.values()])
-            shaped = [piece.view(b.shape) for piece, b in zip(pieces, buffers.values(), strict=True)]
-            torch._foreach_copy_(list(buffers.values()), shaped)
-        self._saved = {}
+        current = dict(self._model.named_buffers())  # forward may have assigned new tensors
+        for names, before in self._saved:
+            buffers = [current[name] for name in names]
+            values = torch.where(finite.to(before.device), _flat(buffers), before)
+            torch._foreach_copy_(buffers, list(_unflatten_dense_tensors(values, buffers)))
+        self._saved = []
         self.nonfinite.zero_()
         skipped = (~finite).to(torch.int64)
         total, consecutive = self.skips.unbind()
         self.skips.copy_(torch.stack([total + skipped, (consecutive + 1) * skipped]))
+
+    def count_batch(self) -> None:
+        """Read the number of skipped updates after every `max_skipped` batches, unless a Runner reads it."""
+        self._batches += 1
+        if self.reads_itself and self._batches % self.max_skipped == 0 and (skipped := self.read()):
+            logging.getLogger("slipstream").warning(
+                f"Skipped {skipped} update{'s' if skipped > 1 else ''} with a non-finite loss or gradient in the last "
+                f"{self.max_skipped} batches"
+            )
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the flag that a step sets."""
@@ -118,3 +130,7 @@ class SkipNonFinite(StepPart):
                 "warm-up, or check the data for NaN or wrong labels"
             )
         return int(total)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

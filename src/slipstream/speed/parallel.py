@@ -40,14 +40,13 @@ def read_parallel(value: Any) -> ParallelOptions | None:
     """
     if value is None or isinstance(value, ParallelOptions):
         return value
-    spec = {"type": value} if isinstance(value, str) else value
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("type"), str):
-        raise ConfigError(
-            f"must be one of {_KINDS} or a dict whose 'type' is one of them, not {value!r}", "parallel"
-        )
-    kind, rest = spec["type"], {key: value for key, value in spec.items() if key != "type"}
+    spec = value if isinstance(value, Mapping) else {"type": value}
+    kind, rest = spec.get("type"), {key: option for key, option in spec.items() if key != "type"}
     if kind not in _KINDS:
-        raise ConfigError(f"must be one of {_KINDS}, not {kind!r}{did_you_mean(kind, _KINDS)}", "parallel")
+        hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
+        raise ConfigError(
+            f"must be one of {_KINDS} or a dict whose 'type' is one of them, not {value!r}{hint}", "parallel"
+        )
     if kind == "ddp":
         return ParallelOptions("ddp", rest)
     if kind == "hsdp":
@@ -58,11 +57,9 @@ def read_parallel(value: Any) -> ParallelOptions | None:
 
 def read_model_wrapper(cfg: Mapping[str, Any]) -> ParallelOptions | None:
     """Read MMEngine's `model_wrapper_cfg` from a Runner's `cfg`."""
-    wrapper = cfg.get("model_wrapper_cfg")
+    wrapper = check(cfg.get("model_wrapper_cfg"), Mapping | None, "model_wrapper_cfg")
     if wrapper is None:
         return None
-    if not isinstance(wrapper, Mapping):
-        raise ConfigError(f"must be a dict, not {wrapper!r}", "model_wrapper_cfg")
     kind = wrapper.get("type", "MMDistributedDataParallel")
     check(kind, str | Callable[..., Any], "model_wrapper_cfg.type")
     name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]

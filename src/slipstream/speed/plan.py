@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -15,7 +16,7 @@ from slipstream.speed.activation_checkpointing import ActivationCheckpointingOpt
 from slipstream.speed.adaptive_clip import AdaptiveClipOptions
 from slipstream.speed.auto import Capabilities, choose
 from slipstream.speed.compile import CompileOptions
-from slipstream.speed.front_ends import Setting, UserHook, read_settings
+from slipstream.speed.front_ends import UserHook, read_settings
 from slipstream.speed.gradient_centralization import GradientCentralizationOptions
 from slipstream.speed.layer_decay import LayerDecayOptions
 from slipstream.speed.nan_guard import NanGuardOptions
@@ -24,14 +25,12 @@ from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.sam import SamOptions
 from slipstream.typecheck import PositiveInt, check
 
-__all__ = ["SpeedPlan", "no_effect", "option_rows", "refused", "rules"]
+__all__ = ["SpeedPlan", "option_rows", "rules"]
 
 
 def _read_clip_grad(value: Any) -> GradClip | None:
     if isinstance(value, GradClip) or not value:
         return value or None
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"must be a dict such as dict(max_norm=35), not {value!r}", "clip_grad")
     return GradClip.from_dict(value)
 
 
@@ -72,6 +71,8 @@ class SpeedPlan:
     """Maps each option that is set to its config path (`cfg.compile`, `speed.precision`) or to `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Maps each option that `auto` leaves disabled to the reason."""
+    no_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Maps each option that has no effect on this machine to the reason; set by `complete`."""
 
     @classmethod
     def read(
@@ -96,26 +97,36 @@ class SpeedPlan:
         Raises:
             ConfigError: an option is unknown, has an invalid value, or is set to two different values.
         """
-        options = [*cls.options(), "auto"]
-        first: dict[str, Setting] = {}
-        values: dict[str, Any] = {}
-        for setting in read_settings(
-            options, speed, cfg, optim_wrapper, custom_hooks, env_cfg, training_params, device
+        hints = get_type_hints(cls, include_extras=True)
+        found: dict[str, tuple[str, Any, Any]] = {}  # the path, the setting and its value
+        for option, path, setting in read_settings(
+            [*cls.options(), "auto"],
+            speed,
+            cfg,
+            optim_wrapper,
+            custom_hooks,
+            env_cfg,
+            training_params,
+            device,
         ):
-            option, value = setting.option, _read(setting)
-            earlier = first.setdefault(option, setting)
-            if values.setdefault(option, value) != value and option != "auto":
-                raise ConfigError(
-                    f"{setting.value!r} conflicts with {_user_path(earlier.path)}={earlier.value!r}; remove one of "
-                    "them",
-                    _user_path(setting.path),
-                )
-            values[option] = values[option] or value
-        sources = {option: setting.path for option, setting in first.items() if option != "auto"}
-        return cls(**values, sources=sources)
+            # The keys of `cfg` are at the top level of a configuration.
+            user_path = path.removeprefix("cfg.")
+            try:
+                is_off = getattr(cls, option) is None and (setting is False or setting == [])
+                value = None if is_off else read_value(hints[option], setting, option)
+            except ConfigError as error:
+                error.path = user_path + error.path.removeprefix(option)
+                raise
+            first, earlier, known = found.get(option, (path, setting, value))
+            if known != value and option != "auto":
+                other = f"{first.removeprefix('cfg.')}={earlier!r}"
+                raise ConfigError(f"{setting!r} conflicts with {other}; remove one of them", user_path)
+            found[option] = first, earlier, known or value
+        sources = {option: found[option][0] for option in cls.options() if option in found}
+        return cls(**{option: value for option, (_, _, value) in found.items()}, sources=sources)
 
     def complete(self, capabilities: Capabilities) -> SpeedPlan:
-        """Return the plan, with the choices of `auto` for options that are not set.
+        """Return the plan for a machine and a model, with the choices of `auto` for options that are not set.
 
         Raises:
             ConfigError: the plan is invalid (see `rules`).
@@ -125,44 +136,34 @@ class SpeedPlan:
         plan = replace(
             self,
             **{option: choice.value for option, choice in enabled.items()},
-            sources={
-                **self.sources,
-                **{option: f"auto: {choice.reason}" for option, choice in enabled.items()},
-            },
+            sources={**self.sources, **{name: f"auto: {choice.reason}" for name, choice in enabled.items()}},
             notes={choice.option: choice.reason for choice in choices if not choice.enabled},
         )
-        for option, message in refused(plan, capabilities).items():
-            raise ConfigError(message, plan.config_path(option))
-        return plan
+        refused, without_effect = rules(plan, capabilities)
+        for rule in refused:
+            if rule.applies:
+                raise ConfigError(rule.message, plan.config_path(rule.option))
+        no_effect = {rule.option: rule.message for rule in reversed(without_effect) if rule.applies}
+        return replace(plan, no_effect=no_effect)
 
     @staticmethod
     def options() -> list[str]:
         """Return the names of all options."""
-        return [f.name for f in fields(SpeedPlan) if f.name not in ("auto", "sources", "notes")]
+        return [f.name for f in fields(SpeedPlan) if f.compare and f.name != "auto"]
 
     def config_path(self, option: str) -> str:
         """Return the config path of an option for an error message."""
-        return _user_path(self.sources.get(option, option))
+        return self.sources.get(option, option).removeprefix("cfg.")
 
-
-def _user_path(path: str) -> str:
-    """Return a config path as written by the user: keys of `cfg` are at the top level of a configuration."""
-    return path.removeprefix("cfg.")
-
-
-def _read(setting: Setting) -> Any:
-    """Return the typed value of a setting; errors name its config path."""
-    option, value = setting.option, setting.value
-    if getattr(SpeedPlan, option) is None and (value is False or value == []):
-        return None
-    try:
-        return read_value(get_type_hints(SpeedPlan, include_extras=True)[option], value, option)
-    except ConfigError as error:
-        error.path = _user_path(setting.path) + error.path.removeprefix(option)
-        raise
-
-
-# ---- invalid combinations, and options without effect ---------------------------------------------------
+    @contextmanager
+    def locating_errors(self) -> Iterator[None]:
+        """Replace the option at the start of the path of each `ConfigError` with the option's config path."""
+        try:
+            yield
+        except ConfigError as error:
+            option, dot, rest = error.path.partition(".")
+            error.path = self.config_path(option) + dot + rest
+            raise
 
 
 class Rule(NamedTuple):
@@ -220,29 +221,15 @@ def rules(plan: SpeedPlan, capabilities: Capabilities) -> tuple[list[Rule], list
     return refused, without_effect
 
 
-def refused(plan: SpeedPlan, capabilities: Capabilities) -> dict[str, str]:
-    """Return the options that raise an error on this machine, with the message."""
-    return {rule.option: rule.message for rule in reversed(rules(plan, capabilities)[0]) if rule.applies}
-
-
-def no_effect(plan: SpeedPlan, capabilities: Capabilities) -> dict[str, str]:
-    """Return the options that have no effect on this machine, with the reason."""
-    return {rule.option: rule.message for rule in reversed(rules(plan, capabilities)[1]) if rule.applies}
-
-
-# ---- description ----------------------------------------------------------------------------------------
-
-
-def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
+def option_rows(plan: SpeedPlan) -> Iterator[tuple[str, str, str, str]]:
     """Yield the option, value, source and reason for each option that is set, or that `auto` leaves disabled."""
-    without_effect = no_effect(plan, capabilities)
     for option in plan.options():
         if option in plan.notes:
             yield option, "off", "auto", plan.notes[option]
         elif option in plan.sources:
             source, _, why = plan.sources[option].partition(": ")
-            if option in without_effect:
-                why = f"no effect here: {without_effect[option]}"
+            if option in plan.no_effect:
+                why = f"no effect here: {plan.no_effect[option]}"
             value = getattr(plan, option)
             off = value is None and option != "fused"
             yield option, "off" if off else _describe(value), source, why
@@ -250,22 +237,16 @@ def option_rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[s
 
 def _describe(value: Any) -> str:
     """Return an option's value as a short string; for a dataclass, only required fields and non-default values."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None:
-        return "where supported"
+    if value is None or isinstance(value, bool):
+        return "where supported" if value is None else "on" if value else "off"
     if not is_dataclass(value):
         return str(value)
     texts = []
     for f in fields(value):
-        current, default = getattr(value, f.name), _default(f)
+        current = getattr(value, f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
         if isinstance(current, Mapping):
             texts += [f"{key}={item}" for key, item in current.items() if key != "type"]
         elif current != default:
             texts.append(str(current) if default is MISSING else f"{f.name}={current}")
     return ", ".join(texts) or "on"
-
-
-def _default(field: Any) -> Any:
-    """Return the default value of a field, or MISSING if the field is required."""
-    return field.default if field.default_factory is MISSING else field.default_factory()

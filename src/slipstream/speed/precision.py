@@ -58,39 +58,27 @@ def tf32() -> Iterator[None]:
     function also uses it, unless the newer interface (`fp32_precision`) is already in use.
     """
     cudnn, mkldnn = cast("Any", torch.backends.cudnn), cast("Any", torch.backends.mkldnn)
-    products: list[Any] = [torch.backends.cuda.matmul, mkldnn.matmul]
-    settings = [backend.fp32_precision for backend in products]
+    backends: list[Any] = [mkldnn.matmul, torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+    settings = [backend.fp32_precision for backend in backends]
+    older: tuple[str, bool] | None = None
     try:
-        before, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        older = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+        torch.set_float32_matmul_precision("high")
+        if settings[0] == "none":  # the line above also enabled TF32 on CPUs
+            mkldnn.matmul.fp32_precision = "none"
+        cudnn.allow_tf32 = True
     except RuntimeError:
-        with _tf32_by_backend():
-            yield
-        return
-    torch.set_float32_matmul_precision("high")
-    products[1].fp32_precision = settings[1]  # the line above also enabled TF32 on CPUs
-    cudnn.allow_tf32 = True
+        for backend in backends[1:]:
+            backend.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        # The line above replaces 'none' (inherit torch.backends.fp32_precision) with 'ieee'.
-        for backend, setting in zip(products, settings, strict=True):
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            cudnn.allow_tf32 = older[1]
+        # The lines above replace 'none' (inherit torch.backends.fp32_precision) with 'ieee'.
+        for backend, setting in zip(backends, settings, strict=True):
             backend.fp32_precision = setting
-        cudnn.allow_tf32 = convolutions
-
-
-@contextmanager
-def _tf32_by_backend() -> Iterator[None]:
-    cudnn: Any = torch.backends.cudnn
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
 
 
 def convert_to_fp8(model: nn.Module) -> int:
@@ -102,7 +90,11 @@ def convert_to_fp8(model: nn.Module) -> int:
     Raises:
         ConfigError: no layer can be converted.
     """
-    names = {name for name, module in model.named_modules() if name and _fits_fp8(module)}
+    names = {
+        name
+        for name, module in model.named_modules()
+        if name and type(module) is nn.Linear and not any(size % _FP8_TILE for size in module.weight.shape)
+    }
     if not names:
         raise ConfigError(
             f"'fp8' has no effect: {type(model).__name__} has no nn.Linear whose sizes are multiples of {_FP8_TILE}; "
@@ -115,11 +107,3 @@ def convert_to_fp8(model: nn.Module) -> int:
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=config)
     return len(names)
-
-
-def _fits_fp8(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Linear
-        and module.in_features % _FP8_TILE == 0
-        and module.out_features % _FP8_TILE == 0
-    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.cores import cores
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.speed import Capabilities, SpeedPlan
-from slipstream.speed.plan import no_effect, refused
+from slipstream.speed.plan import rules
 from slipstream.tune.jobs import Setting
 
 __all__ = ["EXACT", "LOW_PRECISION", "OPTIONS", "Candidate", "Tolerance", "candidates", "check_names",
@@ -120,6 +120,6 @@ def unsupported_reason(setting: Setting, speed: dict[str, object], capabilities:
         ConfigError: a value in `speed` is invalid.
     """
     plan = SpeedPlan.read(speed, device=capabilities.device)
-    reasons = list(refused(plan, capabilities).values())[::-1]
-    reasons += [why for option, why in no_effect(plan, capabilities).items() if option in setting.speed]
-    return reasons[0] if reasons else None
+    refused, without_effect = rules(plan, capabilities)
+    relevant = [*refused, *(rule for rule in without_effect if rule.option in setting.speed)]
+    return next((rule.message for rule in relevant if rule.applies), None)
