@@ -52,8 +52,8 @@ def train(compile=EAGER, data=None, model=None, **options):
     losses = averaged([step(batch)["loss"] for batch in data or batches()])
     kinds = {type(m).__name__ for m in model.modules()}
     average = None if step.average is None else dict(step.average.module.state_dict())
-    fell_back = not getattr(step._step, "uses_graph", True)
-    return losses, dict(model.state_dict()), average, (type(step._step).__name__, fell_back, kinds)
+    fell_back = not getattr(step.inner, "uses_graph", True)
+    return losses, dict(model.state_dict()), average, (type(step.inner).__name__, fell_back, kinds)
 
 
 def whole(folder):

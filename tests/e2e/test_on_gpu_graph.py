@@ -81,7 +81,7 @@ def test_step_graph_trains_like_the_eager_step(case):
     replays = options.pop("cuda_graph", False)
     eager = train(None, **options)
     graph = train(STEP, **options, **(dict(cuda_graph=True) if replays else {}))
-    step = graph[2]._step
+    step = graph[2].inner
     assert type(step) is GraphStep
     assert step.uses_graph
     assert (step._captured.cuda_graphs is not None) == replays
@@ -95,7 +95,7 @@ def _groups(channels):
 @cuda_only
 def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
     graph = train(dict(scope="step", mode="reduce-overhead"))
-    assert graph[2]._step._captured.cuda_graphs is not None
+    assert graph[2].inner._captured.cuda_graphs is not None
     assert_agree(graph, train(None))
 
 
@@ -105,7 +105,7 @@ def test_steps_do_not_synchronize_with_the_device(cuda_graph, precision):
     options = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
     data = batches(16)
     _, model, step = train(STEP, data=data[:8], **options)
-    assert step._step.uses_graph
+    assert step.inner.uses_graph
     with no_waiting():
         for number, batch in enumerate(data[8:]):
             step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # simulate an LR schedule
@@ -128,7 +128,7 @@ def test_dropout_and_scheduled_learning_rates_match_eager_training(cuda_graph):
         return torch.stack(losses), model, step
 
     graph = train_with_schedule(STEP, cuda_graph=cuda_graph)
-    assert graph[2]._step.uses_graph
+    assert graph[2].inner.uses_graph
     assert_agree(graph, train_with_schedule(None))
 
 
@@ -159,5 +159,5 @@ def test_failed_verification_leaves_a_working_optimizer():
     step = accelerate(model, optimizer, F.cross_entropy, dict(compile=how, accumulate=2))
     for batch in batches(4):
         step(batch)
-    assert not step._step.uses_graph
+    assert not step.inner.uses_graph
     assert torch.isfinite(model[0].weight).all()

@@ -45,7 +45,7 @@ def test_fused_optimizers_with_one_gradient_buffer_match_a_plain_loop(fused, pla
     for batch in data:
         step(batch)
     if speed:
-        assert step._step._captured.verified == {True, window == 1}
+        assert step.inner._captured.verified == {True, window == 1}
     assert_equal_on_the_host(model, by_hand(plain, data, window))
 
 

@@ -55,9 +55,9 @@ def test_graph_step_matches_the_eager_step(tmp_path):
     runner = run(tmp_path, speed=dict(compile=GRAPH))
     model = nn.Linear(2, 1)
     own = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, dict(compile=GRAPH))
-    assert type(runner.step) is type(own._step) is GraphStep
+    assert type(runner.step) is type(own.inner) is GraphStep
     plain = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, {})
-    assert type(run(tmp_path / "eager").step) is type(plain._step) is EagerStep
+    assert type(run(tmp_path / "eager").step) is type(plain.inner) is EagerStep
 
 
 def everything(**changes):

@@ -76,7 +76,7 @@ def assert_same(model, other, rtol=1e-5, atol=1e-6):
 def test_accelerate_matches_a_plain_training_loop(how, options):
     hand, expected = by_hand(window=options.get("accumulate", 1), max_norm=options and 0.2)
     model, losses, step = train(compile=how, **options)
-    assert type(step._step) is (GraphStep if how is GRAPH else EagerStep)
+    assert type(step.inner) is (GraphStep if how is GRAPH else EagerStep)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     assert_same(model, hand)
     assert step.model is model

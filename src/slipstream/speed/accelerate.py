@@ -97,20 +97,17 @@ def accelerate(
             losses, because `loss` could be their total.
         ConfigError: an option is invalid or not supported by this function, or there are several processes and the
             optimizer has a parameter that is not in the model.
-        ModelError: the optimizer has a parameter on a different device than the model.
     """
     losses = read_losses(loss_fn, compute_loss)
-    loss_module = loss_fn if isinstance(loss_fn, nn.Module) else None
     check(total_steps, PositiveInt | None, "total_steps")
     check(batches_per_epoch, PositiveInt | None, "batches_per_epoch")
+    _check_optimizer(optimizer, model)
     device = default_device()
-    _check_optimizer(optimizer, model, loss_module, device)
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
     _check_supported(plan, total_steps)
     model = prepare_model(model, plan, device)
-    if loss_module is not None:
-        to_device(loss_module, device)
+    loss_module = to_device(loss_fn, device) if isinstance(loss_fn, nn.Module) else None
     # The model may have been moved after optimizer steps. Step counts (0-dim) may be on the CPU.
     for param, values in optimizer.state.items():
         moved = {k: v.to(param.device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
@@ -118,15 +115,12 @@ def accelerate(
     return TrainStep(model, optimizer, losses, plan, device, total_steps, batches_per_epoch, loss_module)
 
 
-def _check_optimizer(
-    optimizer: Any, model: nn.Module, loss_module: nn.Module | None, device: torch.device
-) -> None:
+def _check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Check that `optimizer` is a torch optimizer for the model's parameters.
 
     Raises:
         ConfigError: `optimizer` has a different type, contains none of the model's parameters, or, with several
             processes, contains a parameter that is not in the model.
-        ModelError: a parameter that is not in the model is on a different type of device.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -135,26 +129,16 @@ def _check_optimizer(
             "optimizer",
         )
     own = set(model.parameters())
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    outside = [param for param in params if param not in own]
-    if len(outside) == len(params):
+    inside = [param in own for group in optimizer.param_groups for param in group["params"]]
+    if not any(inside):
+        message = "contains none of the model's parameters; build it from model.parameters()"
+        raise ConfigError(message, "optimizer")
+    if get_world_size() > 1 and not all(inside):
         raise ConfigError(
-            "contains none of the model's parameters; build it from model.parameters()", "optimizer"
-        )
-    if get_world_size() > 1 and outside:
-        raise ConfigError(
-            f"{len(outside)} of its {len(params)} parameters are not in the model, and DDP averages only the "
-            "model's gradients across processes; put the model and all parameters of the optimizer "
-            "into one nn.Module",
+            f"{inside.count(False)} of its {len(inside)} parameters are not in the model, and DDP averages only the "
+            "model's gradients across processes; put the model and all parameters of the optimizer into one nn.Module",
             "optimizer",
         )
-    moved = set() if loss_module is None else set(loss_module.parameters())
-    for param in outside:
-        if param not in moved and param.device.type != device.type:
-            raise ModelError(
-                f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device} not in the "
-                f"model, which is trained on {device}; build the optimizer after all modules have been moved"
-            )
 
 
 def _check_supported(plan: SpeedPlan, total_steps: int | None) -> None:
@@ -179,8 +163,8 @@ def _check_supported(plan: SpeedPlan, total_steps: int | None) -> None:
 class TrainStep:
     """A training step with its state, returned by `accelerate`.
 
-    `average` is the averaged model, or None if `ema` is not set. `updated` is True if the last call updated the
-    weights. `close()` logs the compile report and restores process-wide settings; it is called automatically when the
+    `inner` is the eager or compiled step. `average` is the averaged model, or None if `ema` is not set. `updated` is
+    True if the last call updated the weights. `close()` logs the compile report and restores process-wide settings; it is called automatically when the
     step is deleted.
     """
 
@@ -223,9 +207,9 @@ class TrainStep:
         self._exit.enter_context(running(plan, device, logger))
         self._close = weakref.finalize(self, self._exit.close)
         prepare = BaseDataPreprocessor().to(device).cast_data
-        self._step: Step = build_step(StepSpec(model, self.optim, losses, prepare), plan, warn, logger.info)
-        if isinstance(self._step, CompiledStep):
-            self._exit.callback(self._step.close)
+        self.inner: Step = build_step(StepSpec(model, self.optim, losses, prepare), plan, warn, logger.info)
+        if isinstance(self.inner, CompiledStep):
+            self._exit.callback(self.inner.close)
         self._average: BaseAveragedModel | None = None
         if isinstance(plan.ema, EmaOptions):
             self._add_average(plan.ema)
@@ -243,7 +227,7 @@ class TrainStep:
                 "the last accumulation window were computed. total_steps counts all batches, not weight updates; pass "
                 "len(loader) * epochs to accelerate()"
             )
-        return self._step(batch)
+        return self.inner(batch)
 
     def close(self) -> None:
         """Log the compile report and restore process-wide settings; called automatically when the step is deleted.
@@ -255,12 +239,7 @@ class TrainStep:
     @property
     def compiled_scope(self) -> str | None:
         """Compiled scope: 'step' (even before its graph is ready), 'model' or 'block'; None if nothing is compiled."""
-        return compiled_scope(self._step, self.model)
-
-    @property
-    def inner(self) -> Step:
-        """The eager or compiled step."""
-        return self._step
+        return compiled_scope(self.inner, self.model)
 
     def summary(self) -> str:
         """Return a summary as a string: whether the step is compiled, the options, and the warnings so far."""

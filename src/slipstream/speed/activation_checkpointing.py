@@ -81,31 +81,22 @@ def _recomputed(
         return forward(*args, **kwargs)
     # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
     # devices whose random state it saves.
-    block, args = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
+    block, inputs = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
-        return checkpoint(block, *args, use_reentrant=False, context_fn=recompute_contexts)
+        return checkpoint(block, None, *inputs, use_reentrant=False, context_fn=recompute_contexts)
     # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the parameters'
     # device.
     tensor = next(chain(module.parameters(), module.buffers()), None)
-    inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
+    first = None if tensor is None else torch.empty(0, device=tensor.device)
+    contexts = partial(_contexts, module, inputs)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
-        return checkpoint(
-            partial(_without_first, block),
-            *inputs,
-            use_reentrant=False,
-            context_fn=partial(_contexts, module, inputs),
-        )
+        return checkpoint(block, first, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any) -> Any:
-    """Call `block` without `first`, which is passed only so that torch saves the random state of its device."""
-    return block(*inputs)
-
-
-def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
+def _call(forward: Callable[..., Any], names: tuple[str, ...], _: Tensor | None, *inputs: Any) -> Any:
     """Call `forward`; the last `len(names)` inputs are keyword arguments with these names."""
-    first = len(inputs) - len(names)
-    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+    count = len(inputs) - len(names)
+    return forward(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:

@@ -273,7 +273,7 @@ class ObjectsJob:
         step = accelerate(self.model, self.optimizer, self.loss_fn, speed=speed)
         shapes: set[Any] = set()
         observer.describe = lambda: {
-            **_describe(step.plan, step._step, unwrap_model(step.model), shapes),
+            **_describe(step.plan, step.inner, unwrap_model(step.model), shapes),
             **_describe_loader(loader),
             "steps_per_epoch": len(loader) if hasattr(loader, "__len__") else None,
         }
