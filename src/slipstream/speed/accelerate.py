@@ -164,8 +164,8 @@ class TrainStep:
     """A training step with its state, returned by `accelerate`.
 
     `inner` is the eager or compiled step. `average` is the averaged model, or None if `ema` is not set. `updated` is
-    True if the last call updated the weights. `close()` logs the compile report and restores process-wide settings; it is called automatically when the
-    step is deleted.
+    True if the last call updated the weights. `close()` logs the compile report and restores process-wide settings; it
+    is called automatically when the step is deleted.
     """
 
     def __init__(
