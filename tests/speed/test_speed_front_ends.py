@@ -162,7 +162,7 @@ def test_supergradients_keys_are_read():
         ),
         (
             dict(cfg=dict(sync_bn="torch"), training_params=dict(sync_bn=False)),
-            "training_params.sync_bn: False conflicts with sync_bn='torch'",
+            "training_params.sync_bn: False conflicts with sync_bn=True",
         ),
     ],
 )

@@ -46,18 +46,11 @@ class GradClip:
     norm_type: _Limit = 2.0
     clip_value: _Limit | None = None
 
-    @classmethod
-    def from_dict(cls, cfg: Mapping[str, Any]) -> GradClip:
-        """Parse `clip_grad`; type 'norm' requires `max_norm`, and type 'value' requires `clip_value`.
-
-        Raises:
-            ConfigError: a key is unknown, a value is invalid, or the limit is missing.
-        """
-        clip = options(cls, cfg, "clip_grad")
-        name = "max_norm" if clip.type == "norm" else "clip_value"
-        if getattr(clip, name) is None:
-            raise ConfigError(f"type '{clip.type}' requires a positive {name}", "clip_grad")
-        return clip
+    def __post_init__(self) -> None:
+        """Check that type 'norm' has `max_norm`, and type 'value' has `clip_value`."""
+        name = "max_norm" if self.type == "norm" else "clip_value"
+        if getattr(self, name) is None:
+            raise ConfigError(f"type '{self.type}' requires a positive {name}")
 
 
 class ClipGradients(StepPart):
@@ -201,7 +194,7 @@ class OptimWrapper:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step requires a closure, which is not supported", "optimizer"
             )
-        self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
+        self.clip_grad = options(GradClip, clip_grad, "clip_grad") if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
         """Step parts that eager and compiled steps run around each update, in list order."""
         self.logs: dict[str, Tensor] = {}

@@ -69,11 +69,13 @@ def read_settings(
     if cfg.get(_UNSUPPORTED):
         raise ConfigError("this option is not supported yet; remove it from cfg", _UNSUPPORTED)
     params = {} if params is None else check(params, Mapping, "training_params")
+    sync_bn = cfg.get("sync_bn") == "torch" or cfg.get("sync_bn")  # MMEngine's 'torch' is the same as True
+    own_cfg = {**cfg, "sync_bn": sync_bn, "model_wrapper_cfg": read_model_wrapper(cfg)}
     more_speed = _speed_keys(params.get("speed"), "training_params.speed", options)
     own_names = dict(zip(options, options, strict=True))
     for front_end, keys, values in (
         ("speed", own_names, _speed_keys(speed, "speed", options)),
-        ("cfg", _CFG_KEYS, {**cfg, "model_wrapper_cfg": read_model_wrapper(cfg)}),
+        ("cfg", _CFG_KEYS, own_cfg),
         ("optim_wrapper", _WRAPPER_KEYS, _wrapper_keys(optim_wrapper, device)),
         ("custom_hooks", {"EMAHook": "ema"}, {"EMAHook": _ema_hook(custom_hooks)}),
         ("env_cfg", {"cudnn_benchmark": "cudnn_benchmark"}, env_cfg),

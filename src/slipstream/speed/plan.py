@@ -23,19 +23,9 @@ from slipstream.speed.nan_guard import NanGuardOptions
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.sam import SamOptions
-from slipstream.typecheck import PositiveInt, check
+from slipstream.typecheck import PositiveInt
 
 __all__ = ["SpeedPlan", "option_rows", "rules"]
-
-
-def _read_clip_grad(value: Any) -> GradClip | None:
-    if isinstance(value, GradClip) or not value:
-        return value or None
-    return GradClip.from_dict(value)
-
-
-def _read_sync_bn(value: Any) -> bool:
-    return bool(check(value == "torch" or value, bool, "sync_bn"))  # MMEngine's 'torch' is the same as True
 
 
 @dataclass(frozen=True)
@@ -45,11 +35,11 @@ class SpeedPlan:
     precision: Annotated[PrecisionOptions | None, read_precision] = None
     compile: CompileOptions | None = None
     ema: EmaOptions | UserHook | None = None
-    sync_bn: Annotated[bool, _read_sync_bn] = False
+    sync_bn: bool = False
     parallel: Annotated[ParallelOptions | None, read_parallel] = None
     find_unused_parameters: bool = False
     accumulate: PositiveInt = 1
-    clip_grad: Annotated[GradClip | None, _read_clip_grad] = None
+    clip_grad: GradClip | None = None
     gradient_centralization: GradientCentralizationOptions | None = None
     adaptive_clip: AdaptiveClipOptions | None = None
     layer_decay: LayerDecayOptions | None = None

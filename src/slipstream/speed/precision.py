@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.config import read_value
+from slipstream.errors import ConfigError
 
 __all__ = ["Precision", "PrecisionOptions", "convert_to_fp8", "read_precision", "tf32"]
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-_NAMES = get_args(Precision)
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
@@ -42,11 +42,8 @@ def read_precision(value: Any) -> PrecisionOptions | None:
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value
-    name = _ALIASES.get(value, value) if isinstance(value, str) else None
-    if name not in _NAMES:
-        hint = did_you_mean(value, _NAMES) if isinstance(value, str) else ""
-        raise ConfigError(f"must be one of {list(_NAMES)}, not {value!r}{hint}", "precision")
-    return PrecisionOptions(cast(Precision, name))
+    name = _ALIASES.get(value, value) if isinstance(value, str) else value
+    return PrecisionOptions(read_value(Precision, name, "precision"))
 
 
 @contextmanager
