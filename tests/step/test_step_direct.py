@@ -87,6 +87,26 @@ def test_changes_to_the_model_are_detected(direct, change):
     assert not direct[5]
 
 
+def test_attributes_that_become_constants_allow_direct_calls(direct):
+    class Marked(nn.Linear):
+        seen, busy = False, False
+
+        def forward(self, x):
+            self.busy = True
+            y = super().forward(x)
+            self.seen, self.busy = True, False
+            return y
+
+    model = nn.Sequential(nn.Flatten(), Marked(108, 8), nn.Linear(8, 4))
+    step = graph_step(model, wrapper(model))
+    for number in range(8):
+        model[1].seen = model[1].seen and number != 6
+        train(step, batches()[:1])
+        assert model[1].seen
+        assert not model[1].busy
+    assert direct == [False, False, *[True] * 3, False, True]
+
+
 def test_error_in_compiled_code_is_raised_and_training_continues():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 4))
     step = graph_step(model, wrapper(model), loss=F.cross_entropy)

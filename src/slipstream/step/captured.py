@@ -380,10 +380,12 @@ class DirectCalls:
         values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
         try:
             for call in self._calls:
-                # The guards do not check the order of keys, or values that the step does not read.
+                # The guards do not check the order of keys, values that the step does not read, or attributes that it
+                # sets.
                 if (
                     call.structure == structure
                     and call.check(values)
+                    and all(owner.get(name, call) is value for owner, name, value in call.code.effects or ())
                     and all(leaves[i] is leaves[j] for i, j in call.shared)
                 ):
                     return call
@@ -409,7 +411,7 @@ class DirectCalls:
         """
         self.store_guards(code)
         last, code.last = code.last, None
-        if code.guards is None or last is None or code.has_side_effects:
+        if code.guards is None or last is None or code.effects is None:
             return None
         fixed = {id(tensor) for tensor in self._known_tensors} | self._others
         call = _Call.of(code.guards, code, last, arguments, outputs, fixed)

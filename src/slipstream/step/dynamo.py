@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, cast
@@ -21,10 +21,10 @@ __all__ = [
     "changed_objects",
     "check_random",
     "check_traced",
-    "has_side_effects",
     "keep_unused_random",
     "prepare_graph",
     "recompute_contexts",
+    "side_effects",
     "why_not_recomputed",
 ]
 
@@ -81,12 +81,30 @@ def _translator() -> Any:
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
 
 
-def has_side_effects() -> bool:
-    """Return whether Dynamo, after the graph has run, changes Python objects that the step did not create."""
+def side_effects() -> list[tuple[dict[str, Any], str, Any]] | None:
+    """Return what Dynamo changes in existing Python objects after the graph has run; call it only from a backend.
+
+    Returns:
+        The attributes that become constants: the object's dict, the name and the value. None if Dynamo changes
+        anything else.
+    """
+    from torch._dynamo.variables import UserDefinedObjectVariable
+
     effects = _translator().output.side_effects
-    return bool(effects.tensor_hooks or effects.save_for_backward) or any(
-        _is_changed(effects, variable) for variable in effects.id_to_variable.values()
-    )
+    if effects.tensor_hooks or effects.save_for_backward:
+        return None
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    for variable in effects.id_to_variable.values():
+        if not _is_changed(effects, variable):
+            continue
+        values = effects.store_attr_mutations.get(variable, {})
+        owner = variable.value if isinstance(variable, UserDefinedObjectVariable) else ()
+        if not hasattr(owner, "__dict__") or isinstance(owner, Collection):
+            return None
+        if not all(value.is_python_constant() for value in values.values()):
+            return None
+        found += [(vars(owner), name, value.as_python_constant()) for name, value in values.items()]
+    return found
 
 
 def _is_changed(effects: Any, variable: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
-from slipstream.step.dynamo import capture_config, check_random, check_traced, has_side_effects, prepare_graph
+from slipstream.step.dynamo import capture_config, check_random, check_traced, prepare_graph, side_effects
 from slipstream.step.function import CompiledStep, EagerStep, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
 from slipstream.step.parts import trained_params
@@ -310,7 +310,7 @@ class GraphStep(CompiledStep):
         started = time.monotonic()
         run = self.backend(graph, inputs)
         code = GraphCode(
-            graph, (lambda *args: run(*args)[:-added]) if added else run, verified, has_side_effects()
+            graph, (lambda *args: run(*args)[:-added]) if added else run, verified, side_effects()
         )
         self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 

@@ -106,14 +106,18 @@ class GraphCode:
         graph: the captured graph.
         run: the compiled code.
         verified: whether the code may run without verification.
-        has_side_effects: whether Dynamo changes Python objects after the code has run.
+        effects: the attributes that Dynamo sets after the code has run (object's dict, name, value); None if it changes
+            Python objects in other ways.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, run: Callable[..., Any], verified: bool, has_side_effects: bool = True
+        self,
+        graph: fx.GraphModule,
+        run: Callable[..., Any],
+        verified: bool,
+        effects: Sequence[tuple[dict[str, Any], str, Any]] | None = None,
     ) -> None:
-        self.graph, self.run, self.verified = graph, run, verified
-        self.has_side_effects = has_side_effects
+        self.graph, self.run, self.verified, self.effects = graph, run, verified, effects
         self.running = False
         """Whether the code is running. If this is still True after an exception, tensors may have changed."""
         self.guards: Any = None
