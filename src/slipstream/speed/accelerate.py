@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.checkpoint import (
-    ACCELERATED,
-    ACCELERATED_FILE,
-    check_like,
-    check_optimizer,
-    check_restorable,
-    check_tensors,
-    get_random_state,
-    load_checkpoint,
-    set_random_state,
-    write_checkpoint,
-)
-from slipstream.checkpoint import check as check_entries
+from slipstream import checkpoint
 from slipstream.checkpoint.matching import MismatchError
 from slipstream.checkpoint.weights import compare_weights
 from slipstream.devices import default_device
@@ -420,10 +408,10 @@ class TrainStep:
                     "step.updated is True"
                 )
             weights = unwrap_model(self.model).state_dict()
-            check_restorable(weights)
+            checkpoint.check_restorable(weights)
             content: dict[str, Any] = {"state_dict": weights, "step": self.state_dict(), "values": values}
-            content["random_state"] = all_gather_object(get_random_state())
-            write_checkpoint(content, Path(path), _refuse)
+            content["random_state"] = all_gather_object(checkpoint.get_random_state())
+            checkpoint.write_checkpoint(content, Path(path), _refuse)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a file written by `save`, and return its `values`. No code in the file is executed.
@@ -432,8 +420,8 @@ class TrainStep:
             CheckpointError: the file is damaged, or belongs to a different model or optimizer. No state is changed.
         """
         with self._swapped_in(average=False):
-            content, source, model = load_checkpoint(path), str(path), unwrap_model(self.model)
-            check_entries(content, ACCELERATED_FILE, source)
+            content, source, model = checkpoint.load_checkpoint(path), str(path), unwrap_model(self.model)
+            checkpoint.check(content, checkpoint.ACCELERATED_FILE, source)
             with _own_remedy(". Load it into a step that uses the same model"):
                 compare_weights(model, content["state_dict"], True, source)
             self.check_state(content["step"], source)
@@ -441,7 +429,7 @@ class TrainStep:
             self.load_state_dict(content["step"])
             states = content.get("random_state") or []
             if get_rank() < len(states):
-                set_random_state(states[get_rank()])
+                checkpoint.set_random_state(states[get_rank()])
             return dict(content.get("values", {}))
 
     def check_state(self, state: Mapping[str, Any], source: str = "the state") -> None:
@@ -454,21 +442,21 @@ class TrainStep:
         Raises:
             CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer.
         """
-        check_entries(state, ACCELERATED, source)
+        checkpoint.check(state, checkpoint.ACCELERATED, source)
         optim, average, others = self.optim, self.average, self._other_tensors()
         with _own_remedy():
-            check_optimizer(optim.optimizer, state["optimizer"], "optimizer", source)
+            checkpoint.check_optimizer(optim.optimizer, state["optimizer"], "optimizer", source)
             scaler, saved = optim.loss_scaler, state["optimizer"].get("loss_scaler")
             if scaler is not None and saved not in (None, {}):
-                check_like(scaler.state_dict(), saved, "optimizer.loss_scaler", source)
+                checkpoint.check_like(scaler.state_dict(), saved, "optimizer.loss_scaler", source)
             if average is not None and "average" in state:
                 _check_tensors("average", average.state_dict(), state["average"], source)
-            _check_tensors("other_tensors", _named(others), _named(state.get("other_tensors", [])), source)
+            _check_tensors("other_tensors", others, state.get("other_tensors", []), source)
             if "gradients" in state:
-                params, gradients = _named(optim.parameters()), _named(state["gradients"])
-                _check_tensors("gradients", params, gradients, source, layouts=False)
+                gradients = state["gradients"]
+                _check_tensors("gradients", list(optim.parameters()), gradients, source, layouts=False)
                 is_scaled = bool(scaler and scaler.state_dict())
-                if is_scaled != bool(saved) and any(gradient is not None for gradient in gradients.values()):
+                if is_scaled != bool(saved) and any(gradient is not None for gradient in gradients):
                     raise CheckpointError(
                         f"{source}: 'gradients' contains the gradients of an unfinished accumulation window "
                         f"{'with' if saved else 'without'} a loss scale; set the precision with which the state was "
@@ -480,14 +468,12 @@ def _count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _named(tensors: Iterable[Any]) -> dict[str, Any]:
-    return {str(i): tensor for i, tensor in enumerate(tensors)}
-
-
-def _check_tensors(
-    key: str, own: Mapping[str, Any], saved: Mapping[str, Any], source: str, layouts: bool = True
-) -> None:
-    """Check the names, shapes and dtypes of tensors; None marks a missing gradient."""
+def _check_tensors(key: str, own_tensors: Any, saved_tensors: Any, source: str, layouts: bool = True) -> None:
+    """Check the names, shapes and dtypes of tensors in dicts or lists; None marks a missing gradient."""
+    own, saved = (
+        each if isinstance(each, Mapping) else {str(i): tensor for i, tensor in enumerate(each)}
+        for each in (own_tensors, saved_tensors)
+    )
     if own.keys() != saved.keys():
         names = sorted(map(str, own.keys() ^ saved.keys()))
         raise CheckpointError(
@@ -495,7 +481,7 @@ def _check_tensors(
             f"{names[:5]}"
         )
     tensors = {name: tensor for name, tensor in saved.items() if tensor is not None and name != "steps"}
-    check_tensors(own, tensors, key, source, warnings.warn, layouts=layouts)
+    checkpoint.check_tensors(own, tensors, key, source, warnings.warn, layouts=layouts)
 
 
 @contextmanager
