@@ -44,11 +44,11 @@ class Counting:
         return counted
 
 
-def train(length, sizes, backend=None):
+def train(length, sizes, backend=None, scope="model"):
     """Return the weights as a list."""
     torch._dynamo.reset()
     model = Net(length).double()
-    speed = {} if backend is None else dict(compile=dict(scope="model", backend=backend, cache=False))
+    speed = {} if backend is None else dict(compile=dict(scope=scope, backend=backend, cache=False))
     step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), F.mse_loss, speed)
     generator = torch.Generator().manual_seed(5 + torch.distributed.get_rank())
     torch.manual_seed(9)
@@ -68,15 +68,25 @@ def programs(folder):
     return found
 
 
+def steps(folder):
+    """Train with the step as one graph; the deque has two, and then three elements after the first graphs."""
+    return train(3, [8] * 6, aot_eager, "step"), train(3, [8] * 6)
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([programs], tmp_path_factory.mktemp("compiled"))["programs"]
+    return run_in_two([programs, steps], tmp_path_factory.mktemp("compiled"))
+
+
+def test_steps_that_change_python_objects_train_as_without_compilation(answers):
+    for compiled, plain in answers["steps"]:
+        assert compiled == pytest.approx(plain, rel=1e-12)
 
 
 def test_compiled_models_train_as_without_compilation(answers):
-    for answer in answers:
+    for answer in answers["programs"]:
         assert not isinstance(answer, str), answer
         for compiled, plain, _ in answer:
             assert compiled == plain
-    for calls in zip(*([calls for *_, calls in answer][:2] for answer in answers), strict=True):
+    for calls in zip(*([calls for *_, calls in answer][:2] for answer in answers["programs"]), strict=True):
         assert min(calls) > 5  # the ranks use the graphs

@@ -102,6 +102,8 @@ class Capture:
         self.verified: set[bool] = set()
         """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
         window, and False for all other batches."""
+        self.accepted: set[GraphCode] = set()
+        """The code that has computed the numbers of the eager step."""
         self.uses: Counter[bool] = Counter()
         """Number of batches since the last graph of each kind was captured."""
         self._wasted = 0

@@ -304,18 +304,26 @@ class GraphStep(CompiledStep):
         captured.count_graph(ends_window)
         check_random()
         added = prepare_graph(graph)
-        # Once all ranks have a verified graph, a single rank cannot verify a new graph, because the other ranks would
-        # not participate.
-        verified = not self.verify or (self.sync is not None and ends_window in captured.verified)
+        if (
+            self.verify
+            and self.sync is not None
+            and ends_window in captured.verified
+            and side_effects() is None
+        ):
+            raise NotCapturedError(
+                "a changed Python object needs another graph, which one rank alone cannot verify"
+            )
         started = time.monotonic()
         run = self.backend(graph, inputs)
         code = GraphCode(
-            graph, (lambda *args: run(*args)[:-added]) if added else run, verified, side_effects()
+            graph, (lambda *args: run(*args)[:-added]) if added else run, not self.verify, side_effects()
         )
         self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 
         def call(*args: Any) -> Any:
             captured.last_code = code
+            # Once all ranks have a verified graph, one rank cannot verify another without the others.
+            code.verified |= self.sync is not None and ends_window in captured.verified
             if not code.verified:
                 captured.check_inputs(args)
             return code(*args)
@@ -430,7 +438,7 @@ class GraphStep(CompiledStep):
         ends_window: bool,
     ) -> None:
         """Compare the results of the graph and the eager step, and accept the graph if they agree."""
-        failure, no_update = None, False
+        failure, no_update, code = None, False, outcome.code
         try:
             for name, tensor, version in unread:
                 if tensor._version != version:
@@ -438,16 +446,19 @@ class GraphStep(CompiledStep):
             no_update = not verification.compare(results, captured.updated_ids() | set(results), ignored)
         except WrongNumbersError as error:
             failure = error
-        differs, unclear = self._any_rank(failure is not None, no_update)
+        # Python objects that the step changes may require another graph for the next batch.
+        may_change = self.sync is not None and code.effects != [] and code not in captured.accepted
+        differs, unclear, continues = self._any_rank(failure is not None, no_update, may_change)
         if differs:
             failure = failure or WrongNumbersError("on another rank", compiler=False)
             if not self._keep_verified(captured, failure):
                 self._stop(failure)
         elif not unclear:
             verification.copy_results(results, ignored)
-            outcome.code.verified = True
+            captured.accepted.add(code)
+            code.verified = not continues
             self._inferred = False
-            if ends_window not in captured.verified:
+            if code.verified and ends_window not in captured.verified:
                 captured.verified.add(ends_window)
                 first = self.optim.batches + 1
                 self.info(f"{type(self.model).__name__}: the step runs as one graph from batch {first} on")
