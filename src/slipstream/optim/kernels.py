@@ -191,7 +191,14 @@ class FusedLayouts:
             self._strides, self._state = strides, self._optimizer.state
         for param, stride in zip(params, strides, strict=True):
             grad = param.grad
-            if grad is None or grad.layout is not torch.strided or grad.stride() == stride:
+            if (
+                grad is not None and grad.layout is not torch.strided
+            ):  # fused kernels do not support sparse gradients
+                for group in self._optimizer.param_groups:
+                    group["fused"] = False
+                self._optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+                return
+            if grad is None or grad.stride() == stride:
                 continue
             if not is_sharded(param):
                 param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)

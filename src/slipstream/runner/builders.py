@@ -32,6 +32,7 @@ from slipstream.speed.apply import overrides_train_step, prepare_model
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.steps import StepSpec, build_step
 from slipstream.step import Step
+from slipstream.step.function import check_backward
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
@@ -344,7 +345,11 @@ def make_step(
         for each in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
             for part in each.parts:
                 part.before_batch()
-        logs: dict[str, Tensor] = owner.train_step(batch, optim)
+        try:
+            logs: dict[str, Tensor] = owner.train_step(batch, optim)
+        except RuntimeError as error:
+            check_backward(error)
+            raise
         if not isinstance(logs, Mapping):
             raise LossError(
                 f"{type(owner).__name__}.train_step must return a dict of tensors to log, not {type(logs).__name__}"

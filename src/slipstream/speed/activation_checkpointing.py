@@ -7,24 +7,24 @@ draws the same random numbers, does not change buffers (such as BatchNorm's runn
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
 from slipstream.step.dynamo import recompute_contexts
+from slipstream.step.snapshot import Snapshot
 
 __all__ = ["ActivationCheckpointingOptions", "checkpoint_activations", "is_recomputed"]
 
@@ -124,41 +124,27 @@ def _contexts(
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Reusable context manager for a recomputation with the buffers, Python state and SyncBN sums of the forward pass.
+    """Reusable context manager for a recomputation with the state, random states and SyncBN sums of the forward pass.
 
-    On exit, the buffers and the Python state are restored to their values before the recomputation.
+    On exit, the state is restored to its values before the recomputation.
     """
 
     def __init__(self) -> None:
-        # For each buffer: the dict that contains it, its name in the dict, and its value before the forward pass.
-        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        # The dicts, lists and deques that the forward pass changed, and their contents before it.
-        self._containers: list[tuple[_Container, _Container]] = []
         # The sums over all processes that SyncBN computed.
         self._sums: list[Tensor] = []
         self._exit = ExitStack()
 
     @contextmanager
     def record(self, module: nn.Module, inputs: tuple[Any, ...]) -> Iterator[None]:
-        """Record buffers, Python state and SyncBN sums during the forward pass."""
-        containers = [(container, copy(container)) for container in _containers(module, inputs)]
-        before = [
-            (owner._buffers, name, buffer, buffer._version, _buffer_copy(owner, buffer))
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        """Record the state and SyncBN sums of the forward pass; torch's checkpoint records torch's random states."""
+        self._state = Snapshot(module, inputs, recomputes=True)
+        self._random = random.getstate(), np.random.get_state()
         token = all_reduce_override.set(partial(self._record_sum, all_reduce_override.get()))
         try:
             yield
         finally:
             all_reduce_override.reset(token)
-        self._containers = [pair for pair in containers if _contents(pair[0]) != _contents(pair[1])]
-        for buffers, name, buffer, version, old in before:
-            if old is None:
-                self._buffers.append((buffers, name, buffer))
-            elif buffers[name] is not buffer or buffer._version != version:
-                self._buffers.append((buffers, name, old))
+        self._state.keep_changes()
 
     def _record_sum(self, outer: Any, values: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
         total = send(values) if outer is None else outer(values, send)
@@ -171,58 +157,11 @@ class _Recomputation(AbstractContextManager[None]):
             lambda values, send: next(sums).detach().requires_grad_(values.requires_grad)
         )
         self._exit.callback(all_reduce_override.reset, token)
-        for buffers, name, old in self._buffers:
-            self._exit.callback(buffers.__setitem__, name, buffers[name])
-            buffers[name] = old.clone()
-        for container, contents in self._containers:
-            self._exit.callback(_assign, container, copy(container))
-            _assign(container, contents)
+        self._exit.callback(random.setstate, random.getstate())
+        self._exit.callback(np.random.set_state, np.random.get_state())
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        self._exit.enter_context(self._state.installed())
 
     def __exit__(self, *_: Any) -> None:
         self._exit.close()
-
-
-def _buffer_copy(owner: nn.Module, buffer: Tensor) -> Tensor | None:
-    """Return a copy of a buffer, or None for BatchNorm, whose training output does not depend on its buffers.
-
-    BatchNorm updates its buffers without changing their version counters, so the caller cannot detect a change, and
-    always restores these buffers.
-    """
-    return None if isinstance(owner, _BatchNorm) else buffer.clone()
-
-
-_Container = dict | list | deque  # type: ignore[type-arg]
-_INTERNAL = frozenset(vars(nn.Module()))
-
-
-def _containers(module: nn.Module, inputs: Iterable[Any]) -> list[_Container]:
-    """Return the dicts, lists and deques in the inputs of a block, including objects there, and in attributes."""
-    attributes = [vars(owner) for owner in module.modules()]
-    own = [value for names in attributes for name, value in names.items() if name not in _INTERNAL]
-    found: dict[int, _Container] = {id(names): names for names in attributes}
-    pending = [*inputs, *(value for value in own if isinstance(value, _Container))]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, tuple):
-            pending.extend(value)
-        elif type(value).__module__.startswith("torch."):
-            continue  # such as the state of a sharded module, which torch manages
-        elif not isinstance(value, Tensor | nn.Module | type) and not callable(value):
-            contents = value if isinstance(value, _Container) else getattr(value, "__dict__", None)
-            if isinstance(contents, _Container) and id(contents) not in found:
-                found[id(contents)] = contents
-                pending.extend(contents.values() if isinstance(contents, dict) else contents)
-    return list(found.values())
-
-
-def _contents(container: _Container) -> list[tuple[Any, int]]:
-    """Return the key or index, and the identity, of each object in a container."""
-    items = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(key, id(value)) for key, value in items]
-
-
-def _assign(container: _Container, contents: _Container) -> None:
-    """Replace the contents of a container."""
-    container.clear()
-    replace: Any = container.update if isinstance(container, dict) else container.extend
-    replace(contents)

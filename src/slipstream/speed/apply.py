@@ -6,13 +6,13 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
@@ -31,9 +31,8 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.kernels import fuse
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
-from slipstream.speed.cpu_fixes import correct_kernels
 from slipstream.speed.front_ends import is_plain_wrapper
-from slipstream.speed.memory_format import to_channels_last
+from slipstream.speed.memory_format import check_cpu_kernels, to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
@@ -49,7 +48,6 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     Raises:
         ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
-    _correct_kernels(plan, model.parameters(), device)
     with plan.locating_errors():
         if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
             for option in ("sync_bn", "channels_last", "activation_checkpointing"):
@@ -65,15 +63,12 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         if plan.precision is not None and plan.precision.name == "fp8":
             convert_to_fp8(model)
         if plan.channels_last:
+            if device.type == "cpu":
+                check_cpu_kernels(model)
             to_channels_last(model, weights=plan.parallel is None or not plan.parallel.sharded)
         if plan.activation_checkpointing is not None:
             checkpoint_activations(model, plan.activation_checkpointing)
     return _wrap(model, plan, device) if is_distributed() else model
-
-
-def _correct_kernels(plan: SpeedPlan, parameters: Iterable[Tensor], device: torch.device) -> None:
-    if device.type == "cpu" and (plan.channels_last or plan.compile is not None):
-        correct_kernels(parameters)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -177,7 +172,6 @@ def prepare_optim(optim: OptimWrapper, model: nn.Module, plan: SpeedPlan, device
     """
     core = unwrap_model(model)
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
-        _correct_kernels(plan, wrapper.parameters(), device)  # also of parameters outside the model
         parts: list[StepPart] = []
         with plan.locating_errors():
             if plan.fused is not False:

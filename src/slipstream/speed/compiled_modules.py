@@ -157,7 +157,10 @@ class _Group:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Apply the settings for compilation."""
-    with capture_config(autograd=False), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+    with (
+        capture_config(autograd=False),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
         yield
 
 
@@ -323,6 +326,13 @@ class _CompiledCall:
                 kind.hits.discard(signature)
             return result
         recording = Recording(self.module, args, kwargs)
+        if recording.problem is not None:
+            kind.group.give_up(
+                NotCapturedError(
+                    f"{recording.problem}, so that a call cannot be repeated to verify its compiled code"
+                )
+            )
+            return self.module._call_impl(*args, **kwargs)
         result = recording.run(args, kwargs)
         if grad:
             kind.pending = recording, self, signature

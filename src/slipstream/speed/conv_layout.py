@@ -12,6 +12,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.utils._pytree import tree_leaves
 
+from slipstream.speed.memory_format import has_incorrect_gradient
+
 __all__ = ["LayOutConvolutions", "lay_out_convolutions"]
 
 _ATEN = torch.ops.aten
@@ -23,6 +25,7 @@ _STRIDE_DEPENDENT = {
     _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
 }  # fmt: skip
 """Operators whose results depend on the strides of their operands."""
+_GROUP_NORMS = {_ATEN.native_group_norm.default, _ATEN.native_group_norm_backward.default}
 _MAX_WEIGHT_RATIO = 8
 """A convolution uses the contiguous format if its ratio of weight to activation elements exceeds this number."""
 
@@ -71,6 +74,14 @@ def _is_conv2d(node: fx.Node) -> bool:
     return image.meta["val"].ndim == 4 and not transposed
 
 
+def _is_incorrect(node: fx.Node) -> bool:
+    """Return whether torch's kernel is incorrect in channels_last; see `memory_format.cpu_problem`."""
+    if node.target not in (_FORWARD, _BACKWARD):
+        return node.target in _GROUP_NORMS
+    _, weight, (_, stride, *_) = _operands(node)
+    return has_incorrect_gradient(weight.meta["val"]) and max(stride) > 1
+
+
 class _Layouts:
     """Assigns layouts to the nodes of one graph."""
 
@@ -85,11 +96,10 @@ class _Layouts:
             if node.op != "call_function":
                 continue
             with self.graph.inserting_before(node):
-                if node.target in (_FORWARD, _BACKWARD) and _is_conv2d(node):
-                    self._convolution(node)
-                    continue
-                if _needs_eager_strides(node):
+                if _is_incorrect(node) or _needs_eager_strides(node):
                     self._restore(node)  # if the operands have eager strides, the result also has them
+                elif node.target in (_FORWARD, _BACKWARD) and _is_conv2d(node):
+                    self._convolution(node)
                 else:
                     _update_strides(node)
 

@@ -10,9 +10,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["as_channels_last", "to_channels_last"]
+from slipstream.errors import ConfigError
+
+__all__ = ["as_channels_last", "check_cpu_kernels", "has_incorrect_gradient", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_VECTOR_WIDTH = 16  # number of float32 values in the largest vector register of an x86 processor
 _IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -37,6 +40,33 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         hook = _ConvertBatch()
         model.register_forward_pre_hook(hook, with_kwargs=True)
         model.register_forward_hook(hook.copy_changes, always_call=True)
+
+
+def check_cpu_kernels(model: nn.Module) -> None:
+    """Check that torch's CPU kernels support the model in channels_last.
+
+    - For a 1x1 convolution with a stride and fewer than 16 input channels, oneDNN's weight gradient is wrong, and
+      writes beyond the end of a buffer (https://github.com/uxlfoundation/oneDNN/issues/6035, in torch 2.13).
+    - GroupNorm is inaccurate if the mean of its input is large, and its backward pass ends with a segmentation fault if
+      the input requires no gradient.
+
+    Raises:
+        ConfigError: the model contains such a module.
+    """
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        strided = max(getattr(module, "stride", (2,))) > 1 and weight is not None and not is_lazy(weight)
+        if isinstance(module, nn.GroupNorm) or (strided and has_incorrect_gradient(weight)):
+            raise ConfigError(
+                f"torch's CPU kernels for '{name}' ({type(module).__name__}) compute wrong results in this layout; "
+                "remove the option on CPUs",
+                "channels_last",
+            )
+
+
+def has_incorrect_gradient(weight: Any) -> bool:
+    """Return whether a convolution with a stride and this weight, of shape (O, I, H, W), can have a wrong gradient."""
+    return weight.ndim == 4 and tuple(weight.shape[2:]) == (1, 1) and weight.shape[1] < _VECTOR_WIDTH
 
 
 def as_channels_last(batch: Any) -> Any:

@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from slipstream.step.sync import GradientSync
     from slipstream.step.update import GraphUpdate
 
-__all__ = ["CompiledStep", "EagerStep", "EagerUpdate", "GraphFunction", "LossOf", "Outputs", "Step", "finish"]
+__all__ = [
+    "CompiledStep",
+    "EagerStep",
+    "EagerUpdate",
+    "GraphFunction",
+    "LossOf",
+    "Outputs",
+    "Step",
+    "check_backward",
+    "finish",
+]
 
 LossOf = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 """Returns the loss to minimize and the values to log, including `loss`, as 0-dim tensors."""
@@ -417,7 +427,7 @@ class EagerStep(StepFunction):
         try:
             logs, _ = self.run(inputs, None, optim.accumulation.ends_next)
         except RuntimeError as error:
-            _check_backward(error)
+            check_backward(error)
             raise
         finally:
             self._on_gradients = None
@@ -538,7 +548,7 @@ def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
             yield variable
 
 
-def _check_backward(error: RuntimeError) -> None:
+def check_backward(error: RuntimeError) -> None:
     """Raise a `ModelError` if a backward pass failed because a compiled model does not support it."""
     if any(part in str(error) for part in _UNSUPPORTED):
         raise ModelError(

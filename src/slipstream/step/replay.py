@@ -8,23 +8,20 @@ each graph is compared with a float64 reference, with the tolerances of `slipstr
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import CellType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.step.leaves import leaves_of
+from slipstream.step.snapshot import ChangedObjects, Reachable, Snapshot
 from slipstream.step.verification import (
     NotCapturedError,
     Verification,
@@ -33,11 +30,9 @@ from slipstream.step.verification import (
     run_captured,
 )
 
-__all__ = ["CapturedGraph", "ChangedObjects", "Recording"]
+__all__ = ["CapturedGraph", "Recording"]
 
-_STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
-_COMPARED = (Tensor, int, float, complex, bool, str, bytes, type(None))
+_COMPARED = (int, float, complex, bool, str, bytes, frozenset, type(None))
 
 
 # ---- state -------------------------------------------------------------------------------------------
@@ -65,96 +60,12 @@ class _RandomState:
         return {f"the random state of {kind}": value for kind, value in values.items()}
 
 
-class _ModuleState:
-    """The Python attributes and the buffers of a module and its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        owners = [(name, m) for name, m in module.named_modules()]
-        self._owners = [("the attribute", name, vars(m)) for name, m in owners]
-        self._owners += [("the buffer", name, m._buffers) for name, m in owners]
-
-    def take(self) -> list[dict[str, Any]]:
-        """Return the values, without copies."""
-        return [{key: value for key, value in owner.items() if _is_state(key)} for *_, owner in self._owners]
-
-    def install(self, contents: list[dict[str, Any]]) -> None:
-        """Replace the values; the objects that contained them before do not change."""
-        for (*_, owner), values in zip(self._owners, contents, strict=True):
-            for key in [key for key in owner if _is_state(key) and key not in values]:
-                del owner[key]
-            owner.update(values)
-
-    def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and value of each leaf."""
-        for (kind, module, _), content in zip(self._owners, self.take(), strict=True):
-            for key, value in content.items():
-                name = f"{kind} '{module}.{key}'" if module else f"{kind} '{key}'"
-                yield from ((name, leaf) for leaf in tree_leaves(value))
-
-
-def _is_state(key: str) -> bool:
-    return key not in _STRUCTURE and "_hooks" not in key
-
-
-def _copy(tree: Any) -> Any:
-    """Return a copy of nested containers, their tensors and generators; parameters and other objects are not copied."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    tensors = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-    copied: dict[int, Any] = dict(zip(map(id, tensors), copies(tensors), strict=True))
-
-    def copy_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Generator):
-            return leaf.clone_state()
-        if isinstance(leaf, _GENERATORS):
-            return copy.deepcopy(leaf)
-        return set(leaf) if type(leaf) is set else copied.get(id(leaf), leaf)
-
-    return tree_map(copy_leaf, tree)
-
-
-class ChangedObjects:
-    """The contents of Python objects and tensors that captured code changes, including those outside the module."""
-
-    def __init__(self) -> None:
-        self._objects: dict[int, tuple[Any, Any]] = {}
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add(self, values: Iterable[Any]) -> None:
-        """Store the contents of objects and tensors before their first change."""
-        for value in values:
-            if isinstance(value, Tensor):
-                if id(value) not in self._tensors:
-                    self._tensors[id(value)] = value, value.detach().clone()
-            elif not isinstance(value, nn.Module):
-                self._objects.setdefault(id(value), (value, _contents(value)))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the contents back."""
-        for tensor, old in self._tensors.values():
-            if not _equal(tensor, old):
-                tensor.copy_(old)
-        for value, contents in self._objects.values():
-            if isinstance(value, CellType):
-                value.cell_contents = contents
-                continue
-            owner = value if isinstance(value, list | deque | set | dict) else vars(value)
-            owner.clear()
-            owner.extend(contents) if isinstance(owner, list | deque) else owner.update(contents)
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, CellType):
-        return value.cell_contents
-    if isinstance(value, list | deque):
-        return list(value)
-    return set(value) if isinstance(value, set) else dict(value if isinstance(value, dict) else vars(value))
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two leaves are equal, bitwise in the case of tensors. NaNs are equal."""
     if isinstance(one, torch.Generator) and isinstance(other, torch.Generator):
         return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and (not isinstance(one, _COMPARED) or one == other or one != one)
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
@@ -184,11 +95,10 @@ class Recording:
         param = next(module.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
         self.module = module
-        self.problem: str | None = None
+        self._before = Snapshot(module, (args, kwargs))
+        self.problem = self._before.problem
         self.is_finite = True
         self.changed = ChangedObjects()
-        self._state = _ModuleState(module)
-        self._arguments, self._before = _copy((args, kwargs)), _copy(self._state.take())
         self._random = _RandomState(self.device)
         self._grad = torch.is_grad_enabled()
         self._autocast = {
@@ -239,12 +149,7 @@ class Recording:
     def _results(self, outputs: Any, arguments: Any) -> dict[str, Any]:
         """Return copies of the outputs, the arguments and the state."""
         found = {f"output {i}": leaf for i, leaf in enumerate(leaves_of(outputs))}
-        names: dict[str, int] = {}
-        for name, leaf in self._state.leaves():
-            names[name] = names.get(name, 0) + 1
-            found[f"{name}[{names[name] - 1}]" if names[name] > 1 else name] = leaf
-        found |= {f"argument {i}": leaf for i, leaf in enumerate(tree_leaves(arguments))}
-        found = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in found.items()}
+        found |= Reachable().add(self.module).add(arguments, "argument").copied()
         return found | _RandomState(self.device).values()
 
     @contextmanager
@@ -256,9 +161,13 @@ class Recording:
             yield
 
     @contextmanager
-    def copied(self) -> Iterator[None]:
-        """Replace the state with copies of the state before the call, and put everything back on exit."""
-        now, random_now = self._state.take(), _RandomState(self.device)
+    def copied(self) -> Iterator[Any]:
+        """Replace the state with copies of the state before the call, and put everything back on exit.
+
+        Yields:
+            Copies of the arguments.
+        """
+        random_now = _RandomState(self.device)
         active = DistributedDataParallel._active_ddp_module
         hooks = [p._backward_hooks for p in self.module.parameters() if p._backward_hooks]
         saved = [dict(each) for each in hooks]
@@ -266,13 +175,14 @@ class Recording:
             for each in hooks:
                 each.clear()
             DistributedDataParallel._active_ddp_module = self._ddp
-            self._state.install(_copy(self._before))
             self._random.restore()
-            with torch.set_grad_enabled(self._grad):
-                yield
+            with self._before.installed() as arguments:
+                try:
+                    with torch.set_grad_enabled(self._grad):
+                        yield arguments
+                finally:
+                    self.changed.restore()
         finally:
-            self.changed.restore()
-            self._state.install(now)
             random_now.restore()
             DistributedDataParallel._active_ddp_module = active
             for each, old in zip(hooks, saved, strict=True):
@@ -280,8 +190,8 @@ class Recording:
 
     def replay(self, call: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Repeat the call and its backward pass on copies; return the results after each of them."""
-        with self.copied():
-            args, kwargs = arguments = _copy(self._arguments)
+        with self.copied() as arguments:
+            args, kwargs = arguments
             with self.autocast():
                 outputs = call(*args, **kwargs)
             forward = self._results(outputs, arguments)
@@ -302,10 +212,10 @@ class Recording:
         # First, because Dynamo reports which objects the call changes.
         after_capture = self.replay(captured)[1]
         forward, after = self.replay(self.module._call_impl)
-        if (name := _difference(self._real, forward)) is not None:
-            raise WrongNumbersError(f"{name} differs if the eager call is repeated", compiler=False)
-        if (name := _difference(after, after_capture)) is not None:
-            raise WrongNumbersError(f"{name} differs", compiler=False)
+        if (problem := _difference(self._real, forward)) is not None:
+            raise NotCapturedError(f"a repetition of the same eager call has different results: {problem}")
+        if (problem := _difference(after, after_capture)) is not None:
+            raise WrongNumbersError(problem, compiler=False)
         grads = (
             value for key, value in after.items() if key.startswith("the gradient") and value is not None
         )
@@ -317,7 +227,8 @@ class Recording:
 
     def names(self) -> dict[int, str]:
         """Return the names of the module's parameters and installed buffers by id."""
-        names = {id(value): name for name, value in self._state.leaves() if isinstance(value, Tensor)}
+        values = Reachable().add(self.module).values
+        names = {id(value): name for name, value in values.items() if isinstance(value, Tensor)}
         return names | {id(p): f"the weight '{name}'" for name, p in self.module.named_parameters()}
 
 
@@ -341,7 +252,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _difference(some: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """Return the name of a value that differs, or None."""
+    """Return the first difference between values, or None."""
     for name in dict.fromkeys([*some, *others]):
         if name not in some or name not in others:
             return f"{name} exists in only one of them"
@@ -349,7 +260,7 @@ def _difference(some: Mapping[str, Any], others: Mapping[str, Any]) -> str | Non
         if not _equal(one, other):
             if (one is None) != (other is None):
                 return f"{name} is None in only one of them"
-            return name
+            return f"{name} differs"
     return None
 
 
@@ -427,8 +338,8 @@ class CapturedGraph:
 
         def run(*values: Any) -> Any:
             outputs = self.run(*values)
-            if name := _difference(self._after, _RandomState(recording.device).values()):
-                raise WrongNumbersError(f"{name} differs", compiler=True)
+            if problem := _difference(self._after, _RandomState(recording.device).values()):
+                raise WrongNumbersError(problem, compiler=True)
             return outputs
 
         def finish(outputs: Any, values: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,302 @@
+"""The Python objects and tensors that a call of a module can change, to repeat the call without side effects."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from random import Random
+from types import CellType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from slipstream.step.verification import copies
+
+__all__ = ["ChangedObjects", "Reachable", "Snapshot"]
+
+_CONTAINERS = (dict, list, deque, set)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
+"""Packages whose objects, except containers, do not contain the user's state."""
+_STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
+_DATA = (int, float, complex, str, type(None), Tensor, np.ndarray, *_CONTAINERS)
+
+
+class Reachable:
+    """The objects that can be reached from a module or from arguments.
+
+    These are the attributes of modules, of their classes and of the user's objects, and the contents of containers.
+
+    Attributes:
+        values: tensors, arrays, generators, numbers and other values that are not containers, by name.
+        contents: containers and their contents, which are not copied, by id.
+        parameters: the parameters of the modules.
+        norms: the ids of the dicts of buffers of BatchNorm. The output of BatchNorm in training does not depend on
+            them.
+        problem: an object whose state cannot be copied, such as an iterator, or None.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.contents: dict[int, tuple[Any, Any]] = {}
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.norms: set[int] = set()
+        self.problem: str | None = None
+
+    def add(self, root: Any, kind: str = "attribute") -> Reachable:
+        """Add all objects that can be reached from `root`."""
+        pending = deque([(kind, "", root)])
+        while pending:
+            pending.extend(self._add(*pending.popleft()))
+        return self
+
+    def leaves(self, norms: bool = True) -> dict[int, Any]:
+        """Return the tensors, arrays and generators by id, with or without the buffers of BatchNorm."""
+        kinds = (Tensor, np.ndarray, *_GENERATORS)
+        found = {id(value): value for value in self.values.values() if isinstance(value, kinds)}
+        skipped = () if norms else (b for key in self.norms for b in self.contents[key][1].values())
+        for buffer in skipped:
+            found.pop(id(buffer), None)
+        return found
+
+    def copied(self) -> dict[str, Any]:
+        """Return `values`, with copies of tensors, arrays and generators."""
+        copied = _copy(self.leaves())
+        return {name: copied.get(id(value), value) for name, value in self.values.items()}
+
+    def _add(self, kind: str, name: str, value: Any) -> Iterable[tuple[str, str, Any]]:
+        """Add an object, and return the objects in it."""
+        if isinstance(value, nn.Module):
+            return self._add_module(name, value)
+        if isinstance(value, tuple):
+            return [(kind, f"{name}[{i}]", item) for i, item in enumerate(value)]
+        if isinstance(value, _CONTAINERS):
+            return self._add_container(kind, name, value)
+        if isinstance(value, nn.Parameter):
+            self.parameters[id(value)] = value
+            return ()
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.problem = self.problem or f"the {kind} '{name}' is an iterator"
+        elif _is_users(type(value)) and not isinstance(value, type) and hasattr(value, "__dict__"):
+            return self._add_container(kind, name, vars(value))
+        self.values[f"the {kind} '{name}'"] = value
+        return ()
+
+    def _add_module(self, name: str, module: nn.Module) -> Iterable[tuple[str, str, Any]]:
+        if id(vars(module)) in self.contents:
+            return ()
+        if isinstance(module, _BatchNorm):
+            self.norms.add(id(module._buffers))
+        self.parameters |= {id(param): param for param in module._parameters.values() if param is not None}
+        prefix = f"{name}." if name else ""
+        found = [("attribute", prefix + key, child) for key, child in module._modules.items()]
+        found += self._add_container("attribute", name, vars(module))
+        found += self._add_container("buffer", name, module._buffers)
+        for kind in filter(_is_users, type(module).__mro__):
+            found += self._add_container("attribute", kind.__name__, kind)
+        return found
+
+    def _add_container(self, kind: str, name: str, container: Any) -> list[tuple[str, str, Any]]:
+        if id(container) in self.contents:
+            return []
+        contents = _read(container)
+        self.contents[id(container)] = container, contents
+        if isinstance(contents, dict):
+            prefix = f"{name}." if name else ""
+            return [(kind, f"{prefix}{key}", value) for key, value in contents.items()]
+        if isinstance(contents, set):
+            self.values[f"the {kind} '{name}'"] = frozenset(contents)
+            return []
+        return [(kind, f"{name}[{i}]", value) for i, value in enumerate(contents)]
+
+
+def _is_users(kind: type) -> bool:
+    return kind is SimpleNamespace or kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _is_state(key: str) -> bool:
+    return key not in _STRUCTURE and "_hooks" not in key
+
+
+def _read(container: Any) -> Any:
+    """Return a shallow copy of the contents: a dict, a list or a set."""
+    if isinstance(container, type):
+        return {k: v for k, v in vars(container).items() if isinstance(v, _DATA) and not k.startswith("__")}
+    if isinstance(container, CellType):
+        return [container.cell_contents]
+    if isinstance(container, dict):
+        is_module = "_modules" in container and "_buffers" in container
+        return {k: v for k, v in container.items() if _is_state(k)} if is_module else dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _write(container: Any, contents: Any) -> None:
+    """Replace the contents of a container, without calls of methods that the user has overridden."""
+    now = _read(container)
+    if _is_same(now, contents):
+        return
+    if isinstance(container, CellType):
+        (container.cell_contents,) = contents
+    elif isinstance(container, type):
+        for key in now.keys() - contents.keys():
+            delattr(container, key)
+        for key, value in contents.items():
+            setattr(container, key, value)
+    elif isinstance(container, dict):
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        for key in now:
+            kind.__delitem__(container, key)
+        for key, value in contents.items():
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), contents)
+    else:
+        container.clear()
+        container.extend(contents) if isinstance(container, deque) else container.update(contents)
+
+
+def _is_same(some: Any, others: Any) -> bool:
+    """Return whether contents consist of the same objects, in the same order."""
+    if len(some) != len(others) or isinstance(some, set):
+        return bool(some == others)
+    if isinstance(some, dict):
+        return list(some) == list(others) and _is_same(list(some.values()), list(others.values()))
+    return all(one is other for one, other in zip(some, others, strict=True))
+
+
+def _values(contents: Any) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+def _copy(leaves: Mapping[int, Any]) -> dict[int, Any]:
+    """Return copies of tensors, arrays and generators, with the same keys."""
+    tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    copied: dict[int, Any] = dict(zip(tensors, copies(list(tensors.values())), strict=True))
+    for key, leaf in leaves.items():
+        if key not in copied:
+            copied[key] = leaf.clone_state() if isinstance(leaf, torch.Generator) else copy.deepcopy(leaf)
+    return copied
+
+
+def _replace(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return contents or a tuple in which `new` replaces objects by id."""
+    if type(value) is dict:
+        return {
+            key: _replace(item, new) if isinstance(item, tuple) else new.get(id(item), item)
+            for key, item in value.items()
+        }
+    if isinstance(value, set):
+        return value
+    items = [_replace(item, new) if isinstance(item, tuple) else new.get(id(item), item) for item in value]
+    if not isinstance(value, tuple):
+        return items
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+class Snapshot:
+    """The contents of all objects that a call of a module can change.
+
+    Args:
+        module: the module.
+        arguments: a tuple of the arguments of the call.
+        recomputes: whether the call is repeated by activation checkpointing. In this case, parameters, tensors in the
+            arguments and the buffers of BatchNorm are not copied.
+
+    Attributes:
+        problem: an object whose state cannot be copied, such as an iterator, or None.
+    """
+
+    def __init__(self, module: nn.Module, arguments: tuple[Any, ...], recomputes: bool = False) -> None:
+        reached = Reachable().add(module)
+        leaves = reached.leaves(norms=False)
+        params = {} if recomputes else reached.parameters
+        reached.add(arguments, "argument")
+        self.problem = reached.problem
+        self._arguments = arguments
+        self._contents, self._norms = reached.contents, reached.norms if recomputes else set()
+        self._leaves = leaves if recomputes else reached.leaves()
+        self._versions = {
+            key: leaf._version for key, leaf in self._leaves.items() if isinstance(leaf, Tensor)
+        }
+        self._copies = _copy(self._leaves)
+        self._params = [(param, param.detach().clone(), param._version) for param in params.values()]
+
+    def keep_changes(self) -> None:
+        """Drop what has not changed since."""
+        same = [key for key in self._copies if self._is_unchanged(key)]
+        for key in same:
+            del self._copies[key], self._leaves[key]
+        self._contents = {
+            key: (container, contents)
+            for key, (container, contents) in self._contents.items()
+            if key in self._norms
+            or not _is_same(_read(container), contents)
+            or any(id(value) in self._copies or isinstance(value, tuple) for value in _values(contents))
+        }
+
+    def _is_unchanged(self, key: int) -> bool:
+        leaf, old = self._leaves[key], self._copies[key]
+        if isinstance(leaf, Tensor):
+            return bool(leaf._version == self._versions[key])
+        return isinstance(leaf, np.ndarray) and leaf.tobytes() == old.tobytes()
+
+    @contextmanager
+    def installed(self) -> Iterator[Any]:
+        """Replace all contents by copies of the stored contents, and put everything back on exit.
+
+        Yields:
+            The arguments, with copies of their tensors.
+        """
+        now = [(container, _read(container)) for container, _ in self._contents.values()]
+        new = _copy(self._copies)
+        changed = [(p, old, p.detach().clone()) for p, old, version in self._params if p._version != version]
+        try:
+            for key, (container, contents) in self._contents.items():
+                norm = key in self._norms
+                own = {k: None if b is None else b.clone() for k, b in contents.items()} if norm else None
+                _write(container, _replace(contents, new) if own is None else own)
+            _assign((param, old) for param, old, _ in changed)
+            yield _replace(self._arguments, new)
+        finally:
+            for container, contents in now:
+                _write(container, contents)
+            _assign((param, current) for param, _, current in changed)
+
+
+@torch.no_grad()
+def _assign(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in pairs:
+        tensor.copy_(value)
+
+
+class ChangedObjects:
+    """The contents of Python objects and tensors that captured code changes, including those outside the module."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Store the contents of objects and tensors before their first change."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if id(value) not in self._tensors:
+                    self._tensors[id(value)] = value, value.detach().clone()
+            elif not isinstance(value, nn.Module):
+                kinds = (*_CONTAINERS, CellType, type)
+                container = value if isinstance(value, kinds) else getattr(value, "__dict__", None)
+                if container is not None and id(container) not in self._contents:
+                    self._contents[id(container)] = container, _read(container)
+
+    def restore(self) -> None:
+        """Put the contents back."""
+        for container, contents in self._contents.values():
+            _write(container, contents)
+        _assign((now, old) for now, old in self._tensors.values() if not torch.equal(now, old))
