@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
