@@ -1,9 +1,11 @@
 """Activation checkpointing stores fewer activations and does not change results."""
 
 import math
+import random
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -27,10 +29,11 @@ def fresh_compiler():
         yield
 
 
+CALLS: list[int] = []
+
+
 class Bottleneck(nn.Module):
     """A block that accepts a keyword argument, returns a tuple and counts its eager forward calls."""
-
-    all_calls = 0
 
     def __init__(self, dropout, momentum):
         super().__init__()
@@ -46,7 +49,7 @@ class Bottleneck(nn.Module):
     def forward(self, x, scale=None):
         if not torch.compiler.is_compiling():
             self.calls += 1
-            Bottleneck.all_calls += 1
+            CALLS.append(1)
         y = self.outer(self.inner(x))
         return x + (y if scale is None else y * scale), {"inside": y.mean()}
 
@@ -116,10 +119,11 @@ def assert_same(left, right, rtol=0.0):
 @pytest.mark.parametrize(("dtype", "momentum"), [(None, 0.1), (None, None), (torch.bfloat16, 0.1)])
 def test_20_steps_match_training_without_checkpointing(dtype, momentum):
     expected = train(Net(momentum=momentum), dtype=dtype)
-    model, Bottleneck.all_calls = checkpointed(Net(momentum=momentum)), 0
+    model = checkpointed(Net(momentum=momentum))
+    CALLS.clear()
     assert_same(train(model, dtype=dtype), expected)
     assert model.blocks[0].calls == 20
-    assert Bottleneck.all_calls == 80  # 20 forward passes and 20 recomputations of two blocks
+    assert len(CALLS) == 80  # 20 forward passes and 20 recomputations of two blocks
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -161,6 +165,39 @@ class Decaying(nn.Module):
         self.past.append(x.detach().mean())
         keys = cache.entries[self.index] = [*cache.entries.get(self.index, ()), self.layer(x)]
         return torch.cat(keys).tanh().sum(0) * math.exp(-self.time) + sum(self.past)
+
+
+class Drawing(nn.Module):
+    """Draws random numbers from Python and NumPy, and keeps a tensor and an array that are not buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale, self.counts = nn.Linear(8, 8), torch.ones(8), np.ones(8)
+
+    def forward(self, x):
+        self.scale += 0.1 * x.detach().abs().mean(0)
+        self.counts[random.randrange(8)] += np.random.rand()
+        factor = torch.tensor(self.counts * random.random())
+        return torch.tanh(self.linear(x * self.scale.clone() * factor))
+
+
+def test_recomputation_draws_the_same_numbers_and_reads_the_same_state():
+    def run(checkpointed):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        net = nn.Sequential(Drawing(), Drawing(), nn.Linear(8, 1)).double()
+        options = ActivationCheckpointingOptions([Drawing.__name__])
+        assert not checkpointed or checkpoint_activations(net, options) == ["0", "1"]
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            net(torch.randn(4, 8).double()).square().mean().backward()
+            optimizer.step()
+        state = [(m.scale, torch.tensor(m.counts)) for m in net if isinstance(m, Drawing)]
+        return net.state_dict(), state, random.random(), np.random.rand()
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
 
 
 class CachedNet(nn.Module):

@@ -1,6 +1,8 @@
 """Compiled models and blocks are verified: networks with side effects train as in a plain loop, bitwise in float64."""
 
+import itertools
 import random
+from collections import Counter as Counter_
 from collections import OrderedDict, deque
 
 import numpy as np
@@ -43,6 +45,47 @@ class Counter(Net):
         self.count += 1
         self.items.append(self.count)
         return super().forward(x) * (1 + 0.1 * self.count)
+
+
+class Meter:
+    def __init__(self):
+        self.seen, self.mean, self.history = 0, 0.0, Counter_()
+
+    def update(self, value):
+        self.seen += 1
+        self.mean += (value - self.mean) / self.seen
+        self.history[self.seen % 3] += 1
+
+
+class Objects(Net):
+    """Changes a NumPy array, an object, a class attribute and the weights of an unregistered module, and reads them."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).calls = 0
+        self.histogram, self.meter, self.teacher = np.zeros(3), Meter(), [nn.Linear(4, 8).double()]
+
+    def forward(self, x):
+        type(self).calls += 1
+        np.add.at(self.histogram, [self.calls % 3], 1)
+        self.meter.update(x.abs().mean().item())
+        (teacher,) = self.teacher
+        with torch.no_grad():
+            teacher.weight.lerp_(self.first.weight, 0.1)
+        self.items = [self.histogram.tolist(), vars(self.meter).copy(), self.calls, teacher.weight.tolist()]
+        scale = 1.0 if self.meter.history[1] > 1 else 0.5
+        return super().forward(x) * scale + F.linear(teacher(x), self.unused.weight)
+
+
+class Iterates(Net):
+    def __init__(self):
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0, 4.0])
+
+    def forward(self, x):
+        return super().forward(x) * next(self.scales)
 
 
 class ChangedBuffer(Net):
@@ -198,15 +241,25 @@ def is_compiled(net):
     return net._compiled_call_impl is not None and any(net._compiled_call_impl.kind.known)
 
 
-EAGER = [ViewOfBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
-GRAPHS = [Net, UnusedOutput, Counter, BrokenGraph, UnusedDropout, ChangedBuffer, ChangedAfterBreak, OwnDict]
+EAGER = [Iterates, ViewOfBuffer, Recent, OwnCheckpoint, InnerGradient, InferenceMode]
+GRAPHS = [
+    Net,
+    Objects,
+    UnusedOutput,
+    Counter,
+    BrokenGraph,
+    UnusedDropout,
+    ChangedBuffer,
+    ChangedAfterBreak,
+    OwnDict,
+]
 
 
-@pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue, Objects], ids=lambda make: make.__name__)
 def test_networks_train_as_in_a_plain_loop(make):
     ours = train(make, dict(scope="model", backend="aot_eager"))
     assert_equal(ours, train(make, by_hand=True))
-    if make is not BranchOnValue:
+    if make not in (BranchOnValue, Objects):
         assert is_compiled(ours[2]) == (make in GRAPHS)
 
 
