@@ -165,6 +165,15 @@ class OwnDict(Net):
         return self.last(outputs["hidden"])
 
 
+class MaskedRows(Net):
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        hidden = hidden.clone()
+        hidden[x[:, 0] > 0] = self.first.bias
+        return self.last(hidden)
+
+
 class InferenceMode(Net):
     def forward(self, x):
         with torch.inference_mode():
@@ -252,6 +261,7 @@ GRAPHS = [
     ChangedBuffer,
     ChangedAfterBreak,
     OwnDict,
+    MaskedRows,
 ]
 
 

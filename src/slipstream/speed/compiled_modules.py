@@ -190,8 +190,8 @@ class _Kind:
         added = keep_unused_random(graph)
         try:
             captured = CapturedGraph(graph, self.compiler(graph, inputs))
-        except torch._dynamo.exc.RestartAnalysis:
-            raise
+        except (torch._dynamo.exc.RestartAnalysis, *torch._dynamo.exc.exceptions_allowed_to_be_fallback):
+            raise  # torch adds a graph break
         except Exception as error:
             self.error = self.error or error
             captured = CapturedGraph(graph, lambda *values: run_captured(graph, values))
