@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from random import Random
 from types import CellType, SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ class Reachable:
 
     These are the attributes of modules, of their classes and of the user's objects, and the contents of containers.
 
+    Args:
+        skip_torch: whether to skip the attributes, except buffers, of modules whose class is part of torch.
+
     Attributes:
         values: tensors, arrays, generators, numbers and other values that are not containers, by name.
         contents: containers and their contents, which are not copied, by id.
@@ -43,7 +47,8 @@ class Reachable:
         problem: an object whose state cannot be copied, such as an iterator, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, skip_torch: bool = False) -> None:
+        self._skips_torch = skip_torch
         self.values: dict[str, Any] = {}
         self.contents: dict[int, tuple[Any, Any]] = {}
         self.parameters: dict[int, nn.Parameter] = {}
@@ -90,16 +95,18 @@ class Reachable:
         return ()
 
     def _add_module(self, name: str, module: nn.Module) -> Iterable[tuple[str, str, Any]]:
-        if id(vars(module)) in self.contents:
+        if id(module._buffers) in self.contents:
             return ()
         if isinstance(module, _BatchNorm):
             self.norms.add(id(module._buffers))
         self.parameters |= {id(param): param for param in module._parameters.values() if param is not None}
         prefix = f"{name}." if name else ""
         found = [("attribute", prefix + key, child) for key, child in module._modules.items()]
-        found += self._add_container("attribute", name, vars(module))
         found += self._add_container("buffer", name, module._buffers)
-        for kind in filter(_is_users, type(module).__mro__):
+        kinds = _users_classes(type(module))
+        if kinds or not self._skips_torch:
+            found += self._add_container("attribute", name, vars(module))
+        for kind in kinds:
             found += self._add_container("attribute", kind.__name__, kind)
         return found
 
@@ -115,6 +122,11 @@ class Reachable:
             self.values[f"the {kind} '{name}'"] = frozenset(contents)
             return []
         return [(kind, f"{name}[{i}]", value) for i, value in enumerate(contents)]
+
+
+@cache
+def _users_classes(kind: type) -> list[type]:
+    return list(filter(_is_users, kind.__mro__))
 
 
 def _is_users(kind: type) -> bool:
@@ -214,7 +226,7 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module, arguments: tuple[Any, ...], recomputes: bool = False) -> None:
-        reached = Reachable().add(module)
+        reached = Reachable(skip_torch=recomputes).add(module)
         leaves = reached.leaves(norms=False)
         params = {} if recomputes else reached.parameters
         reached.add(arguments, "argument")
