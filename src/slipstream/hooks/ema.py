@@ -80,15 +80,9 @@ class EMAHook(Hook):
         average, optim = self.ema_model, runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
         average.swap_in(self.model, average=False)
-        if self.begin_epoch and not runner.by_epoch:
-            message = "counts epochs; in iteration-based training, use begin_iter"
+        if self.begin_epoch and not (runner.by_epoch and runner.knows_length):
+            message = "requires training by epochs over a loader that has a length; use begin_iter"
             raise self.config_error(message, "begin_epoch")
-        if not runner.knows_length and (self.begin_epoch or getattr(average, "decay_type", None) == "exp"):
-            raise self.config_error(
-                "begin_epoch and the decay_type 'exp' depend on the number of training steps, but the training loader "
-                "has no length; use begin_iter and 'threshold', or train by iterations (train_cfg.by_epoch=False)",
-                "begin_epoch" if self.begin_epoch else "decay_type",
-            )
         if self._resumed is not None:
             state, steps = self._resumed
             average.restart(self.model)  # initializes the tensors that were not saved

@@ -97,9 +97,13 @@ class BaseAveragedModel(nn.Module):
             total: number of batches in the run, or None if it is unknown.
             skipped: number of batches before the first batch that is averaged.
             accumulation: the accumulation windows of the optimizer.
+
+        Raises:
+            ConfigError: the decay depends on the length of training, which is unknown.
         """
         self.window, self.batch, self.total_batches, self.total_steps = accumulation.counts, None, None, None
         if total is None:
+            self.weight(1)  # raises an error if it depends on the length of training
             return None
         self.total_batches = max(1, total - skipped)
         updates = self.total_batches if self.every_batch else accumulation.windows_between(skipped, total)
@@ -524,7 +528,9 @@ class ScheduledEMA(BaseAveragedModel):
         if self.decay_type == "threshold":
             return 1.0 - min(self.decay, (1 + number) / (10 + number))
         if total is None:
-            raise ConfigError("'exp' requires the number of training steps; use 'threshold'", "decay_type")
+            raise ConfigError(
+                "'exp' requires a known number of training steps; use 'threshold'", "decay_type"
+            )
         return 1.0 - self.decay * -math.expm1(-(self.beta or 15.0) * number / total)
 
 
