@@ -7,7 +7,6 @@ from npu_runs import STEPS, adamw, assert_equal_on_the_host, batches, by_hand, n
 from torch import nn
 
 from slipstream import accelerate, feed
-from slipstream.errors import ModelError
 from slipstream.optim import npu
 
 ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False)
@@ -67,19 +66,3 @@ def test_lazy_parameters_are_created_on_the_device():
     step(batches()[1])
     assert before.device == torch.device("npu", 0)
     assert not torch.equal(before, model[0].weight)
-
-
-@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "npu")])
-@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
-def test_moving_the_model_after_accelerate_raises_an_error(speed, devices):
-    model = net()
-    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed=speed)
-    data = batches()
-    for batch in data[:5]:
-        step(batch)
-    for device in devices:
-        model.to(device)
-    message = r"'0.weight' was replaced.*parameters of models on npu; move a copy.*copy.deepcopy\(model\)"
-    for _ in range(2):
-        with pytest.raises(ModelError, match=message):
-            step(data[5])

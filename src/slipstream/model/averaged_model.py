@@ -265,6 +265,7 @@ class AveragePart(StepPart):
     ) -> None:
         self.average, self.model, self.skipped, self._due = average, model, skipped, False
         self._batch_count, self._ends_window = batch_count, optim.ends_window if optim else lambda _: True
+        self._is_always_due = average.window == 1 and not (skipped or average.counts_batches)
         averages, currents = self._find()
         self._weight = HostNumber(0.0, averages[0].device, precise_dtype(averages[0].device))
         self._moves = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
@@ -290,11 +291,17 @@ class AveragePart(StepPart):
 
     def before_batch(self) -> None:
         """Set the weight of the new parameters (0 if the next batch is not an update)."""
-        average, batch = self.average, self._batch_count() + 1
-        average.batch = batch - self.skipped
-        self._due = average.batch > 0 and (average.every_batch or self._ends_window(batch))
-        is_change = self._due and average.steps % average.interval == 0
-        self._weight.set((average.weight(average.steps) if average.steps else 1.0) if is_change else 0.0)
+        average, self._due = self.average, True
+        if not self._is_always_due:
+            batch = self._batch_count() + 1
+            average.batch = batch - self.skipped
+            self._due = average.batch > 0 and (average.every_batch or self._ends_window(batch))
+        weight = 0.0
+        if self._due and average.steps % average.interval == 0:
+            weight = average.weight(average.steps) if average.steps else 1.0
+        if weight != self._weight.value:
+            self._weight.value = weight
+            self._weight.tensor.fill_(weight)
 
     @torch.no_grad()
     def after_batch(self) -> None:
