@@ -279,6 +279,33 @@ def test_backward_does_not_read_what_a_second_call_has_changed():
     assert is_compiled(ours[2].block)
 
 
+class Blocks(Net):
+    """A checkpointed block whose dropout is changed in place, and one with a graph break."""
+
+    class Block(nn.Module):
+        def __init__(self, breaks):
+            super().__init__()
+            self.breaks, self.linear = breaks, nn.Linear(4, 4)
+
+        def forward(self, x):
+            if self.breaks:
+                torch._dynamo.graph_break()
+            return F.dropout(self.linear(x), 0.3).mul_(2)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(False), self.Block(True))
+
+    def forward(self, x):
+        return super().forward(self.blocks(x))
+
+
+def test_checkpointed_block_with_a_graph_break():
+    ours = train(Blocks, dict(scope="model", backend="aot_eager"), activation_checkpointing=["blocks.*"])
+    assert_equal(ours, train(Blocks, by_hand=True))
+    assert is_compiled(ours[2])
+
+
 @pytest.mark.parametrize("change", [hooks, full_backward_hook, freeze])
 def test_changes_during_training_take_effect(change):
     ours = train(Net, dict(scope="model", backend="aot_eager"), change)

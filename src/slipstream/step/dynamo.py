@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
@@ -222,7 +223,12 @@ def _unused_random(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def recompute_contexts() -> Any:
-    """Return the contexts of a checkpoint in a graph, which stores the results of random operators and collectives."""
+    """Return the contexts of a checkpoint in a graph, which stores the results of random operators and collectives.
+
+    A checkpoint that contains a graph break runs eagerly, where results that change in place cannot be stored.
+    """
+    if get_proxy_mode() is None:
+        return nullcontext(), nullcontext()
     return create_selective_checkpoint_contexts(_keep_in_graph)
 
 
