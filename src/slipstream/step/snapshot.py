@@ -8,7 +8,6 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from random import Random
 from types import CellType, SimpleNamespace
 from typing import Any
@@ -103,7 +102,7 @@ class Reachable:
         prefix = f"{name}." if name else ""
         found = [("attribute", prefix + key, child) for key, child in module._modules.items()]
         found += self._add_container("buffer", name, module._buffers)
-        kinds = _users_classes(type(module))
+        kinds = [kind for kind in type(module).__mro__ if _is_users(kind)]
         if kinds or not self._skips_torch:
             found += self._add_container("attribute", name, vars(module))
         for kind in kinds:
@@ -122,11 +121,6 @@ class Reachable:
             self.values[f"the {kind} '{name}'"] = frozenset(contents)
             return []
         return [(kind, f"{name}[{i}]", value) for i, value in enumerate(contents)]
-
-
-@cache
-def _users_classes(kind: type) -> list[type]:
-    return list(filter(_is_users, kind.__mro__))
 
 
 def _is_users(kind: type) -> bool:
