@@ -300,10 +300,11 @@ class Blocks(Net):
         return super().forward(self.blocks(x))
 
 
-def test_checkpointed_block_with_a_graph_break():
+def test_checkpointed_block_with_a_graph_break(caplog):
+    caplog.set_level("WARNING", "slipstream")
     ours = train(Blocks, dict(scope="model", backend="aot_eager"), activation_checkpointing=["blocks.*"])
     assert_equal(ours, train(Blocks, by_hand=True))
-    assert is_compiled(ours[2])
+    assert "a block with activation_checkpointing contains a graph break" in caplog.text
 
 
 @pytest.mark.parametrize("change", [hooks, full_backward_hook, freeze])

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
-from slipstream.step.dynamo import recompute_contexts
+from slipstream.step.dynamo import recompute_in_graph
 from slipstream.step.snapshot import Snapshot
 
 __all__ = ["ActivationCheckpointingOptions", "checkpoint_activations", "is_recomputed"]
@@ -83,7 +83,7 @@ def _recomputed(
     # devices whose random state it saves.
     block, inputs = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
-        return checkpoint(block, None, *inputs, use_reentrant=False, context_fn=recompute_contexts)
+        return checkpoint(block, None, *inputs, use_reentrant=False, context_fn=recompute_in_graph)
     # torch does not find tensors inside some objects, such as dataclasses, so also pass a tensor on the parameters'
     # device.
     tensor = next(chain(module.parameters(), module.buffers()), None)

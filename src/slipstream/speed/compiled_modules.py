@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
@@ -25,7 +26,7 @@ from slipstream.dist.collectives import all_reduce
 from slipstream.sharding import is_sharded
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
 from slipstream.speed.inductor import backend_of
-from slipstream.step.dynamo import capture_config, changed_objects, keep_unused_random
+from slipstream.step.dynamo import capture_config, changed_objects, check_deques, keep_unused_random
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
@@ -189,6 +190,7 @@ class _Kind:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
         added = keep_unused_random(graph)
         try:
+            check_deques()
             captured = CapturedGraph(graph, self.compiler(graph, inputs))
         except (torch._dynamo.exc.RestartAnalysis, *torch._dynamo.exc.exceptions_allowed_to_be_fallback):
             raise  # torch adds a graph break
@@ -309,8 +311,11 @@ class _CompiledCall:
     def _search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may need a new graph."""
         kind, grad = self.kind, torch.is_grad_enabled()
-        if any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules()):
-            # A repeated call would call the user's hooks again.
+        tensors = itertools.chain(self.module.parameters(), self.module.buffers())
+        if any(map(is_lazy, tensors)) or any(
+            each._backward_hooks or each._backward_pre_hooks for each in self.module.modules()
+        ):
+            # A repeated call would call the user's hooks again. The first call of a lazy module cannot be repeated.
             return self.module._call_impl(*args, **kwargs)
         if kind.verifies and any(map(is_sharded, self.module.parameters())):
             # A sharded module communicates in forward and backward, so its calls cannot be repeated.

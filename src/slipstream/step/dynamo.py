@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -12,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
@@ -20,11 +20,12 @@ from slipstream.step.verification import NotCapturedError, OnlyEagerError
 __all__ = [
     "capture_config",
     "changed_objects",
+    "check_deques",
     "check_random",
     "check_traced",
     "keep_unused_random",
     "prepare_graph",
-    "recompute_contexts",
+    "recompute_in_graph",
     "side_effects",
     "why_not_recomputed",
 ]
@@ -123,6 +124,16 @@ def changed_objects() -> list[Any]:
     return [each for each, variable in variables if variable is not None and _is_changed(effects, variable)]
 
 
+def check_deques() -> None:
+    """Check that the captured code changes no deque with `maxlen`, which Dynamo ignores; call it from a backend.
+
+    Raises:
+        OnlyEagerError: it changes such a deque.
+    """
+    if any(isinstance(each, deque) and each.maxlen is not None for each in changed_objects()):
+        raise OnlyEagerError("torch.compile ignores the maxlen of a deque; use a list or a tensor")
+
+
 def check_traced() -> None:
     """Check, from inside the step, that Dynamo is tracing the step rather than skipping it.
 
@@ -189,6 +200,9 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
             checkpointed block in it has unused random results.
     """
     graphs = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    for each in graphs:
+        if each.meta.get("_checkpoint_context_fn") is recompute_in_graph:
+            each.meta["_checkpoint_context_fn"] = recompute_contexts
     enter = torch.autograd.grad_mode._enter_inference_mode
     if any(node.target is enter for each in graphs for node in each.graph.nodes):
         raise NotCapturedError("torch.inference_mode() cannot be compiled; use torch.no_grad()")
@@ -222,13 +236,19 @@ def _unused_random(graph: fx.GraphModule) -> list[fx.Node]:
     return [node for node in unused if isinstance(node.meta.get("example_value"), Tensor)]
 
 
-def recompute_contexts() -> Any:
-    """Return the contexts of a checkpoint in a graph, which stores the results of random operators and collectives.
+def recompute_in_graph() -> Any:
+    """Return `recompute_contexts()`, which replaces this function in graphs that are passed to `keep_unused_random`.
 
-    A checkpoint that contains a graph break runs eagerly, where results that change in place cannot be stored.
+    Raises:
+        NotCapturedError: the checkpointed block contains a graph break, so torch runs it without the state of forward.
     """
-    if get_proxy_mode() is None:
-        return nullcontext(), nullcontext()
+    if torch._guards.TracingContext.try_get() is not None:  # the graph is being compiled
+        return recompute_contexts()
+    raise NotCapturedError("a block with activation_checkpointing contains a graph break")
+
+
+def recompute_contexts() -> Any:
+    """Return the contexts of a checkpoint in a graph, which stores the results of random operators and collectives."""
     return create_selective_checkpoint_contexts(_keep_in_graph)
 
 

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
-from slipstream.step.dynamo import capture_config, check_random, check_traced, prepare_graph, side_effects
+from slipstream.step.dynamo import (
+    capture_config,
+    check_deques,
+    check_random,
+    check_traced,
+    prepare_graph,
+    side_effects,
+)
 from slipstream.step.function import CompiledStep, EagerStep, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
 from slipstream.step.parts import trained_params
@@ -303,6 +310,7 @@ class GraphStep(CompiledStep):
         ends_window = self.optim.accumulation.ends_next
         captured.count_graph(ends_window)
         check_random()
+        check_deques()
         added = prepare_graph(graph)
         if (
             self.verify
