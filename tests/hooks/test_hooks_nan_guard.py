@@ -69,6 +69,26 @@ def test_run_skips_a_bad_batch_and_logs_it(tmp_path):
     assert not runner.optim_wrapper.parts
 
 
+class TrainsTwice(Breaks):
+    """Updates the weights twice per batch."""
+
+    def train_step(self, data, optim_wrapper):
+        for _ in range(2):
+            with optim_wrapper.optim_context(self):
+                losses = self.loss_step(data)
+            loss, logs = self.parse_losses(losses)
+            optim_wrapper.update_params(loss)
+        return logs
+
+
+def test_each_skipped_update_of_an_own_train_step_restores_the_buffers(tmp_path):
+    remember, model = Remember(), TrainsTwice()
+    hooks = [dict(type="NanGuardHook", action="skip"), remember]
+    run(tmp_path, model=model, train_dataloader=loader(broken_data(), shuffle=False), custom_hooks=hooks)
+    for name, value in remember.weights[5].items():  # both updates of the first batch of the second epoch
+        assert torch.equal(value, remember.weights[4][name]), name
+
+
 class Fail(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         raise RuntimeError("power cut")
