@@ -88,3 +88,35 @@ def test_unverified_model_raises_an_error_with_a_remedy(sam):
     step = accelerate(net, optimizer, compute_loss=penalized, speed=speed)
     with pytest.raises(ModelError, match=r"create_graph=True.*set compile=False"):
         step(batches()[0])
+
+
+def test_several_backward_passes_in_some_batches_match_a_plain_loop():
+    """Every third batch balances two losses by the norms of their gradients (GradNorm)."""
+
+    def balanced():
+        state = {"batch": 0, "weight": 1.0}
+
+        def loss(net, x):
+            state["batch"] += 1
+            scores = net(x)
+            one, other = scores.mean(), scores.square().mean()
+            if state["batch"] % 3 == 0:
+                norms = [
+                    torch.autograd.grad(each, net[2].weight, retain_graph=True)[0].norm()
+                    for each in (one, other)
+                ]
+                state["weight"] = (norms[0] / norms[1]).detach().clamp(max=10)
+            return one + state["weight"] * other
+
+        return loss
+
+    net = critic()
+    expected, loss = copy.deepcopy(net), balanced()
+    optimizer = torch.optim.Adam(expected.parameters(), lr=0.01)
+    for x in batches():
+        optimizer.zero_grad()
+        loss(expected, x).backward()
+        optimizer.step()
+    train(net, balanced(), scope="model")
+    torch.testing.assert_close(net.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+    assert net._compiled_call_impl is not None

@@ -241,4 +241,6 @@ def running(plan: SpeedPlan, device: torch.device, logger: logging.Logger | MMLo
                 f"torch.compile: training waits for each compilation{cached}; the first one may take minutes"
             )
             stack.enter_context(CompileReport().logging(logger))
+            # A batch may have several backward passes through a compiled model, with retain_graph=True.
+            stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
         yield

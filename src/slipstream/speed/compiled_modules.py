@@ -26,7 +26,7 @@ from slipstream.dist.collectives import all_reduce
 from slipstream.sharding import is_sharded
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
 from slipstream.speed.inductor import backend_of
-from slipstream.step.dynamo import capture_config, changed_objects, check_deques, keep_unused_random
+from slipstream.step.dynamo import capture_config, changed_objects, prepare_graph
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
@@ -158,10 +158,7 @@ class _Group:
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Apply the settings for compilation."""
-    with (
-        capture_config(autograd=False),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-    ):
+    with capture_config(autograd=False), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         yield
 
 
@@ -188,9 +185,8 @@ class _Kind:
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
-        added = keep_unused_random(graph)
+        added = prepare_graph(graph)
         try:
-            check_deques()
             captured = CapturedGraph(graph, self.compiler(graph, inputs))
         except (torch._dynamo.exc.RestartAnalysis, *torch._dynamo.exc.exceptions_allowed_to_be_fallback):
             raise  # torch adds a graph break

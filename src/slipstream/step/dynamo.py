@@ -20,11 +20,10 @@ from slipstream.step.verification import NotCapturedError, OnlyEagerError
 __all__ = [
     "capture_config",
     "changed_objects",
-    "check_deques",
     "check_random",
     "check_traced",
-    "keep_unused_random",
     "prepare_graph",
+    "prepare_step_graph",
     "recompute_in_graph",
     "side_effects",
     "why_not_recomputed",
@@ -124,16 +123,6 @@ def changed_objects() -> list[Any]:
     return [each for each, variable in variables if variable is not None and _is_changed(effects, variable)]
 
 
-def check_deques() -> None:
-    """Check that the captured code changes no deque with `maxlen`, which Dynamo ignores; call it from a backend.
-
-    Raises:
-        OnlyEagerError: it changes such a deque.
-    """
-    if any(isinstance(each, deque) and each.maxlen is not None for each in changed_objects()):
-        raise OnlyEagerError("torch.compile ignores the maxlen of a deque; use a list or a tensor")
-
-
 def check_traced() -> None:
     """Check, from inside the step, that Dynamo is tracing the step rather than skipping it.
 
@@ -171,8 +160,8 @@ def why_not_recomputed() -> str | None:
     return "activation checkpointing in a step's graph requires torch 2.12 or newer, which recomputes activations there"
 
 
-def prepare_graph(graph: fx.GraphModule) -> int:
-    """Prepare a captured step for compilation, in place, and return the number of outputs that were added to it.
+def prepare_step_graph(graph: fx.GraphModule) -> int:
+    """Prepare a captured step as `prepare_graph` does, and store random results in the user's checkpoints.
 
     Raises:
         NotCapturedError: the model calls `torch.utils.checkpoint`, and torch is older than 2.12.
@@ -186,11 +175,13 @@ def prepare_graph(graph: fx.GraphModule) -> int:
                 # torch cannot recompute random operators, so store their results.
                 body = getattr(module, node.args[0].target)
                 body.meta.setdefault("_checkpoint_context_fn", recompute_contexts)
-    return keep_unused_random(graph)
+    return prepare_graph(graph)
 
 
-def keep_unused_random(graph: fx.GraphModule) -> int:
-    """Return unused random results from a graph, because compilers drop them, which changes later random numbers.
+def prepare_graph(graph: fx.GraphModule) -> int:
+    """Prepare a captured graph for compilation, in place; call this function only from a backend.
+
+    The graph then also returns unused random results, because compilers drop them, which changes later random numbers.
 
     Returns:
         The number of outputs that were added to the graph.
@@ -198,7 +189,10 @@ def keep_unused_random(graph: fx.GraphModule) -> int:
     Raises:
         NotCapturedError: the graph enters inference mode, which torch cannot compile and may leave enabled, or a
             checkpointed block in it has unused random results.
+        OnlyEagerError: the captured code changes a deque with `maxlen`.
     """
+    if any(isinstance(each, deque) and each.maxlen is not None for each in changed_objects()):
+        raise OnlyEagerError("torch.compile ignores the maxlen of a deque; use a list or a tensor")
     graphs = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     for each in graphs:
         if each.meta.get("_checkpoint_context_fn") is recompute_in_graph:
@@ -237,7 +231,7 @@ def _unused_random(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def recompute_in_graph() -> Any:
-    """Return `recompute_contexts()`, which replaces this function in graphs that are passed to `keep_unused_random`.
+    """Return `recompute_contexts()`, which replaces this function in graphs that are passed to `prepare_graph`.
 
     Raises:
         NotCapturedError: the checkpointed block contains a graph break, so torch runs it without the state of forward.

@@ -19,10 +19,9 @@ from torch import Tensor, fx, nn
 from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
 from slipstream.step.dynamo import (
     capture_config,
-    check_deques,
     check_random,
     check_traced,
-    prepare_graph,
+    prepare_step_graph,
     side_effects,
 )
 from slipstream.step.function import CompiledStep, EagerStep, GraphFunction, LossOf, Outputs
@@ -310,8 +309,7 @@ class GraphStep(CompiledStep):
         ends_window = self.optim.accumulation.ends_next
         captured.count_graph(ends_window)
         check_random()
-        check_deques()
-        added = prepare_graph(graph)
+        added = prepare_step_graph(graph)
         if (
             self.verify
             and self.sync is not None
