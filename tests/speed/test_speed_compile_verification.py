@@ -1,8 +1,8 @@
 """Compiled models and blocks are verified: networks with side effects train as in a plain loop, bitwise in float64."""
 
+import collections
 import itertools
 import random
-from collections import Counter as Counter_
 from collections import OrderedDict, deque
 
 import numpy as np
@@ -49,7 +49,7 @@ class Counter(Net):
 
 class Meter:
     def __init__(self):
-        self.seen, self.mean, self.history = 0, 0.0, Counter_()
+        self.seen, self.mean, self.history = 0, 0.0, collections.Counter()
 
     def update(self, value):
         self.seen += 1
@@ -277,6 +277,24 @@ def test_backward_does_not_read_what_a_second_call_has_changed():
     ours = train(CalledTwice, dict(scope="block", blocks=["block"], backend="aot_eager"))
     assert_equal(ours, train(CalledTwice, by_hand=True))
     assert is_compiled(ours[2].block)
+
+
+def test_loss_that_changes_outputs_in_place():
+    def loss(outputs, y):
+        return F.mse_loss(outputs.mul_(2), y)
+
+    def run(compile):
+        torch.manual_seed(0)
+        net = Net().double()
+        step = accelerate(net, torch.optim.SGD(net.parameters(), lr=0.1), loss, dict(compile=compile))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(5):
+            step(tuple(torch.randn(8, n, generator=generator, dtype=torch.float64) for n in (4, 2)))
+        return net.state_dict(), net
+
+    compiled, net = run(dict(scope="model", backend="aot_eager"))
+    torch.testing.assert_close(compiled, run(None)[0], rtol=1e-12, atol=1e-12)
+    assert is_compiled(net)
 
 
 class Blocks(Net):

@@ -148,7 +148,8 @@ class Recording:
 
     def _results(self, outputs: Any, arguments: Any) -> dict[str, Any]:
         """Return copies of the outputs, the arguments and the state."""
-        found = {f"output {i}": leaf for i, leaf in enumerate(leaves_of(outputs))}
+        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(outputs)]
+        found = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
         found |= Reachable().add(self.module).add(arguments, "argument").copied()
         return found | _RandomState(self.device).values()
 
