@@ -87,8 +87,19 @@ def test_compiled_training_with_affected_layers_matches_float64():
     )
 
 
+class Function(nn.Module):
+    stride = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 8, 1, 1))
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight, stride=self.stride)
+
+
 @pytest.mark.parametrize(
-    "layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 12, 1, 2), nn.ConvTranspose2d(8, 12, 1, 2)]
+    "layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 12, 1, 2), nn.ConvTranspose2d(8, 12, 1, 2), Function()]
 )
 def test_affected_layers_are_refused(layer):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), layer)

@@ -75,7 +75,7 @@ def _is_conv2d(node: fx.Node) -> bool:
 
 
 def _is_incorrect(node: fx.Node) -> bool:
-    """Return whether torch's kernel is incorrect in channels_last; see `memory_format.cpu_problem`."""
+    """Return whether torch's kernel is incorrect in channels_last; see `memory_format.check_cpu_kernels`."""
     if node.target not in (_FORWARD, _BACKWARD):
         return node.target in _GROUP_NORMS
     _, weight, (_, stride, *_) = _operands(node)

@@ -55,8 +55,9 @@ def check_cpu_kernels(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        strided = max(getattr(module, "stride", (2,))) > 1 and weight is not None and not is_lazy(weight)
-        if isinstance(module, nn.GroupNorm) or (strided and has_incorrect_gradient(weight)):
+        strided = not isinstance(module, _ConvNd) or max(module.stride) > 1
+        known = strided and weight is not None and not is_lazy(weight)
+        if isinstance(module, nn.GroupNorm) or (known and has_incorrect_gradient(weight)):
             raise ConfigError(
                 f"torch's CPU kernels for '{name}' ({type(module).__name__}) compute wrong results in this layout; "
                 "remove the option on CPUs",
