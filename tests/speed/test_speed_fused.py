@@ -180,3 +180,22 @@ def test_auto_trains_lazy_modules():
     net = nn.Sequential(nn.LazyLinear(4), nn.LazyConv1d(2, 1))
     step = accelerate(net, torch.optim.Adam(net.parameters()), nn.MSELoss())
     assert step((torch.randn(2, 3, 5), torch.randn(2, 2, 4)))["loss"].isfinite()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_auto_trains_sparse_embeddings(kind):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum", sparse=True), nn.Linear(4, 2))
+        return model, kind(model.parameters(), lr=0.1)
+
+    (ours, optimizer), (theirs, plain) = make(), make()
+    step = accelerate(ours, optimizer, nn.functional.mse_loss)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = torch.randint(20, (6, 3), generator=generator), torch.randn(6, 2, generator=generator)
+        step((x, y))
+        plain.zero_grad()
+        nn.functional.mse_loss(theirs(x), y).backward()
+        plain.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-6)

@@ -191,9 +191,8 @@ class FusedLayouts:
             self._strides, self._state = strides, self._optimizer.state
         for param, stride in zip(params, strides, strict=True):
             grad = param.grad
-            if (
-                grad is not None and grad.layout is not torch.strided
-            ):  # fused kernels do not support sparse gradients
+            if grad is not None and grad.layout is not torch.strided:
+                # Fused kernels do not support sparse gradients.
                 for group in self._optimizer.param_groups:
                     group["fused"] = False
                 self._optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
