@@ -255,6 +255,8 @@ class TrainStep:
 
     def _describe_compilation(self) -> str:
         inner = self.inner
+        if isinstance(inner, CompiledStep) and not self._close.alive:
+            return "eager since close()"
         if isinstance(inner, CompiledStep) and inner.uses_graph:
             ready = inner.has_graph
             return "compiled as one graph" if ready else "will be compiled as one graph at the second batch"

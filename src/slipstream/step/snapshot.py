@@ -26,7 +26,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, Rand
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 """Packages whose objects, except containers, do not contain the user's state."""
 _STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
-_DATA = (int, float, complex, str, type(None), Tensor, np.ndarray, *_CONTAINERS)
+_DATA = (int, float, complex, str, tuple, type(None), Tensor, np.ndarray, *_CONTAINERS)
 
 
 class Reachable:
@@ -170,7 +170,9 @@ def _write(container: Any, contents: Any) -> None:
 
 def _is_same(some: Any, others: Any) -> bool:
     """Return whether contents consist of the same objects, in the same order."""
-    if len(some) != len(others) or isinstance(some, set):
+    if len(some) != len(others):
+        return False
+    if isinstance(some, set):
         return bool(some == others)
     if isinstance(some, dict):
         return list(some) == list(others) and _is_same(list(some.values()), list(others.values()))

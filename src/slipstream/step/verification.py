@@ -415,8 +415,10 @@ def _check_rows(rows: Collection[_Row], compiler: bool) -> None:
         for row in same:
             distance = row.compiled if compiler else row.eager
             found.append((row.excess(distance, medians), row, distance))
-    if found and max(found, key=itemgetter(0))[0] > 1:
-        _, row, distance = max(found, key=itemgetter(0))
+    if not found:
+        return
+    excess, row, distance = max(found, key=itemgetter(0))
+    if excess > 1:
         size = row.size or 1.0
         raise WrongNumbersError(
             f"{row.name} changes by {row.size:.2e}, with a relative error of {distance / size:.1e} against float64; "
