@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from slipstream.dist import all_reduce
 from slipstream.errors import ModelError
 from slipstream.sharding import is_sharded
+from slipstream.step.leaves import flatten
 from slipstream.step.numerics import HostNumber, LossScale, all_finite, values_of
 from slipstream.step.parts import StepPart, has_gradients
 
@@ -114,13 +114,11 @@ class StepFunction(ABC):
                 grads = part.gradients(
                     self.trained(), lambda: self.obtain(self.losses(inputs)[0], inputs), grads
                 )
-        finite = None
-        with torch.no_grad():
-            grads = self.accumulate(grads, grad_buffers, ends_window)
-            if ends_window:
-                values, finite = self.finish(grads)
-                logs = {**logs, **values}
-        return logs, finite
+        grads = self.accumulate(grads, grad_buffers, ends_window)
+        if not ends_window:
+            return logs, None
+        values, finite = self.finish(grads)
+        return {**logs, **values}, finite
 
     def losses(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward pass; return the loss and the values to log."""
@@ -326,6 +324,7 @@ class GraphFunction(StepFunction):
         grads = [grad.clone() for grad in torch.autograd.grad(loss, self.params)]
         return self.sync(grads) if self.repeats and self.sync is not None else grads
 
+    @torch.no_grad()
     def accumulate(
         self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
     ) -> list[Tensor]:
@@ -342,6 +341,7 @@ class GraphFunction(StepFunction):
             torch._foreach_copy_(grad_buffers, grads)
         return grads
 
+    @torch.no_grad()
     def finish(self, grads: list[Tensor]) -> Outputs:
         """Update the weights, unless the optimizer runs after the graph."""
         if self.update is None:
@@ -424,8 +424,9 @@ class EagerStep(StepFunction):
         if self._only_own_gradients is False and optim.begins_window() and has_gradients(optim.parameters()):
             optim.zero_grad()  # other steps' gradients, because backward is not restricted
         self._on_gradients = on_gradients
+        window = optim.accumulation
         try:
-            logs, _ = self.run(inputs, None, optim.accumulation.ends_next)
+            logs, _ = self.run(inputs, None, window.counts == 1 or window.ends_next)
         except RuntimeError as error:
             check_backward(error)
             raise
@@ -524,7 +525,7 @@ class EagerStep(StepFunction):
             return {}
         groups = self.optim.optimizer.param_groups
         inputs: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(batch)):
+        if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in flatten(batch)[0]):
             inputs += _input_leaves(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
 

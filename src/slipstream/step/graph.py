@@ -170,7 +170,8 @@ class GraphStep(CompiledStep):
 
     def _run(self, inputs: Any, leaves: list[Any], structure: Any) -> dict[str, Tensor]:
         """Train with a graph, if one accepts this batch."""
-        ends_window = self.optim.accumulation.ends_next
+        window = self.optim.accumulation
+        ends_window = window.counts == 1 or window.ends_next
         captured = self._captured or self._capture()
         if not isinstance(captured, Capture):
             return self._train_after_failure(None, captured, inputs)

@@ -88,7 +88,7 @@ class LossScale:
         self.scale: Tensor = scaler._scale  # type: ignore[assignment]
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
         self.adapts = adapts
-        self._scaler = scaler
+        self._scaler, self._precise = scaler, precise_dtype(self.scale.device)
         self.growth, self.backoff, self.interval = self.settings
 
     @property
@@ -108,7 +108,7 @@ class LossScale:
 
     def unscale(self, grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Divide the gradients by the scale, in place if eager; return them and whether all are finite."""
-        exact = self.scale.to(precise_dtype(self.scale.device))
+        exact = self.scale.to(self._precise)
         inverse = exact.reciprocal().float()  # the same rounding as in GradScaler
         if torch.compiler.is_compiling():
             grads = [grad * inverse.to(grad.dtype) for grad in grads]
@@ -142,7 +142,7 @@ class LossScale:
     def adapt_traced(self, finite: Tensor) -> None:
         """Change the scale as `adapt` does, with operations that `torch.compile` can trace."""
         count = self.growth_tracker + 1
-        exact = self.scale.to(precise_dtype(self.scale.device))
+        exact = self.scale.to(self._precise)
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)
