@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from slipstream.model import BaseModel, unwrap_model
 from slipstream.runner import Runner
-from slipstream.speed.accelerate import accelerate
 from slipstream.step.graph import GraphStep
+from slipstream.train_step import accelerate
 
 STEPS, BATCH, MAX_NORM = 8, 6, 0.3
 GRAPH = dict(scope="step", backend="aot_eager", cache=False)

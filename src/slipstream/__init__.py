@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.dataset.loading.feed import feed as feed
     from slipstream.preemption import Preemption as Preemption
     from slipstream.runner import Runner as Runner
-    from slipstream.speed.accelerate import accelerate as accelerate
+    from slipstream.train_step import accelerate as accelerate
     from slipstream.training.trainer import Trainer as Trainer
     from slipstream.tune.api import tune as tune
     from slipstream.version import __version__ as __version__
@@ -25,7 +25,7 @@ _MODULES = {
     "Preemption": "slipstream.preemption",
     "Runner": "slipstream.runner",
     "Trainer": "slipstream.training.trainer",
-    "accelerate": "slipstream.speed.accelerate",
+    "accelerate": "slipstream.train_step",
     "feed": "slipstream.dataset.loading.feed",
     "__version__": "slipstream.version",
 }

@@ -7,7 +7,7 @@ from torch import nn
 from two_processes import run_in_two
 
 from slipstream.dist import get_rank, get_world_size, init_dist
-from slipstream.speed.accelerate import accelerate
+from slipstream.train_step import accelerate
 
 pytestmark = pytest.mark.slow  # starts processes and takes more than ten seconds
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from accelerators import BACKEND, DEVICE, IS_CUDA, cuda_only, no_waiting
-from slipstream.speed.accelerate import accelerate
 from slipstream.step.graph import GraphStep
+from slipstream.train_step import accelerate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

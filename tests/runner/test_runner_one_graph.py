@@ -9,9 +9,9 @@ from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.optim import OptimWrapper
 from slipstream.runner import Runner
-from slipstream.speed.accelerate import accelerate
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
+from slipstream.train_step import accelerate
 from tiny_runs import (
     Losses,
     Net,

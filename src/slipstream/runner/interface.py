@@ -15,7 +15,8 @@ from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.registry import MODELS
 from slipstream.speed.apply import to_device
-from slipstream.speed.losses import LossFunction, ModelLosses, outputs_and_targets, read_losses
+from slipstream.speed.steps import ModelLosses
+from slipstream.train_step import LossFunction, outputs_and_targets, read_losses
 
 __all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
 

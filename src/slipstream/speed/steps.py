@@ -6,18 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
 from slipstream.logging import PhaseTimes
 from slipstream.model.wrappers import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import backend_problem, compile_model
-from slipstream.speed.losses import ModelLosses
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
 
-__all__ = ["StepSpec", "build_step", "compiled_scope"]
+__all__ = ["ModelLosses", "StepSpec", "build_step", "compiled_scope"]
+
+ModelLosses = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
+"""Type of `losses(module, inputs)`, which returns the loss to minimize and the values to log."""
 
 
 class StepSpec(NamedTuple):

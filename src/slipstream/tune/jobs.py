@@ -260,7 +260,7 @@ class ObjectsJob:
 
     def train(self, observer: Observer, folder: Path) -> None:
         """Train until the observer ends the trial; see `Job`."""
-        from slipstream.speed.accelerate import accelerate
+        from slipstream.train_step import accelerate
 
         set_random_state(self.random_state)
         _detach_workers(self.loader)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import SGD
 
 from slipstream.errors import DataError, LossError, ModelError
-from slipstream.speed.accelerate import accelerate
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
+from slipstream.train_step import accelerate
 
 GRAPH = dict(backend="eager")
 
