@@ -28,7 +28,6 @@ def test_cache_folder_is_private_and_set_for_torch(tmp_path):
     assert folder.parent == tmp_path / "cache" / "compile"
     assert os.environ[VARIABLE] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert (folder / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
     assert use_cache(CompileOptions(), pytest.fail) == folder
 
 
@@ -79,18 +78,15 @@ import torch
 from torch import nn
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_cache import use_cache
-from slipstream.speed.compile_report import CompileReport
 
 torch.manual_seed(0)
 model = nn.Linear(3, 2)
 how = CompileOptions()
 use_cache(how, sys.exit)
 compile_model(model, how, sys.exit)
-report = CompileReport()
-report.start()
 model(torch.ones(4, 3)).relu().sum().backward()
-summary = report.finish()
-print(summary.cache_hits, summary.cache_misses, model.weight.grad.tolist())
+counts = torch._dynamo.utils.counters["inductor"]
+print(counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"], model.weight.grad.tolist())
 """
 
 

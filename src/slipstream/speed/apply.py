@@ -240,7 +240,7 @@ def running(plan: SpeedPlan, device: torch.device, logger: logging.Logger | MMLo
             logger.info(
                 f"torch.compile: training waits for each compilation{cached}; the first one may take minutes"
             )
-            stack.enter_context(CompileReport().logging(logger))
+            stack.callback(CompileReport().log, logger)
             # A batch may have several backward passes through a compiled model, with retain_graph=True.
             stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
         yield

@@ -19,10 +19,6 @@ from slipstream.version import __version__
 __all__ = ["cache_folder", "use_cache"]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs; see bford.info/cachedir
-_TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
-# Slipstream caches compiled code in this folder. The folder may be deleted at any time.
-"""
 
 
 def use_cache(options: CompileOptions, warn: Callable[[str], None]) -> Path | None:
@@ -40,9 +36,11 @@ def use_cache(options: CompileOptions, warn: Callable[[str], None]) -> Path | No
     Raises:
         ConfigError: the folder in `options.cache` is not writable, or is writable by other users.
     """
-    if not options.cache or options.backend != "inductor" or _is_set_by_user():
+    if not options.cache or options.backend != "inductor":
         return None
     folder = cache_folder(options)
+    if _is_set_by_user(folder.name):
+        return None
     try:
         _create(folder)
     except (OSError, ConfigError) as error:
@@ -66,14 +64,14 @@ def cache_folder(options: CompileOptions) -> Path:
     return base / f"torch-{torch.__version__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _is_set_by_user() -> bool:
-    """Return whether the user, rather than torch or an earlier run in this process, set the environment variable."""
+def _is_set_by_user(name: str) -> bool:
+    """Return whether the user, rather than torch or an earlier run with a folder of this name, set the variable."""
     value = os.environ.get(_VARIABLE)
-    if not value:
+    if not value or Path(value).name == name:
         return False
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return Path(value).resolve() != Path(default_cache_dir()).resolve() and not (Path(value) / _TAG).is_file()
+    return Path(value).resolve() != Path(default_cache_dir()).resolve()
 
 
 def _create(folder: Path) -> None:
@@ -84,4 +82,3 @@ def _create(folder: Path) -> None:
             f"{folder} belongs to another user or is writable by other users; refusing to load compiled code from it. "
             f"Choose a folder that you own, and run: chmod 700 {folder}"
         )
-    (folder / _TAG).write_text(_TAG_TEXT, encoding="utf-8")

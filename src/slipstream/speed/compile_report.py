@@ -6,9 +6,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -19,7 +17,7 @@ import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
-__all__ = ["CompileReport", "CompileSummary", "explain_failure", "failed_line", "limit_cause"]
+__all__ = ["CompileReport", "explain_failure", "failed_line", "limit_cause"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -95,113 +93,76 @@ def limit_cause(since: int) -> str:
 def _records(since: int = 0) -> list[Any]:
     """Return torch's records of the latest compilations, from the time `since` in nanoseconds."""
     records = torch._dynamo.utils.get_compilation_metrics()
-    return [record for record in records if getattr(record, "start_time_us", 0) >= since // 1000]
+    return [record for record in records if record.start_time_us >= since // 1000]
 
 
 def _limit_cause(record: Any) -> str:
-    hit = "recompile limit exceeded" in (getattr(record, "fail_reason", None) or "")
+    hit = "recompile limit exceeded" in (record.fail_reason or "")
     return (_recompile_reason(record) or "no reason given") if hit else ""
 
 
 def _recompile_reason(record: Any) -> str:
     """Return the reason without the graph number: `tensor 'x' size mismatch at index 0. expected 2, actual 3`."""
-    reason = (getattr(record, "recompile_reason", None) or "").strip().splitlines()
+    reason = (record.recompile_reason or "").strip().splitlines()
     return re.sub(r"^\S+/\S+: ", "", reason[0]) if reason else ""
 
 
-@dataclass(frozen=True)
-class CompileSummary:
-    """Statistics of torch.compile over a period of time; each dict maps a message to its number of occurrences.
-
-    Attributes:
-        graphs: number of captured graphs, including those after graph breaks and from recompiles.
-        cache_hits, cache_misses: number of graphs (forward and backward) whose code was, or was not, in the cache.
-        breaks: location and reason of each graph break.
-        recompiles: function and cause of each recompile.
-        unexpected: number of recompiles beyond those expected for each function.
-        eager: cause of the last recompile of each function that reached the recompile limit and then ran eagerly.
-    """
-
-    graphs: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    breaks: Mapping[str, int] = field(default_factory=dict)
-    recompiles: Mapping[str, int] = field(default_factory=dict)
-    unexpected: int = 0
-    eager: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def has_problems(self) -> bool:
-        """Whether anything in the report reduces speed. If so, `text()` should be logged as a warning."""
-        return bool(self.breaks or self.unexpected or self.eager)
-
-    def text(self) -> str:
-        """Return one line of counts and one line for each cause of reduced speed."""
-        more = f" ({self.unexpected} more than expected)" if self.unexpected else ""
-        graphs = self.cache_hits + self.cache_misses
-        counts = [
-            _count(self.graphs, "graph"),
-            _count(sum(self.breaks.values()), "graph break"),
-            _count(sum(self.recompiles.values()), "recompile") + more,
-            *([f"{self.cache_hits} of {graphs} compiled graphs from the cache"] if graphs else []),
-        ]
-        lines = [f"torch.compile: {', '.join(counts)}"]
-        for title, causes in (
-            ("graph break", self.breaks),
-            ("recompiled", self.recompiles if self.unexpected else {}),
-            ("recompile limit reached, so later calls ran eagerly", self.eager),
-        ):
-            lines += [f"  {title}{f' {n}x' if n > 1 else ''}: {cause}" for cause, n in causes.items()]
-        return "\n".join(lines)
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number or 'no'} {name}{'' if number == 1 else 's'}"
-
-
 class CompileReport:
-    """Counts torch's compilations between `start` and `finish`, including those of other models in this process."""
+    """Torch's compilations in this process, including those of other models, since this object was created."""
 
-    @contextmanager
-    def logging(self, logger: Any) -> Iterator[None]:
-        """Context manager that logs the statistics of the compilations within the context."""
-        self.start()
-        try:
-            yield
-        finally:  # count torch's compilations until the context ends
-            summary = self.finish()
-        (logger.warning if summary.has_problems else logger.info)(summary.text())
-
-    def start(self) -> None:
-        """Start counting."""
+    def __init__(self) -> None:
         # By default, torch keeps only 64 records.
         torch._dynamo.utils.set_compilation_metrics_limit(10_000)
         self._since, self._before = time.time_ns(), _counts()
         self._old_breaks = list(torch._dynamo.utils.graph_break_reasons)
 
-    def finish(self) -> CompileSummary:
-        """Return the statistics since `start`."""
-        counts = _counts() - self._before
-        functions: Counter[str] = Counter()
-        recompiles: Counter[str] = Counter()
-        eager: Counter[str] = Counter()
-        for record in _records(self._since):
-            if recompile_cause := _limit_cause(record):
-                eager[recompile_cause] += 1
-            elif reason := _recompile_reason(record):
-                function = f"{record.co_filename}:{record.co_firstlineno} {record.co_name}"
-                functions[function] += 1
-                recompiles[f"{function}: {reason}"] += 1
+    def log(self, logger: Any) -> None:
+        """Log `lines`, as a warning if anything reduced the speed."""
+        lines = self.lines()
+        (logger.warning if len(lines) > 1 else logger.info)("\n".join(lines))
+
+    def lines(self) -> list[str]:
+        """Return one line of counts, and one line for each cause of reduced speed.
+
+        These are graph breaks, the recompiles of a function if there are more of them than expected, and functions that
+        reached the recompile limit and then ran eagerly.
+        """
         # Compare objects, not lengths, because torch._dynamo.reset() clears the list.
         old = set(map(id, self._old_breaks))
-        breaks = Counter(
-            f"{_user_line(each.user_stack)}: {each.reason.strip().splitlines()[0]}"
-            for each in torch._dynamo.utils.graph_break_reasons
-            if id(each) not in old
+        breaks = [each for each in torch._dynamo.utils.graph_break_reasons if id(each) not in old]
+        causes = Counter(
+            f"graph break: {_user_line(each.user_stack)}: {each.reason.strip().splitlines()[0]}"
+            for each in breaks
         )
+        records = _records(self._since)
+        recompiled = [record for record in records if _recompile_reason(record) and not _limit_cause(record)]
+        functions = Counter(map(_function, recompiled))
         unexpected = sum(max(0, n - _EXPECTED_RECOMPILES) for n in functions.values())
-        graphs, hits, misses = (counts[name] for name in ("graphs", "hits", "misses"))
-        return CompileSummary(graphs, hits, misses, breaks, recompiles, unexpected, eager)
+        causes.update(
+            f"recompiled: {_function(record)}: {_recompile_reason(record)}"
+            for record in recompiled
+            if functions[_function(record)] > _EXPECTED_RECOMPILES
+        )
+        limit = "recompile limit reached, so later calls ran eagerly"
+        causes.update(f"{limit}: {cause}" for cause in map(_limit_cause, records) if cause)
+        counts = _counts() - self._before
+        compiled = counts["hits"] + counts["misses"]  # forward and backward graphs
+        texts = [
+            _count(counts["graphs"], "graph"),
+            _count(len(breaks), "graph break"),
+            _count(len(recompiled), "recompile") + f" ({unexpected} more than expected)" * bool(unexpected),
+            *([f"{counts['hits']} of {compiled} compiled graphs from the cache"] if compiled else []),
+        ]
+        problems = (f"  {cause}{f' ({n} times)' if n > 1 else ''}" for cause, n in causes.items())
+        return [f"torch.compile: {', '.join(texts)}", *problems]
+
+
+def _function(record: Any) -> str:
+    return f"{record.co_filename}:{record.co_firstlineno} {record.co_name}"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number or 'no'} {name}{'' if number == 1 else 's'}"
 
 
 def _counts() -> Counter[str]:
