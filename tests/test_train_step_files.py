@@ -140,7 +140,7 @@ def test_summary_reports_the_graph_and_the_options():
         step(batch)
     text = step.summary()
     assert "step: compiled as one graph; trained on 5 batches, 1 of them with the graph" in text
-    assert "precision (speed.precision)" in text
+    assert "precision: bf16 (speed.precision)" in text
     assert "accumulation: 2 batches per update; the current accumulation window is unfinished" in text
     assert "average: 2 updates" in text
     assert "warning" not in text

@@ -27,7 +27,7 @@ from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import plan_optim, prepare_model, prepare_optim, running, to_device
 from slipstream.speed.auto import Capabilities
-from slipstream.speed.plan import SpeedPlan
+from slipstream.speed.plan import SpeedPlan, option_rows
 from slipstream.speed.steps import ModelLosses, StepSpec, build_step, compiled_scope
 from slipstream.step import CompiledStep, Step, sum_losses
 from slipstream.typecheck import PositiveInt, check
@@ -192,8 +192,6 @@ class TrainStep:
                 f"{launcher} started several processes, but there is no process group, so each process trains its own "
                 f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
             )
-        for option, reason in plan.no_effect.items():
-            logger.info(f"{plan.sources[option]} has no effect here: {reason}")
         self._exit = ExitStack()
         self._exit.enter_context(running(plan, device, logger))
         self._close = weakref.finalize(self, self._exit.close)
@@ -241,12 +239,8 @@ class TrainStep:
         ]
         if (processes := get_world_size()) > 1:
             lines.append(f"processes: {processes}, with averaged gradients")
-        # The value None of `fused` selects fused kernels if the optimizer has them.
-        is_set = {name: getattr(plan, name) or (name, plan.fused) == ("fused", None) for name in plan.sources}
-        options = [f"{name} ({source})" for name, source in plan.sources.items() if is_set[name]]
-        lines.append(f"options: {', '.join(options) or 'none'}")
-        lines += [f"  {name} is off: {note}" for name, note in plan.notes.items()]
-        lines += [f"  {name} has no effect here: {reason}" for name, reason in plan.no_effect.items()]
+        for option, value, source, why in option_rows(plan):
+            lines.append(f"{option}: {value} ({source}{f': {why}' if why else ''})")
         if (counts := optim.accumulative_counts) > 1:
             state = "complete" if optim.begins_window() else "unfinished: its gradients have not been applied"
             lines.append(

@@ -42,7 +42,7 @@ def test_auto_lists_its_choices_with_reasons(capsys):
 
 def test_options_show_their_changed_fields(capsys):
     printed = explained(capsys, "compile={scope: model, dynamic: false}", "speed.precision=tf32")
-    assert row(printed, "compile") == "compile dynamic=False, scope=model cfg.compile"
+    assert row(printed, "compile") == "compile dynamic=False, scope=model compile"
     assert row(printed, "precision").startswith("precision tf32 speed.precision")
 
 
@@ -57,7 +57,7 @@ def test_options_show_their_changed_fields(capsys):
     ],
 )
 def test_wrapper_shows_its_kind_and_changed_fields(capsys, word, value):
-    place = "cfg." + word.split("=")[0]
+    place = word.split("=")[0]
     assert row(explained(capsys, word), "parallel").startswith(f"parallel {value} {place}")
 
 

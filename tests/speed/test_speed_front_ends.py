@@ -40,13 +40,13 @@ def test_mmengine_keys_are_read():
     assert (plan.accumulate, plan.clip_grad.max_norm) == (2, 3)
     assert plan.precision is None
     assert plan.sources == {
-        "compile": "cfg.compile",
-        "sync_bn": "cfg.sync_bn",
-        "parallel": "cfg.model_wrapper_cfg",
-        "find_unused_parameters": "cfg.find_unused_parameters",
+        "compile": "compile",
+        "sync_bn": "sync_bn",
+        "parallel": "model_wrapper_cfg",
+        "find_unused_parameters": "find_unused_parameters",
         "accumulate": "optim_wrapper.accumulative_counts",
         "clip_grad": "optim_wrapper.clip_grad",
-        "activation_checkpointing": "cfg.activation_checkpointing",
+        "activation_checkpointing": "activation_checkpointing",
         "cudnn_benchmark": "env_cfg.cudnn_benchmark",
     }
 
@@ -64,7 +64,7 @@ def test_mmengine_keys_are_read():
 @pytest.mark.parametrize("kind", ["AmpOptimWrapper", "mmengine.AmpOptimWrapper", AmpOptimWrapper])
 def test_amp_optim_wrapper_sets_precision(dtype, device, precision, kind):
     wrapper = dict(type=kind, optimizer=SGD, dtype=dtype)
-    assert SpeedPlan.read(optim_wrapper=wrapper, device=device).precision.name == precision
+    assert SpeedPlan.read(optim_wrapper=wrapper, device=device).precision == precision
 
 
 class Mine(DistributedDataParallel):
@@ -127,7 +127,7 @@ def test_supergradients_keys_are_read():
         speed=dict(channels_last=True),
     )
     plan = SpeedPlan.read(training_params=params, device="cuda")
-    assert plan.precision.name == "fp16"
+    assert plan.precision == "fp16"
     assert plan.compile == CompileOptions(mode="max-autotune", dynamic=False)
     assert (plan.ema.decay, plan.ema.type, plan.ema.beta) == (0.9999, "exp", 15)
     assert plan.sync_bn is plan.channels_last is True
@@ -135,7 +135,7 @@ def test_supergradients_keys_are_read():
     assert (plan.accumulate, plan.clip_grad.max_norm) == (4, 2.5)
     assert plan.sources["ema"] == "training_params.ema"
     assert plan.sources["channels_last"] == "training_params.speed.channels_last"
-    assert SpeedPlan.read(training_params=params).precision.name == "bf16"  # autocast's default dtype on CPU
+    assert SpeedPlan.read(training_params=params).precision == "bf16"  # autocast's default dtype on CPU
 
 
 # ---- two front ends ----------------------------------------------------------------------------------------------

@@ -52,12 +52,12 @@ def test_every_option_can_be_set():
 
 def test_auto_selects_options_for_the_device():
     modern, older, cpu = (plan("auto", capabilities) for capabilities in (H100, V100, CPU))
-    assert modern.precision.name == "bf16"
+    assert modern.precision == "bf16"
     assert modern.sources["precision"] == "auto: this device supports bf16"
     assert older.precision is None
     assert "precision" in older.notes
     assert cpu.precision is None
-    assert plan("auto", Capabilities(device="cuda", capability=(8, 0))).precision.name == "tf32"
+    assert plan("auto", Capabilities(device="cuda", capability=(8, 0))).precision == "tf32"
     assert (modern.prefetch, older.prefetch, cpu.prefetch) == (2, 2, 0)
     assert modern.fused is older.fused is cpu.fused is None  # None: enabled if torch supports it
     assert modern.cudnn_benchmark

@@ -281,8 +281,6 @@ def prepare(
         logger.info(
             "Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items())
         )
-    for option, reason in plan.no_effect.items():
-        logger.info(f"{plan.sources[option]} has no effect here: {reason}")
     model = prepare_model(model, plan, device)
     return plan, model, build_interface(model, loss_fn, preprocessor, device)
 

@@ -34,7 +34,7 @@ from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.memory_format import check_cpu_kernels, to_channels_last
 from slipstream.speed.plan import SpeedPlan
-from slipstream.speed.precision import convert_to_fp8, tf32
+from slipstream.speed.precision import AUTOCAST_DTYPES, convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
 
 __all__ = ["overrides_train_step", "plan_optim", "prepare_model", "prepare_optim", "running", "to_device"]
@@ -60,7 +60,7 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         if plan.sync_bn and is_distributed():
             model = convert_sync_batchnorm(model)
         model = to_device(model, device)
-        if plan.precision is not None and plan.precision.name == "fp8":
+        if plan.precision == "fp8":
             convert_to_fp8(model)
         if plan.channels_last:
             if device.type == "cpu":
@@ -140,9 +140,9 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if cfg is None:
         return None
     current = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
-    dtype = plan.precision.autocast_dtype if plan.precision else None
+    dtype = AUTOCAST_DTYPES.get(plan.precision or "fp32")
     wanted: dict[str, dict[str, Any]] = {
-        "precision": {"type": "AmpOptimWrapper", "dtype": str(dtype).removeprefix("torch.")} if dtype else {},
+        "precision": {"type": "AmpOptimWrapper", "dtype": dtype} if dtype else {},
         "accumulate": {"accumulative_counts": plan.accumulate},
         "clip_grad": {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
     }
@@ -208,15 +208,17 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 @contextmanager
 def running(plan: SpeedPlan, device: torch.device, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Within the context, enable the plan's process-wide settings, and cache compiled code.
+    """Within the context, enable the plan's process-wide settings, and cache compiled code. Log what has no effect.
 
     cuDNN's benchmark mode is disabled if deterministic algorithms are enabled. Expandable segments reduce memory
     fragmentation; only new allocations are affected, and the other settings in PYTORCH_ALLOC_CONF are unchanged. When
     the context ends, graph breaks and recompiles are logged.
     """
     on_cuda = device.type == "cuda"
+    for option, reason in plan.no_effect.items():
+        logger.info(f"{plan.sources[option]} has no effect here: {reason}")
     with ExitStack() as stack:
-        if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
+        if on_cuda and plan.precision == "tf32":
             stack.enter_context(tf32())
         if plan.cudnn_benchmark:
             cudnn = torch.backends.cudnn

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from slipstream.speed.precision import PrecisionOptions
-
 __all__ = ["Capabilities", "Choice", "choose"]
 
 
@@ -84,9 +82,9 @@ def choose(capabilities: Capabilities) -> Iterator[Choice]:
     """Yield the choices for this device and model, each with its reason."""
     device, convolutional = capabilities.device, capabilities.convolutions > 0.5
     if capabilities.bf16 and capabilities.plain_wrapper:
-        yield Choice("precision", "this device supports bf16", PrecisionOptions("bf16"))
+        yield Choice("precision", "this device supports bf16", "bf16")
     elif capabilities.tf32:
-        yield Choice("precision", "this device supports tf32", PrecisionOptions("tf32"))
+        yield Choice("precision", "this device supports tf32", "tf32")
     elif device == "cpu":
         reason = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
         yield Choice("precision", reason, enabled=False)

@@ -93,7 +93,7 @@ def limit_cause(since: int) -> str:
 def _records(since: int = 0) -> list[Any]:
     """Return torch's records of the latest compilations, from the time `since` in nanoseconds."""
     records = torch._dynamo.utils.get_compilation_metrics()
-    return [record for record in records if record.start_time_us >= since // 1000]
+    return [record for record in records if (record.start_time_us or 0) >= since // 1000]
 
 
 def _limit_cause(record: Any) -> str:

@@ -73,19 +73,19 @@ def read_settings(
     own_cfg = {**cfg, "sync_bn": sync_bn, "model_wrapper_cfg": read_model_wrapper(cfg)}
     more_speed = _speed_keys(params.get("speed"), "training_params.speed", options)
     own_names = dict(zip(options, options, strict=True))
-    for front_end, keys, values in (
-        ("speed", own_names, _speed_keys(speed, "speed", options)),
-        ("cfg", _CFG_KEYS, own_cfg),
-        ("optim_wrapper", _WRAPPER_KEYS, _wrapper_keys(optim_wrapper, device)),
-        ("custom_hooks", {"EMAHook": "ema"}, {"EMAHook": _ema_hook(custom_hooks)}),
-        ("env_cfg", {"cudnn_benchmark": "cudnn_benchmark"}, env_cfg),
-        ("training_params", _PARAMS_KEYS, _params_keys(params, device)),
-        ("training_params.speed", own_names, more_speed),
+    for prefix, keys, values in (
+        ("speed.", own_names, _speed_keys(speed, "speed", options)),
+        ("", _CFG_KEYS, own_cfg),  # the keys of `cfg` are at the top level of a configuration
+        ("optim_wrapper.", _WRAPPER_KEYS, _wrapper_keys(optim_wrapper, device)),
+        ("custom_hooks.", {"EMAHook": "ema"}, {"EMAHook": _ema_hook(custom_hooks)}),
+        ("env_cfg.", {"cudnn_benchmark": "cudnn_benchmark"}, env_cfg),
+        ("training_params.", _PARAMS_KEYS, _params_keys(params, device)),
+        ("training_params.speed.", own_names, more_speed),
     ):
         for key, option in keys.items():
             # None means that the option is not set, except for `fused`, for which None is a value.
             if values.get(key) is not None or (option == "fused" and key in values):
-                yield option, f"{front_end}.{key}", values[key]
+                yield option, f"{prefix}{key}", values[key]
 
 
 def is_plain_wrapper(optim_wrapper: Any) -> bool:

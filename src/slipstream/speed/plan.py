@@ -21,7 +21,7 @@ from slipstream.speed.gradient_centralization import GradientCentralizationOptio
 from slipstream.speed.layer_decay import LayerDecayOptions
 from slipstream.speed.nan_guard import NanGuardOptions
 from slipstream.speed.parallel import ParallelOptions, read_parallel
-from slipstream.speed.precision import PrecisionOptions, read_precision
+from slipstream.speed.precision import Precision, read_precision
 from slipstream.speed.sam import SamOptions
 from slipstream.typecheck import PositiveInt
 
@@ -32,7 +32,7 @@ __all__ = ["SpeedPlan", "option_rows", "rules"]
 class SpeedPlan:
     """The speed options of a run, with one field per option. The modules in this package read and apply the options."""
 
-    precision: Annotated[PrecisionOptions | None, read_precision] = None
+    precision: Annotated[Precision | None, read_precision] = None
     compile: CompileOptions | None = None
     ema: EmaOptions | UserHook | None = None
     sync_bn: bool = False
@@ -58,7 +58,7 @@ class SpeedPlan:
     auto: bool = False
     """Whether to enable the options that `slipstream.speed.auto.choose` selects."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Maps each option that is set to its config path (`cfg.compile`, `speed.precision`) or to `auto: <reason>`."""
+    """Maps each option that is set to its config path (`compile`, `speed.precision`) or to `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Maps each option that `auto` leaves disabled to the reason."""
     no_effect: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -89,28 +89,21 @@ class SpeedPlan:
         """
         hints = get_type_hints(cls, include_extras=True)
         found: dict[str, tuple[str, Any, Any]] = {}  # the path, the setting and its value
-        for option, path, setting in read_settings(
-            [*cls.options(), "auto"],
-            speed,
-            cfg,
-            optim_wrapper,
-            custom_hooks,
-            env_cfg,
-            training_params,
-            device,
-        ):
-            # The keys of `cfg` are at the top level of a configuration.
-            user_path = path.removeprefix("cfg.")
+        names = [*cls.options(), "auto"]
+        settings = read_settings(
+            names, speed, cfg, optim_wrapper, custom_hooks, env_cfg, training_params, device
+        )
+        for option, path, setting in settings:
             try:
                 is_off = getattr(cls, option) is None and (setting is False or setting == [])
                 value = None if is_off else read_value(hints[option], setting, option)
             except ConfigError as error:
-                error.path = user_path + error.path.removeprefix(option)
+                error.path = path + error.path.removeprefix(option)
                 raise
             first, earlier, known = found.get(option, (path, setting, value))
             if known != value and option != "auto":
-                other = f"{first.removeprefix('cfg.')}={earlier!r}"
-                raise ConfigError(f"{setting!r} conflicts with {other}; remove one of them", user_path)
+                message = f"{setting!r} conflicts with {first}={earlier!r}; remove one of them"
+                raise ConfigError(message, path)
             found[option] = first, earlier, known or value
         sources = {option: found[option][0] for option in cls.options() if option in found}
         return cls(**{option: value for option, (_, _, value) in found.items()}, sources=sources)
@@ -143,7 +136,7 @@ class SpeedPlan:
 
     def config_path(self, option: str) -> str:
         """Return the config path of an option for an error message."""
-        return self.sources.get(option, option).removeprefix("cfg.")
+        return self.sources.get(option, option)
 
     @contextmanager
     def locating_errors(self) -> Iterator[None]:
@@ -171,13 +164,12 @@ def rules(plan: SpeedPlan, capabilities: Capabilities) -> tuple[list[Rule], list
     The message of an error describes what is wrong and how to fix it. No effect is not an error, so that the same
     configuration works on a laptop and on a cluster.
     """
-    precision = plan.precision.name if plan.precision else None
     scope = (plan.compile.scope or "step") if plan.compile else None
     device, parallel, checkpointing = capabilities.device, plan.parallel, plan.activation_checkpointing
     refused = [
-        Rule("precision", precision == "fp8" and capabilities.capability < (8, 9),
+        Rule("precision", plan.precision == "fp8" and capabilities.capability < (8, 9),
              "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'"),
-        Rule("precision", precision == "fp8" and not capabilities.torchao,
+        Rule("precision", plan.precision == "fp8" and not capabilities.torchao,
              "'fp8' requires torchao; run: pip install 'slipstream[fp8]'"),
         Rule("cuda_graph", plan.cuda_graph and device != "cuda",
              "requires an NVIDIA or AMD GPU; none found. Remove this option"),
@@ -192,7 +184,7 @@ def rules(plan: SpeedPlan, capabilities: Capabilities) -> tuple[list[Rule], list
              "applies only to DDP; remove it or use parallel='ddp'"),
     ]  # fmt: skip
     without_effect = [
-        Rule("precision", precision == "tf32" and not capabilities.tf32,
+        Rule("precision", plan.precision == "tf32" and not capabilities.tf32,
              "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); "
              "the step computes in float32"),
         Rule("cudnn_benchmark", plan.cudnn_benchmark and device != "cuda", "this device does not use cuDNN"),

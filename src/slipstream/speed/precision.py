@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -13,37 +12,24 @@ from torch import nn
 from slipstream.config import read_value
 from slipstream.errors import ConfigError
 
-__all__ = ["Precision", "PrecisionOptions", "convert_to_fp8", "read_precision", "tf32"]
+__all__ = ["AUTOCAST_DTYPES", "Precision", "convert_to_fp8", "read_precision", "tf32"]
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+"""The precision of a step; `fp32` leaves torch's settings unchanged."""
+AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
+"""The autocast dtypes; `fp8` uses bfloat16 outside float8 matrix products."""
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
 
 
-@dataclass(frozen=True)
-class PrecisionOptions:
-    """The precision of a step, set with `precision`, for example `precision='bf16'`."""
-
-    name: Precision
-    """`fp32` (leaves torch's settings unchanged), `tf32`, `bf16`, `fp16` or `fp8`."""
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The autocast dtype, or None without autocast; `fp8` uses bfloat16 outside float8 matrix products."""
-        return _AUTOCAST.get(self.name)
-
-
-def read_precision(value: Any) -> PrecisionOptions | None:
-    """Read `precision`; None leaves the precision unchanged.
+def read_precision(value: Any) -> Precision:
+    """Read `precision`.
 
     Raises:
         ConfigError: the value is neither one of the five names nor an alias (such as `bfloat16`).
     """
-    if value is None or isinstance(value, PrecisionOptions):
-        return value
     name = _ALIASES.get(value, value) if isinstance(value, str) else value
-    return PrecisionOptions(read_value(Precision, name, "precision"))
+    return read_value(Precision, name, "precision")  # type: ignore[no-any-return]
 
 
 @contextmanager
