@@ -371,7 +371,7 @@ class TrainStep:
                 )
 
     def _check_not_averaged(self, what: str, error: type[SlipstreamError]) -> None:
-        if self._average is not None and (self._average.selected or self._average.swapped):
+        if self._average is not None and self._average.swapped:
             raise error(
                 f"{what} cannot be called inside `with step.averaged()`, because the model can contain the averaged "
                 "weights there; call it after the block, or use save() and load(), which work everywhere"

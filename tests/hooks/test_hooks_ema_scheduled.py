@@ -131,15 +131,12 @@ def test_mean_update_matches_the_average_of_update_numbers(average, total):
     number = torch.nn.Linear(1, 1, bias=False)
     model = MODELS.build(average, default_args={"model": number})
     model.total_steps = total
-    found = model.mean_update()
+    found = model.mean_update(total)
     for step in range(1, total + 1):
         torch.nn.init.constant_(number.weight, step)
         model.update_parameters(number)
     exact = model.module.weight.item()
-    if total * model.weight(total - 1) > 4 * model.interval:  # `mean_update` returns a lower bound
-        assert total / 2 < found <= exact + 1e-3 * total
-    else:
-        assert found == pytest.approx(exact, rel=1e-4)
+    assert found == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def test_swap_exchanges_storages_and_a_second_swap_restores_them(update_buffers)
     parameters = [id(p) for p in model.parameters()]
     mine, theirs = pointers(average.module), pointers(model)
     assert set(mine).isdisjoint(theirs)
-    average.swap(model)
+    average.swap_in(model, average=True)
     assert (pointers(average.module), pointers(model)) == (theirs, mine)
     assert [id(p) for p in model.parameters()] == parameters, "swap replaced the model's parameters"
-    average.swap(model)
+    average.swap_in(model, average=False)
     assert (pointers(average.module), pointers(model)) == (mine, theirs)
 
 
@@ -174,7 +174,7 @@ def test_tied_weights_remain_tied_and_are_averaged_once():
     average.update_parameters(model)
     assert average.module.last.weight is average.module.first.weight
     torch.testing.assert_close(average.module.first.weight, start + 1)
-    average.swap(model)
+    average.swap_in(model, average=True)
     assert model.last.weight is model.first.weight
     torch.testing.assert_close(model.last.weight.detach(), start + 1)
 
@@ -193,7 +193,7 @@ def test_only_saved_finite_floating_point_buffers_are_averaged():
     assert torch.equal(kept.grid, model.grid)
     assert kept.count == 3
     assert torch.equal(kept.mask, model.mask), "the mask was averaged, which turns -inf into NaN"
-    average.swap(model)
+    average.swap_in(model, average=True)
     assert model.mean.tolist() == [1.25] * 3
     assert model.grid.tolist() == [3.0, 4.0, 5.0]
 

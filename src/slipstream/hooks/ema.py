@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from slipstream.checkpoint import check_tensors, restoring
+from slipstream.checkpoint import restoring
 from slipstream.checkpoint.weights import compare_weights
 from slipstream.hooks.hook import Hook
 from slipstream.model import AveragePart, BaseAveragedModel, check_begin, unwrap_model
@@ -19,7 +19,7 @@ from slipstream.step import CompiledStep, EagerStep
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EMAHook", "training_weights", "validation_weights"]
+__all__ = ["EMAHook", "validation_weights"]
 
 
 @HOOKS.register_module()
@@ -55,11 +55,10 @@ class EMAHook(Hook):
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
         MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # checks the arguments
+        self.model: Any = None
         self.ema_model: Any = None  # a BaseAveragedModel; `before_run` creates it
-        self.model: nn.Module
         self._resumed: tuple[dict[str, Any], Any] | None = None
-        self._part: AveragePart | None = None
-        self._in_step = False
+        self._part: AveragePart | None = None  # if the step does not update the average
 
     def before_run(self, runner: Runner) -> None:
         """Create the average, or keep the existing average if it belongs to this model.
@@ -71,7 +70,7 @@ class EMAHook(Hook):
         if first is not self:
             message = "a checkpoint contains one average; remove one of the EMAHooks"
             raise self.config_error(f"{message} {first._cfg} and {self._cfg}", "type")
-        if self.ema_model is None or self.model is not unwrap_model(runner.model):
+        if self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = MODELS.build(self._cfg, default_args={"model": self.model})
 
@@ -83,15 +82,14 @@ class EMAHook(Hook):
         if self.begin_epoch and not (runner.by_epoch and runner.knows_length):
             message = "requires training by epochs over a loader that has a length; use begin_iter"
             raise self.config_error(message, "begin_epoch")
+        if average.steps == 0 or self._resumed is not None:
+            average.restart(self.model)  # also initializes tensors that a resumed checkpoint does not contain
         if self._resumed is not None:
             state, steps = self._resumed
-            average.restart(self.model)  # initializes the tensors that were not saved
             with restoring("ema_state_dict", "the resumed checkpoint"):
                 average.module.load_state_dict(state, strict=self.strict_load)
                 average.steps = int(steps)
             self._resumed = None
-        elif average.steps == 0:
-            average.restart(self.model)
         skipped = max(self.begin_iter - 1, 0)
         if self.begin_epoch:
             skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
@@ -99,17 +97,17 @@ class EMAHook(Hook):
         if warning := average.start(total, skipped, optim.accumulation):
             runner.logger.warning(f"EMAHook: {warning}")
         # Remove the part that an earlier training run with the same optimizer added.
-        optim.parts[:] = [part for part in optim.parts if part is not self._part]
+        optim.parts[:] = [part for part in optim.parts if not isinstance(part, AveragePart)]
         self._part = AveragePart(average, self.model, lambda: runner.iter, optim, skipped)
-        self._in_step = isinstance(runner.step, EagerStep | CompiledStep)
-        if self._in_step:
+        if isinstance(runner.step, EagerStep | CompiledStep):
             optim.parts.append(self._part)
+            self._part = None
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Update the average, unless the training step updates it."""
-        if self._part is not None and not self._in_step:
+        if self._part is not None:
             self._part.update()
 
     def before_val_epoch(self, runner: Runner) -> None:
@@ -151,8 +149,7 @@ class EMAHook(Hook):
         average, weights = checkpoint["state_dict"], dict(checkpoint.pop("ema_state_dict"))
         self._resumed = average, weights.pop("steps")
         checkpoint["state_dict"] = {key.removeprefix("module."): value for key, value in weights.items()}
-        source, expected = "the average in the checkpoint", self.ema_model.module.state_dict()
-        check_tensors(expected, average, "state_dict", source, warn)
+        source = "the average in the checkpoint"
         for line in compare_weights(self.ema_model.module, average, self.strict_load, source)[0]:
             warn(f"EMAHook: {source}: {line}; missing averages start again from the model's weights")
 
@@ -161,14 +158,9 @@ class EMAHook(Hook):
 def validation_weights(runner: Runner, average: bool = True) -> Iterator[nn.Module]:
     """Context manager that yields the unwrapped model with its validation weights.
 
-    These are the averaged weights if the run has an `EMAHook`, and the training weights otherwise.
+    These are the averaged weights if the run has an `EMAHook` and `average` is True; otherwise, the training weights.
     """
     hook = next((hook for hook in runner.hooks if isinstance(hook, EMAHook)), None)
     model = unwrap_model(runner.model)
     with nullcontext() if hook is None else hook.ema_model.swapped_in(model, average):
         yield model
-
-
-def training_weights(runner: Runner) -> AbstractContextManager[nn.Module]:
-    """Return a context manager that yields the unwrapped model with its training weights, even during validation."""
-    return validation_weights(runner, average=False)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from operator import is_, methodcaller
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from operator import methodcaller
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from slipstream.dist import all_reduce_params
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model.weight_init import check_initialized
+from slipstream.optim.optim_wrapper import AccumulationWindow, OptimWrapper
 from slipstream.registry import MODELS
 from slipstream.sharding import local_shard, mesh_of
 from slipstream.step.numerics import HostNumber, precise_dtype
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import NonNegativeInt, Positive, PositiveInt, Rule, check
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
-    from slipstream.optim.optim_wrapper import AccumulationWindow
 
 __all__ = [
     "AveragePart", "BaseAveragedModel", "EmaOptions", "ExponentialMovingAverage", "MomentumAnnealingEMA",
@@ -54,23 +51,19 @@ class BaseAveragedModel(nn.Module):
 
     Attributes:
         every_batch: whether every batch counts as an update, rather than only the last one of an accumulation window.
-        counts_batches: whether `weight` depends on `batch`.
-        total_steps, total_batches: number of updates, and of batches from the first one that is averaged, in the whole
-            training run; see `start`.
+        counts_batches: whether the argument of `weight` counts batches, from the first one that is averaged, instead of
+            updates.
+        total_steps: number of updates in the whole training run, or of batches with `counts_batches`; see `start`.
         window: number of batches in an accumulation window; see `start`.
-        batch: number of the current batch, counted from the first one that is averaged. Set if needed.
         steps: number of updates.
         swapped: whether the model contains the average, and `module` the training weights.
-        selected: whether the average is selected; it is swapped in only after its first update.
     """
 
     every_batch: bool = True
     counts_batches: bool = False
     total_steps: int | None = None
-    total_batches: int | None = None
     window: int = 1
-    batch: int | None = None
-    swapped = selected = False
+    swapped = False
     _part: AveragePart | None = None
 
     def __init__(
@@ -101,33 +94,28 @@ class BaseAveragedModel(nn.Module):
         Raises:
             ConfigError: the decay depends on the length of training, which is unknown.
         """
-        self.window, self.batch, self.total_batches, self.total_steps = accumulation.counts, None, None, None
+        self.window, self.total_steps = accumulation.counts, None
         if total is None:
             self.weight(1)  # raises an error if it depends on the length of training
             return None
-        self.total_batches = max(1, total - skipped)
-        updates = self.total_batches if self.every_batch else accumulation.windows_between(skipped, total)
-        self.total_steps = max(1, updates)
-        if (mean := self.mean_update()) >= (self.total_steps - self.interval) / 2:
+        updates = total - skipped if self.every_batch else accumulation.windows_between(skipped, total)
+        self.total_steps = max(1, total - skipped if self.counts_batches else updates)
+        if (mean := self.mean_update(updates)) >= (updates - self.interval) / 2:
             return None
         return (
-            f"the EMA decay is too high for a run of {self.total_steps} updates: the average will be close to the "
+            f"the EMA decay is too high for a run of {updates} updates: the average will be close to the "
             f"weights at update {mean:.0f}. Train longer, or use a smaller decay (larger momentum) or type 'threshold'"
         )
 
-    def mean_update(self) -> float:
+    def mean_update(self, updates: int) -> float:
         """Return the mean update number (counted from 1), weighted by each update's contribution to the final average.
 
         For a plain mean of the weights after each update, the result is the midpoint of training.
         """
-        assert self.total_steps is not None, "total_steps must be set"
-        last = self.weight(self.total_steps - 1)
-        if self.total_steps * last > 4 * self.interval:
-            # The coefficients decrease, so using the last one for all updates gives a lower bound on the mean.
-            return self.total_steps - self.interval / last
+        batches = self.window if self.counts_batches else 1
         mean = 1.0
-        for step in range(self.interval, self.total_steps, self.interval):
-            mean += self.weight(step) * (step + 1 - mean)
+        for update in range(self.interval, updates, self.interval):
+            mean += self.weight((update + 1) * batches - 1) * (update + 1 - mean)
         return mean
 
     def update_parameters(self, model: nn.Module) -> None:
@@ -159,35 +147,31 @@ class BaseAveragedModel(nn.Module):
         all_reduce_params([getattr(m, name) for m, name in self._slots(self.module)], op="mean")
 
     @torch.no_grad()
-    def swap(self, model: nn.Module) -> None:
-        """Swap the averaged weights and the current weights; a second call restores both.
+    def swap_in(self, model: nn.Module, average: bool) -> None:
+        """Swap the averaged or the training weights into the model, unless it already contains them.
 
-        On one device, the tensors swap their storages without a copy. Between devices, and for a sharded model, the
-        values are copied.
+        The average is swapped in only after its first update. On one device, the tensors swap their storages without a
+        copy. Between devices, and for a sharded model, the values are copied.
         """
+        if self.swapped == (average and self.steps > 0):
+            return
         # FSDP2 keeps references to the storages of sharded weights, and a captured graph stores their addresses.
         in_place = mesh_of(model) is not None
         pairs = list(zip(*self.pairs(model), strict=True))
         # If a forward pass has assigned one tensor to two buffers, only the reverse order restores it.
-        for average, current in reversed(pairs) if self.swapped else pairs:
-            if in_place or average.device != current.device:
+        for own, current in reversed(pairs) if self.swapped else pairs:
+            if in_place or own.device != current.device:
                 previous = current.clone()
-                current.copy_(average)
-                average.copy_(previous)
+                current.copy_(own)
+                own.copy_(previous)
             else:
-                average.data, current.data = current.data, average.data
+                own.data, current.data = current.data, own.data
         self.swapped = not self.swapped
-
-    def swap_in(self, model: nn.Module, average: bool) -> None:
-        """Swap the averaged or the training weights into the model, unless it already contains them."""
-        self.selected = average
-        if self.swapped != (average and self.steps > 0):
-            self.swap(model)
 
     @contextmanager
     def swapped_in(self, model: nn.Module, average: bool) -> Iterator[nn.Module]:
         """Context manager within which the model contains the averaged (`average=True`) or the training weights."""
-        before = self.selected
+        before = self.swapped
         self.swap_in(model, average)
         try:
             yield model
@@ -279,9 +263,13 @@ class AveragePart(StepPart):
         """Find the averaged tensors and return them."""
         average, models = self.average, (self.average.module, self.model)
         self._owned = [own for m in self.model.modules() for own in (m._modules, m._parameters)]
-        self._values = list(chain.from_iterable(map(_VALUES, self._owned)))
+        self._ids = self._read_ids()
         self._tensors = [(average._params(model), average._slots(model)) for model in models]
         return average.pairs(self.model)
+
+    def _read_ids(self) -> list[int]:
+        """Return the identities of the model's layers and parameters."""
+        return list(map(id, chain.from_iterable(map(_VALUES, self._owned))))
 
     def update(self) -> None:
         """Update the average and count the update, outside a training step."""
@@ -292,16 +280,16 @@ class AveragePart(StepPart):
     def before_batch(self) -> None:
         """Set the weight of the new parameters (0 if the next batch is not an update)."""
         average, self._due = self.average, True
+        step = average.steps
         if not self._is_always_due:
             batch = self._batch_count() + 1
-            average.batch = batch - self.skipped
-            self._due = average.batch > 0 and (average.every_batch or self._ends_window(batch))
+            self._due = batch > self.skipped and (average.every_batch or self._ends_window(batch))
+            if average.counts_batches:
+                step = batch - self.skipped - 1
         weight = 0.0
         if self._due and average.steps % average.interval == 0:
-            weight = average.weight(average.steps) if average.steps else 1.0
-        if weight != self._weight.value:
-            self._weight.value = weight
-            self._weight.tensor.fill_(weight)
+            weight = average.weight(step) if average.steps else 1.0
+        self._weight.set(weight)
 
     @torch.no_grad()
     def after_batch(self) -> None:
@@ -310,8 +298,7 @@ class AveragePart(StepPart):
         if not compiling:
             if not weight:
                 return
-            values = list(chain.from_iterable(map(_VALUES, self._owned)))
-            if len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            if self._read_ids() != self._ids:
                 self._find()  # a layer or parameter was replaced
         averages, currents = (
             [*params, *(getattr(module, name) for module, name in slots)] for params, slots in self._tensors
@@ -525,9 +512,6 @@ class ScheduledEMA(BaseAveragedModel):
             ConfigError: the type is `exp`, and the number of updates or batches in the run is unknown.
         """
         number, total = step + 1, self.total_steps
-        if self.counts_batches:
-            number, total = self.batch or number * self.window, self.total_batches
-            number = number if total is None else min(number, total)
         if self.function is not None:
             return 1.0 - self.function(self.decay, number, number if total is None else total)
         if self.decay_type == "constant":

@@ -15,7 +15,7 @@ from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_notebook
-from slipstream.hooks.ema import training_weights
+from slipstream.hooks.ema import validation_weights
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
@@ -464,7 +464,7 @@ class Runner:
         Raises:
             CheckpointError: this checkpoint, or the previous background checkpoint, could not be written.
         """
-        with self.phases.during("checkpoint"), training_weights(self):
+        with self.phases.during("checkpoint"), validation_weights(self, average=False):
             self.read_logs()  # raises an error for a non-finite loss before earlier checkpoints are replaced
             checkpoint = self.checkpoints.state(by_epoch, save_optimizer, save_param_scheduler)
             checkpoint["meta"].update(meta or {})
