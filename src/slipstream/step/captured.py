@@ -26,7 +26,6 @@ from slipstream.step.leaves import flatten, leaves_of
 from slipstream.step.numerics import HostNumber
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import (
-    Branches,
     GraphCode,
     NotCapturedError,
     OnlyEagerError,
@@ -215,7 +214,7 @@ class Capture:
         """Return the results of a graph, before the eager step trains on the batch.
 
         Raises:
-            WrongNumbersError: the results for large, small or non-finite gradients are wrong.
+            WrongNumbersError: an update with a loss or gradients that are not finite is not skipped.
             Exception: any exception that the compiled code raises.
         """
         device, names = self.params[0].device, self.names()
@@ -229,18 +228,12 @@ class Capture:
 
         named = [names.get(id(value), "an input") for value in needed.inputs]
         verification = Verification(needed.code.graph, needed.code.run, needed.inputs, named, context)
-        if (branches := self._branches(ends_window)) is not None:
-            verification.check_branches(branches)
-        return verification
-
-    def _branches(self, ends_window: bool) -> Branches | None:
-        """Return how a graph's effect depends on its gradients, or None if it does not."""
-        if self.update is None or not ends_window or (self.scale is None and not self.parts):
-            return None
         flags = [part.nonfinite for part in self.parts if part.nonfinite is not None]
         poisoned = flags if self.scale is None else [self.scale.scale]
-        guarded = {id(tensor) for tensor in (*self.params, *self.update.state)}
-        return Branches(bool(poisoned), guarded, set(map(id, poisoned)))
+        if self.update is not None and ends_window and poisoned:
+            guarded = {id(tensor) for tensor in (*self.params, *self.update.state)}
+            verification.check_skipped(guarded, set(map(id, poisoned)))
+        return verification
 
     def check_inputs(self, inputs: Sequence[Any]) -> None:
         """Check that the step differentiates only with respect to parameters.

@@ -10,15 +10,17 @@ step. A larger error in the compiled code indicates a compiler bug.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch._prims_common import compute_required_storage_length
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -26,7 +28,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.sharding import is_sharded
 
 __all__ = [
-    "Branches",
     "GraphCode",
     "NotCapturedError",
     "OnlyEagerError",
@@ -35,7 +36,6 @@ __all__ = [
     "VerificationNeeded",
     "WrongNumbersError",
     "copies",
-    "interpret",
     "run_captured",
 ]
 
@@ -47,10 +47,6 @@ _MIN_TOLERANCE = 3e-5
 """Relative errors below this value are always tolerated."""
 _PERTURBATION = 16
 """Relative perturbation of the weights, as a multiple of the machine epsilon."""
-_LARGE = 2.0**20
-"""Gradients multiplied by this factor are usually clipped; divided by it, they are not."""
-_BRANCH_TOLERANCE = 1e-3
-"""Tolerated relative difference between two runs with the same kernels, of which some may be nondeterministic."""
 _TOLERANCE_WITHOUT_REFERENCE = 0.2
 """Tolerated relative error if the float64 reference is not available."""
 
@@ -99,31 +95,25 @@ class VerificationNeeded(BaseException):
         """The inputs that contain the accumulation window's gradients."""
 
 
+@dataclass(eq=False)
 class GraphCode:
-    """The compiled code of a captured graph, which runs only after its verification.
+    """The compiled code of a captured graph, which runs only after its verification."""
 
-    Args:
-        graph: the captured graph.
-        run: the compiled code.
-        verified: whether the code may run without verification.
-        effects: the attributes that Dynamo sets after the code has run (object's dict, name, value); None if it changes
-            Python objects in other ways.
-    """
-
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        run: Callable[..., Any],
-        verified: bool,
-        effects: Sequence[tuple[dict[str, Any], str, Any]] | None = None,
-    ) -> None:
-        self.graph, self.run, self.verified, self.effects = graph, run, verified, effects
-        self.running = False
-        """Whether the code is running. If this is still True after an exception, tensors may have changed."""
-        self.guards: Any = None
-        """Dynamo's guard manager."""
-        self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
-        """Inputs and outputs of the last call through Dynamo."""
+    graph: fx.GraphModule
+    """The captured graph."""
+    run: Callable[..., Any]
+    """The compiled code."""
+    verified: bool
+    """Whether the code may run without verification."""
+    effects: Sequence[tuple[dict[str, Any], str, Any]] | None = None
+    """The attributes that Dynamo sets after the code has run (object's dict, name, value); None if it changes Python
+    objects in other ways."""
+    running: bool = False
+    """Whether the code is running. If this is still True after an exception, tensors may have changed."""
+    guards: Any = None
+    """Dynamo's guard manager."""
+    last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
+    """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the code, or raise `VerificationNeeded` if it has not been verified."""
@@ -134,17 +124,6 @@ class GraphCode:
         self.running = False
         self.last = inputs, outputs
         return outputs
-
-
-class Branches(NamedTuple):
-    """What the verification must know about a step whose effect depends on the gradients."""
-
-    skips: bool
-    """Whether the step skips updates with gradients that are not finite."""
-    guarded: Set[int]
-    """Ids of the inputs that a skipped update does not change."""
-    poisoned: Set[int]
-    """Ids of inputs that cause a loss of NaN if they are NaN."""
 
 
 _Values = Sequence[Tensor | None]
@@ -176,32 +155,35 @@ class Verification:
     ) -> None:
         self.inputs, self.names = inputs, names
         self._graph, self._run, self._context, self._finish = graph, run, context, finish
-        self._before = _values(inputs)
+        self._before = [*_values(inputs), *[None] * (len(names) - len(inputs))]
+        self._perturbation = _perturbation(inputs)
         self._compiled = self._results(run)
         self._captured = self._reference()
-        self._perturbation = _perturbation(inputs)
-        self._raised = self._reference(perturbation=self._perturbation)
-        self._lowered = self._reference(perturbation=-self._perturbation)
-        self._exact = self._reference(double=True)
+        raised = self._reference(perturbation=self._perturbation)
+        lowered = self._reference(perturbation=-self._perturbation)
+        self._references = self._captured, raised, lowered, self._reference(double=True)
 
-    def _results(self, run: Callable[..., Any], poisoned: Set[int] = frozenset()) -> _Values:
+    def _results(
+        self,
+        run: Callable[..., Any],
+        double: bool = False,
+        perturbation: int = 0,
+        poisoned: Set[int] = frozenset(),
+    ) -> _Values:
         """Return the results of `run` on copies of the inputs; the inputs in `poisoned` are replaced by NaN."""
-        values = copies(self.inputs)
+        values = copies(self.inputs, double)
         with torch.no_grad():
             for value, copied in zip(self.inputs, values, strict=True):
+                _perturb(copied, perturbation)
                 if id(value) in poisoned:
                     copied.fill_(torch.nan)
-        with self._context():
+        with self._context(), _InFloat64() if double else nullcontext():
             return _values(self._finish(run(*values), values))
 
     def _reference(self, double: bool = False, perturbation: int = 0) -> _Values | None:
         """Return the results of the captured graph with eager kernels, or None if the graph cannot be interpreted."""
-        values = copies(self.inputs, torch.float64 if double else None)
         try:
-            for value in values:
-                _perturb(value, perturbation)
-            with self._context():
-                return _values(interpret(self._graph, values, double, lambda out: self._finish(out, values)))
+            return self._results(_Interpreter(self._graph, double).run, double, perturbation)
         except torch.OutOfMemoryError:
             raise  # do not skip the reference for lack of memory, because the comparison would tolerate larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
@@ -213,7 +195,7 @@ class Verification:
         Raises:
             WrongNumbersError: the error of a result is too large, or only one of the gradients exists.
         """
-        captured = self._captured or self._results(lambda *values: run_captured(self._graph, values))
+        captured = self._captured or self._results(_Interpreter(self._graph).run)
         _check_rows(self._rows(captured), compiler=True)
 
     def compare(
@@ -235,67 +217,50 @@ class Verification:
         """
         eager = _values([None if id(v) in ignored else results.get(id(v), v) for v in self.inputs])
         rows = self._rows(eager)
-        if not any(row.moved and id(self.inputs[row.index]) in updated for row in rows):
+        moved = (
+            id(value) in updated and before is not None and now is not None and not torch.equal(before, now)
+            for value, before, now in zip(self.inputs, self._before, self._captured or eager, strict=True)
+        )
+        if not any(moved):
             return False
         for compiler in (False, True):
             _check_rows(rows, compiler)
         return True
 
     def _rows(self, eager: _Values) -> list[_Row]:
-        unknown = [None] * len(eager)
-        references = (r or unknown for r in (self._captured, self._raised, self._lowered, self._exact))
-        before = [*self._before, *unknown[len(self._before) :]]
+        references = [found or [None] * len(eager) for found in self._references]
         rows = []
-        for index, (name, old, theirs, ours, *others) in enumerate(
-            zip(self.names, before, eager, self._compiled, *references, strict=True)
+        for name, old, theirs, ours, *others in zip(
+            self.names, self._before, eager, self._compiled, *references, strict=True
         ):
             if theirs is not None and ours is not None:
-                old = torch.zeros_like(theirs) if old is None else old
-                rows.append(_Row.of(index, name, self._perturbation, old, theirs, ours, *others))
+                before = torch.zeros_like(theirs) if old is None else old
+                rows.append(_Row.of(name, self._perturbation, before, theirs, ours, others))
             elif old is None and (theirs is not None or (ours is not None and bool(ours.any()))):
                 problem = "is missing" if ours is None else "should be None"
                 raise WrongNumbersError(f"{name} {problem}", compiler=True)
         return rows
 
-    def check_branches(self, branches: Branches) -> None:
-        """Verify operations whose effect depends on the gradients, for example clipping and skipped updates.
+    def check_skipped(self, guarded: Set[int], poisoned: Set[int]) -> None:
+        """Verify that an update with a loss or gradients that are not finite is skipped.
 
-        The captured graph must compute the same results from gradients that share memory and from separate copies of
-        them. An update with a loss or a gradient that is not finite must not change the weights if the step skips it.
+        Args:
+            guarded: ids of the inputs that a skipped update does not change.
+            poisoned: ids of inputs that cause a loss of NaN if they are NaN.
 
         Raises:
-            WrongNumbersError: the results for such gradients are wrong.
+            WrongNumbersError: such an update changes one of the inputs.
         """
         if self._captured is None:
             return
-        for factor in (_LARGE, 1 / _LARGE, torch.nan):
-            gradients: list[list[Tensor]] = []
-            found, expected = (
-                self._results(_WithGradients(self._graph, factor, gradients, separate).run_step)
-                for separate in (False, True)
-            )
-            problem = self._find_difference(found, expected)
-            if branches.skips and factor != factor:
-                problem = problem or self._find_change(found, branches.guarded)
-            if problem is not None:
-                what = "that are NaN" if factor != factor else f"that are multiplied by {factor:.0e}"
-                raise WrongNumbersError(f"{problem} is wrong after gradients {what}", compiler=False)
-        if branches.skips and branches.poisoned:
-            captured = self._results(_Interpreter(self._graph).run_step, branches.poisoned)
-            problem = self._find_change(self._results(self._run, branches.poisoned), branches.guarded)
-            if problem is not None and self._find_change(captured, branches.guarded) is None:
-                raise WrongNumbersError(f"a loss of NaN changes {problem}", compiler=True)
-
-    def _find_difference(self, found: _Values, expected: _Values) -> str | None:
-        """Return the name of an input that differs between two runs with the same kernels, or None."""
-        for name, before, one, other in zip(self.names, self._before, found, expected, strict=True):
-            if before is not None and one is not None and other is not None and not torch.equal(one, other):
-                same = torch.equal(one.isnan(), other.isnan())
-                distance, size = _distance(one.nan_to_num(), other.nan_to_num()), _distance(before, other)
-                # Kernels may be nondeterministic. The size of a change to NaN is NaN.
-                if not same or distance > _BRANCH_TOLERANCE * np.nan_to_num(size):
-                    return name
-        return None
+        name = self._find_change(self._results(_NanGradients(self._graph).run), guarded)
+        if name is not None:
+            raise WrongNumbersError(f"gradients of NaN change {name}", compiler=False)
+        captured = self._results(_Interpreter(self._graph).run, poisoned=poisoned)
+        if self._find_change(captured, guarded) is None:
+            name = self._find_change(self._results(self._run, poisoned=poisoned), guarded)
+        if name is not None:
+            raise WrongNumbersError(f"a loss of NaN changes {name}", compiler=True)
 
     def _find_change(self, found: _Values, unchanged: Set[int]) -> str | None:
         """Return the name of an input in `unchanged` that a run has changed, or None."""
@@ -323,14 +288,10 @@ class Verification:
 class _Row:
     """Errors in the results for one tensor, as norms of the difference from the float64 reference."""
 
-    index: int
-    """Index of the result."""
     name: str
     elements: int
     size: float
     """Norm of the exact change."""
-    moved: bool
-    """Whether the captured graph changes the tensor."""
     noise: float
     """Estimated rounding error."""
     eager: float
@@ -343,34 +304,25 @@ class _Row:
     @classmethod
     def of(
         cls,
-        index: int,
         name: str,
         perturbation: int,
         before: Tensor,
         eager: Tensor,
         compiled: Tensor,
-        *references: Tensor | None,
+        references: Sequence[Tensor | None],
     ) -> _Row:
         """Compare the results with the exact result or, if there is none, with the eager result."""
-        captured, raised, lowered, exact = references
-        if captured is None or raised is None or lowered is None or exact is None:
-            captured, exact, noise = eager, eager, None
-        else:
-            noise = _rounding_error(captured, raised, lowered, exact, perturbation)
+        known = [each for each in references if each is not None]
+        exact = known[-1] if len(known) == len(references) else eager
         size = _distance(before, exact)
-        return cls(
-            index,
-            name,
-            before.numel(),
-            size=size,
-            moved=not torch.equal(before, exact if before.dtype == torch.float64 else captured),
-            noise=_TOLERANCE_WITHOUT_REFERENCE / _TOLERANCE_MULTIPLE * size if noise is None else noise,
-            eager=_distance(eager, exact),
-            compiled=_distance(compiled, exact),
-            digits=torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
-            if before.is_floating_point()
-            else 0.0,
-        )
+        noise = _TOLERANCE_WITHOUT_REFERENCE / _TOLERANCE_MULTIPLE * size
+        if exact is not eager:
+            noise = _rounding_error(known, perturbation)
+        digits = 0.0
+        if before.is_floating_point():
+            digits = torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
+        errors = _distance(eager, exact), _distance(compiled, exact)
+        return cls(name, before.numel(), size, noise, *errors, digits)
 
     @property
     def kind(self) -> str:
@@ -441,17 +393,16 @@ def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
     return [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else None for value in tensors]
 
 
-def _rounding_error(
-    captured: Tensor, raised: Tensor, lowered: Tensor, exact: Tensor, perturbation: int
-) -> float:
+def _rounding_error(references: Sequence[Tensor], perturbation: int) -> float:
     """Estimate the rounding error of a result, as a norm.
 
-    `raised` and `lowered` are the results for weights that are perturbed by plus and minus `perturbation` times the
-    machine epsilon. A smooth function changes by opposite amounts, which are scaled to a perturbation of one epsilon.
-    If a value next to zero changes its sign in a ReLU, or the maximum of a pooling window moves, the gradient changes
-    by an amount that does not depend on the size of the perturbation, usually in only one of the two results. This
-    changes their mean.
+    The references are the results of the captured graph, for weights that are perturbed by plus and minus
+    `perturbation` times the machine epsilon, and in float64. A smooth function changes by opposite amounts, which are
+    scaled to a perturbation of one epsilon. If a value next to zero changes its sign in a ReLU, or the maximum of a
+    pooling window moves, the gradient changes by an amount that does not depend on the size of the perturbation,
+    usually in only one of the two results. This changes their mean.
     """
+    captured, raised, lowered, exact = references
     smooth = _distance(raised, lowered) / (2 * perturbation)
     mean = (_wide(raised) + _wide(lowered)) / 2
     return max(_distance(captured, exact), smooth, 2 * _distance(mean, exact))
@@ -462,7 +413,6 @@ def _is_trained(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-@torch.no_grad()
 def _perturb(value: Any, epsilons: int) -> None:
     """Multiply each element of a trained tensor by 1 plus or minus a multiple of the machine epsilon, in place."""
     if epsilons and _is_trained(value):
@@ -481,85 +431,52 @@ def _perturbation(inputs: Sequence[Any]) -> int:
 # ---- reference results -----------------------------------------------------------------------------------
 
 
-def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph with each tensor copied. Lower-precision tensors are converted to `dtype`, if set.
+def copies(inputs: Sequence[Any], double: bool = False) -> list[Any]:
+    """Return the inputs of a graph with each tensor copied; if `double` is set, in float64 instead of lower precision.
 
     The copies have the strides and `requires_grad` of the originals. Copies of tensors that share memory also share
     memory.
     """
-    tensors = [value for value in inputs if isinstance(value, Tensor)]
-    memory: dict[int, tuple[Any, Tensor]] = {}
-    for group in _group_by_storage(tensors).values():
-        start = min(tensor.storage_offset() for tensor in group)
-        end = max(tensor.storage_offset() + _extent(tensor) for tensor in group)
-        flat = torch.as_strided(group[0].detach(), (end - start,), (1,), start)
-        target_dtype = dtype if dtype is not None and flat.dtype in _LOWER_PRECISIONS else flat.dtype
-        memory.update(dict.fromkeys(map(id, group), (start, flat.to(target_dtype, copy=True))))
+    tensors = {id(value): value for value in inputs if isinstance(value, Tensor)}
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
     copied: dict[int, Tensor] = {}
-    for tensor in tensors:
-        if id(tensor) in memory:
-            start, flat = memory[id(tensor)]
-            new = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
-        else:
-            new = tensor.detach().clone()
-        copied[id(tensor)] = new.requires_grad_(tensor.requires_grad)
-    return [copied[id(value)] if isinstance(value, Tensor) else value for value in inputs]
-
-
-def _group_by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
-    """Return the strided tensors, grouped by storage and dtype."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
+    for key, tensor in tensors.items():
         if tensor.layout is torch.strided and not is_sharded(tensor):
-            groups.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
-    return groups
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of storage elements from the tensor's first to its last element, inclusive."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            groups[tensor.untyped_storage()._cdata, tensor.dtype].append(tensor)
+        else:
+            copied[key] = tensor.detach().clone()
+    for group in groups.values():
+        start = min(int(tensor.storage_offset()) for tensor in group)
+        ends = (compute_required_storage_length(t.size(), t.stride(), int(t.storage_offset())) for t in group)
+        memory = torch.as_strided(group[0].detach(), (max(start, *ends) - start,), (1,), start)
+        memory = memory.to(_float64_dtype(memory.dtype) if double else memory.dtype, copy=True)
+        for tensor in group:
+            offset = tensor.storage_offset() - start
+            copied[id(tensor)] = memory.as_strided(tensor.size(), tensor.stride(), offset).detach()
+    for key, tensor in tensors.items():
+        copied[key].requires_grad_(tensor.requires_grad)
+    return [copied.get(id(value), value) for value in inputs]
 
 
 def run_captured(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Run a captured graph with torch's kernels, without checkpoints, which reject changes of their buffers."""
-    return interpret(graph, inputs) if torch.is_grad_enabled() else graph(*inputs)
-
-
-def interpret(
-    graph: fx.GraphModule,
-    inputs: Sequence[Any],
-    double: bool = False,
-    finish: Callable[[Any], Any] = lambda outputs: outputs,
-) -> Any:
-    """Run a graph captured by Dynamo, operator by operator, and return `finish(outputs)`.
-
-    Tensors in `inputs` are modified in place.
-
-    Args:
-        graph: the graph that `torch.compile` passes to a backend.
-        inputs: the graph's inputs; if `double` is true, the result of `copies(..., torch.float64)`.
-        double: whether to compute in float64 and without autocast. Random numbers are still drawn in lower
-            precision, because drawing them in float64 would change their values.
-        finish: called with the outputs, for example to run their backward pass in the same precision.
-    """
-    with torch.enable_grad(), _InFloat64() if double else nullcontext():
-        return finish(_Interpreter(graph, double).run(*inputs))
+    """Run a graph captured by Dynamo with torch's kernels. It may change the inputs in place."""
+    return _Interpreter(graph).run(*inputs)
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph and ignores activation checkpointing, which does not affect the results."""
+    """Runs a graph captured by Dynamo, operator by operator.
+
+    Activation checkpointing, which does not affect the results, is ignored: it rejects changes of buffers.
+
+    Args:
+        graph: the graph.
+        double: whether to ignore autocast, because the graph runs in `_InFloat64`.
+    """
 
     def __init__(self, graph: fx.GraphModule, double: bool = False) -> None:
         super().__init__(graph)
         self.extra_traceback = False
         self._autocasts = not double
-
-    def run_step(self, *inputs: Any) -> Any:
-        """Run a step, which computes gradients itself."""
-        with torch.enable_grad():
-            return self.run(*inputs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -571,37 +488,21 @@ class _Interpreter(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-class _WithGradients(_Interpreter):
-    """Runs a graph with gradients that are multiplied by a factor.
-
-    Args:
-        gradients: the gradients of each call to `torch.autograd.grad`, which the first run stores.
-        separate: whether to use copies of the stored gradients, none of which share memory.
-    """
-
-    def __init__(
-        self, graph: fx.GraphModule, factor: float, gradients: list[list[Tensor]], separate: bool
-    ) -> None:
-        super().__init__(graph)
-        self._factor, self._gradients, self._separate = factor, gradients, separate
-        self._calls = iter(list(gradients))
+class _NanGradients(_Interpreter):
+    """Runs a graph whose gradients are NaN."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is not torch.autograd.grad:
-            return super().call_function(target, args, kwargs)
-        if self._separate:
-            return tuple(gradient.clone() for gradient in next(self._calls))
-        found = super().call_function(target, args, kwargs)
-        scaled = copies([gradient.detach() for gradient in found])
-        for group in _group_by_storage(scaled).values():
-            memory = group[0].untyped_storage().nbytes() // group[0].element_size()
-            group[0].as_strided((memory,), (1,), 0).mul_(self._factor)
-        self._gradients.append([gradient.clone() for gradient in scaled])
-        return tuple(scaled)
+        results = super().call_function(target, args, kwargs)
+        if target is torch.autograd.grad:
+            return tuple(torch.full_like(gradient, torch.nan) for gradient in results)
+        return results
 
 
 class _InFloat64(TorchDispatchMode):
-    """Replaces lower precisions with float64 in all operators, except when they draw random numbers."""
+    """Replaces lower precisions with float64 in all operators.
+
+    Random numbers are still drawn in lower precision, because drawing them in float64 would change their values.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
