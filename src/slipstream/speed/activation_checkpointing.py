@@ -7,7 +7,6 @@ draws the same random numbers, does not change buffers (such as BatchNorm's runn
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from functools import partial, update_wrapper
 from itertools import chain
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.model.sync_batchnorm import all_reduce_override
 from slipstream.speed.blocks import find_blocks
 from slipstream.step.dynamo import recompute_in_graph
-from slipstream.step.snapshot import Snapshot
+from slipstream.step.snapshot import RandomState, Snapshot
 
 __all__ = ["ActivationCheckpointingOptions", "checkpoint_activations", "is_recomputed"]
 
@@ -136,9 +134,9 @@ class _Recomputation(AbstractContextManager[None]):
 
     @contextmanager
     def record(self, module: nn.Module, inputs: tuple[Any, ...]) -> Iterator[None]:
-        """Record the state and SyncBN sums of the forward pass; torch's checkpoint records torch's random states."""
+        """Record the state and SyncBN sums of the forward pass; torch records the random state of the device."""
         self._state = Snapshot(module, inputs, recomputes=True)
-        self._random = random.getstate(), np.random.get_state()
+        self._random = RandomState(torch.device("cpu"))
         token = all_reduce_override.set(partial(self._record_sum, all_reduce_override.get()))
         try:
             yield
@@ -157,10 +155,8 @@ class _Recomputation(AbstractContextManager[None]):
             lambda values, send: next(sums).detach().requires_grad_(values.requires_grad)
         )
         self._exit.callback(all_reduce_override.reset, token)
-        self._exit.callback(random.setstate, random.getstate())
-        self._exit.callback(np.random.set_state, np.random.get_state())
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
+        self._exit.callback(RandomState(torch.device("cpu")).restore)
+        self._random.restore()
         self._exit.enter_context(self._state.installed())
 
     def __exit__(self, *_: Any) -> None:

@@ -13,7 +13,8 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,34 +58,28 @@ def compile_modules(
     Returns:
         The step part that verifies graphs for training. Without an optimizer wrapper, these are not verified.
     """
-    verifier = Verifier(info)
-    groups: dict[type[nn.Module], dict[str, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
+    verifier = Verifier()
+    classes: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    equal: dict[tuple[type[nn.Module], str], list[nn.Module]] = defaultdict(list)
     for module in modules:
-        groups[type(module)][repr(module)].append(module)
-    for kinds in groups.values():
-        group = _Group(warn)
-        for number, kind in enumerate(kinds.values()):
-            _compile(kind, number, group, options, settings, verifier)
+        classes[type(module)].append(module)
+        equal[type(module), repr(module)].append(module)
+    for (cls, _), same in equal.items():
+        param = next(same[0].parameters(), None)
+        compiler = backend_of(options, settings, "cpu" if param is None else param.device.type)
+        kind = _Kind(verifier, classes[cls], compiler, options.verify, warn, info)
+        _compile(same, f"{cls.__name__}[{len(verifier.kinds)}]", kind, options, settings)
+        verifier.kinds.append(kind)
     return verifier
 
 
 def _compile(
-    modules: list[nn.Module],
-    number: int,
-    group: _Group,
-    options: CompileOptions,
-    settings: Mapping[str, Any],
-    verifier: Verifier,
+    modules: list[nn.Module], name: str, kind: _Kind, options: CompileOptions, settings: Mapping[str, Any]
 ) -> None:
     """Compile the modules of a kind, which share their graphs."""
-    param = next(modules[0].parameters(), None)
-    device_type = "cpu" if param is None else param.device.type
-    group.modules += modules
-    kind = _Kind(group, backend_of(options, settings, device_type), options.verify, verifier.info)
-    verifier.kinds.append(kind)
     cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
     # torch counts recompiles per code object, so each kind of module, in each model, has its own.
-    code = _call_of(modules[0]).__code__.replace(co_name=f"{type(modules[0]).__name__}[{number}]")
+    code = _call_of(modules[0]).__code__.replace(co_name=name)
     own = weakref.ref(kind)  # because torch never releases a backend
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -100,7 +95,7 @@ def _compile(
         )
         compiled = compiled, torch._dynamo.run(call)
         compiled = tuple(map(_clone_outputs, compiled)) if cuda_graphs else compiled
-        module._compiled_call_impl = _CompiledCall(module, kind, verifier, *compiled)
+        module._compiled_call_impl = _CompiledCall(module, kind, *compiled)
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
@@ -121,40 +116,6 @@ def _clone_outputs(compiled: Any) -> Callable[..., Any]:
     return call
 
 
-class _Group:
-    """Modules of one class. If one of them cannot be compiled, all of them run eagerly."""
-
-    def __init__(self, warn: Warn) -> None:
-        self.modules: list[nn.Module] = []
-        self.warn, self.warn_limit = warn, True
-
-    def give_up(self, error: Exception) -> None:
-        """Run all modules eagerly, and warn with the reason."""
-        name = type(self.modules[0]).__name__
-        for each in self.modules:
-            each._compiled_call_impl = None
-        if isinstance(error, WrongNumbersError):
-            code = "compiled code" if error.compiler else "captured code"
-            self.warn(f"The {code} of {name} differs from the eager module ({error}), so {name} runs eagerly")
-            return
-        self.warn(
-            f"{name} cannot be compiled ({explain_failure(error)}) and runs eagerly. "
-            f"{'Change this line of code, or remove' if failed_line(error) else 'Remove'} the `compile` option"
-        )
-
-    def warn_if_limit_reached(self, since: int) -> bool:
-        """Return whether torch has reached its recompile limit after `since` (`time.time_ns()`); warn once."""
-        cause = limit_cause(since)
-        if self.warn_limit and cause:
-            self.warn_limit = False
-            self.warn(
-                f"{type(self.modules[0]).__name__} reached torch's recompile limit. Inputs that need a new graph run "
-                f"eagerly. Cause of the last recompile: {cause}. Set compile=dict(dynamic=True), or use fewer batch "
-                "shapes"
-            )
-        return bool(cause)
-
-
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Apply the settings for compilation."""
@@ -162,26 +123,45 @@ def _compiling() -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class _Kind:
     """Modules with the same code, which share their graphs."""
 
-    def __init__(self, group: _Group, compiler: Callable[..., Any], verifies: bool, info: Warn) -> None:
-        self.group, self.compiler, self.verifies, self.info = group, compiler, verifies, info
-        self.used: list[CapturedGraph] = []
-        """The graphs that the current call has used."""
-        self.known: set[tuple[CapturedGraph, ...]] = set()
-        """The sequences of graphs that verified calls use."""
-        self.recording: Recording | None = None
-        """The call that is being repeated with torch's kernels."""
-        self.pending: tuple[Recording, _CompiledCall, Any] | None = None
-        """The recorded call of this accumulation window, to be repeated after the backward pass."""
-        self.error: Exception | None = None
-        """The reason why a graph could not be compiled."""
-        self.hits: set[Any] = set()
-        """Signatures of calls that use verified graphs."""
-        self.searches = True
-        """Whether calls with other signatures may need a new graph."""
-        self.fruitless = 0
+    verifier: Verifier
+    """Repeats the recorded calls."""
+    modules: list[nn.Module]
+    """All modules of the same class. If one of them cannot be compiled, all of them run eagerly."""
+    compiler: Callable[..., Any]
+    """The backend."""
+    verifies: bool
+    """Whether to verify graphs."""
+    warn: Warn
+    """Called with a message if the modules cannot be compiled as requested."""
+    info: Warn
+    """Called with a message if a graph is not verified."""
+    used: list[CapturedGraph] = field(default_factory=list)
+    """The graphs that the current call has used."""
+    known: set[tuple[CapturedGraph, ...]] = field(default_factory=set)
+    """The sequences of graphs that calls may use."""
+    hits: set[Any] = field(default_factory=set)
+    """Signatures of calls that use these graphs."""
+    searches: bool = True
+    """Whether calls with other signatures may need a new graph."""
+    stopped: bool = False
+    """Whether calls that need a new graph run eagerly from now on."""
+    fruitless: int = 0
+    """Number of repeated calls without a new graph, since the last new graph."""
+    pending: tuple[Recording, _CompiledCall, Any] | None = None
+    """The recorded call of this accumulation window, to be repeated after the backward pass."""
+    recording: Recording | None = None
+    """The call that is being repeated with torch's kernels."""
+    error: Exception | None = None
+    """The reason why a graph could not be compiled."""
+
+    @property
+    def name(self) -> str:
+        """The name of the class, for messages."""
+        return type(self.modules[0]).__name__
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
@@ -194,7 +174,7 @@ class _Kind:
             self.error = self.error or error
             captured = CapturedGraph(graph, lambda *values: run_captured(graph, values))
         if self.recording is not None:
-            self.recording.changed.add(changed_objects())
+            self.recording.before.add(changed_objects())
         captured.verified = self.recording is None
 
         def run(*args: Any) -> Any:
@@ -205,95 +185,94 @@ class _Kind:
 
         return (lambda *args: run(*args)[:-added]) if added else run
 
-    def verify(self, recording: Recording, call: _CompiledCall, signature: Any) -> Exception | None:
-        """Repeat a call, compile and verify its new graphs; return the reason if its module must run eagerly."""
-        if recording.problem is not None:
-            return NotCapturedError(recording.problem)
-        since, new = time.time_ns(), []
-        self.recording = recording
-        self.used.clear()
-        try:
-            with _compiling():
-                recording.verify(call.compiled)
-            if self.error is not None or recording.problem is not None:
-                return self.error or NotCapturedError(recording.problem)
-            sequence = tuple(self.used)
-            if not recording.is_finite:
-                return None  # verify a later call
-            new = [graph for graph in dict.fromkeys(sequence) if not graph.verified]
-            for graph in new:
-                graph.verify(recording)
-        except Exception as error:
-            return error
-        finally:
-            self.recording = None
-            self.used.clear()
-        self.fruitless = 0 if new else self.fruitless + 1
-        limited = self.group.warn_if_limit_reached(since) or self.fruitless > _MAX_FRUITLESS
-        self.known.add(sequence)
+    def give_up(self, error: Exception) -> None:
+        """Run all modules of the class eagerly, and warn with the reason."""
+        for each in self.modules:
+            each._compiled_call_impl = None
+        if isinstance(error, WrongNumbersError):
+            code = "compiled code" if error.compiler else "captured code"
+            self.warn(
+                f"The {code} of {self.name} differs from the eager module ({error}), so {self.name} runs eagerly"
+            )
+            return
+        remedy = "Change this line of code, or remove" if failed_line(error) else "Remove"
+        self.warn(
+            f"{self.name} cannot be compiled ({explain_failure(error)}) and runs eagerly. {remedy} the `compile` option"
+        )
+
+    def accept(self, signature: Any, since: int) -> None:
+        """Use the graphs of the current call, unless torch has reached its recompile limit after `since`."""
+        self.known.add(tuple(self.used))
         self.hits.add(signature)
-        self.searches = False
-        self.fruitless = _MAX_FRUITLESS + 1 if limited else self.fruitless
-        return None
+        if cause := limit_cause(since):
+            self.stop()
+            self.warn(
+                f"{self.name} reached torch's recompile limit. Inputs that need a new graph run eagerly. Cause of the "
+                f"last recompile: {cause}. Set compile=dict(dynamic=True), or use fewer batch shapes"
+            )
+
+    def stop(self) -> None:
+        """Run calls that need a new graph eagerly from now on."""
+        self.searches, self.stopped, self.pending = False, True, None
 
     def is_ready(self, params: Sequence[nn.Parameter]) -> bool:
         """Return whether there is a recorded call with gradients; drop a call that is outdated after the update."""
         if self.pending is None:
             return False
         recording = self.pending[0]
-        if recording.gradients or not set(params).isdisjoint(recording.module.parameters()):
-            if recording.has_finite_gradients():
-                return True
+        grads = recording.gradients.values()
+        is_outdated = not grads and not set(params).isdisjoint(recording.module.parameters())
+        if is_outdated or not all(bool(grad.isfinite().all()) for grad in grads):
             self.pending = None
-        return False
+        return bool(grads) and self.pending is not None
 
-    def verify_pending(self) -> Exception | None:
-        """Verify the recorded call."""
+    def verify(self) -> Exception | None:
+        """Repeat the recorded call, and verify its new graphs; return the reason if its module must run eagerly."""
         assert self.pending is not None
-        pending, self.pending = self.pending, None
-        return self.verify(*pending)
-
-    def skip_verification(self, reason: str) -> None:
-        """Use compiled code without verification from now on."""
-        self.verifies = False
-        self.info(
-            f"The compiled code of {type(self.group.modules[0]).__name__} is not verified, because {reason}"
-        )
-
-    def stop_searching(self, reason: str) -> None:
-        """Run calls that need a new graph eagerly from now on."""
-        self.searches, self.pending, self.fruitless = False, None, _MAX_FRUITLESS + 1
-        name = type(self.group.modules[0]).__name__
-        self.info(f"Calls of {name} that need another graph run eagerly, because {reason}")
-
-    def miss(self, signature: Any) -> None:
-        """Note that a call needs a new graph."""
-        if self.fruitless <= _MAX_FRUITLESS:
-            self.hits.discard(signature)
-            self.searches = True
+        (recording, call, signature), self.pending = self.pending, None
+        if recording.problem is not None:
+            return NotCapturedError(recording.problem)
+        since, self.recording = time.time_ns(), recording
+        self.used.clear()
+        try:
+            with _compiling():
+                is_finite = recording.verify(call.compiled)
+            if self.error is not None or not is_finite:
+                return self.error  # if gradients are not finite, verify a later call
+            new = [graph for graph in dict.fromkeys(self.used) if not graph.verified]
+            for graph in new:
+                graph.verify(recording)
+            self.searches, self.fruitless = False, 0 if new else self.fruitless + 1
+            self.accept(signature, since)
+            if self.fruitless > _MAX_FRUITLESS:
+                self.stop()
+        except Exception as error:
+            return error
+        finally:
+            self.recording = None
+            self.used.clear()
+        return None
 
 
 class _CompiledCall:
     """The compiled call of a module."""
 
     def __init__(
-        self, module: nn.Module, kind: _Kind, verifier: Verifier, compiled: Any, known: Callable[..., Any]
+        self, module: nn.Module, kind: _Kind, compiled: Callable[..., Any], known: Callable[..., Any]
     ) -> None:
-        self.module, self.kind, self.verifier = module, kind, verifier
-        self.compiled, self.run_known = compiled, known
-        self.succeeded: set[bool] = set()
-        """Grad modes in which an unverified call has succeeded."""
+        self.module, self.kind, self.compiled, self.run_known = module, kind, compiled, known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind = self.kind
         if torch.compiler.is_dynamo_compiling():  # the model becomes part of the graph that is being captured
             return self.module._call_impl(*args, **kwargs)
-        kind = self.kind
-        if kind.searches or not kind.verifies:
-            return self._search(args, kwargs)
+        if kind.searches and (signature := self._signature(args, kwargs)) not in kind.hits:
+            return self._search(signature, args, kwargs)
         kind.used.clear()
         result = self.run_known(*args, **kwargs)
-        if tuple(kind.used) not in kind.known:
-            kind.miss(self._signature(args, kwargs))
+        if tuple(kind.used) not in kind.known and not kind.stopped:
+            kind.hits.discard(self._signature(args, kwargs))
+            kind.searches = True
         return result
 
     def _signature(self, args: Any, kwargs: Any) -> Any:
@@ -304,7 +283,7 @@ class _CompiledCall:
         )
         return modes, *leaves
 
-    def _search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _search(self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that may need a new graph."""
         kind, grad = self.kind, torch.is_grad_enabled()
         tensors = itertools.chain(self.module.parameters(), self.module.buffers())
@@ -315,55 +294,37 @@ class _CompiledCall:
             return self.module._call_impl(*args, **kwargs)
         if kind.verifies and any(map(is_sharded, self.module.parameters())):
             # A sharded module communicates in forward and backward, so its calls cannot be repeated.
-            kind.skip_verification("its parameters are sharded")
-        if not kind.verifies or (grad and not self.verifier.attached):
-            return self._run_unverified(args, kwargs)
-        signature = self._signature(args, kwargs)
+            kind.verifies = False
+            kind.info(f"The compiled code of {kind.name} is not verified, because its parameters are sharded")
+        if not kind.verifies or (grad and not kind.verifier.attached):
+            return self._compile(signature, args, kwargs)
         recomputes = torch._C._current_graph_task_id() != -1
-        if signature in kind.hits or recomputes or kind.pending is not None:
-            kind.used.clear()
-            result = self.run_known(*args, **kwargs)
-            if tuple(kind.used) not in kind.known:
-                kind.hits.discard(signature)
-            return result
+        if recomputes or kind.pending is not None:
+            return self.run_known(*args, **kwargs)
         recording = Recording(self.module, args, kwargs)
-        if recording.problem is not None:
-            kind.group.give_up(
-                NotCapturedError(
-                    f"{recording.problem}, so that a call cannot be repeated to verify its compiled code"
-                )
-            )
-            return self.module._call_impl(*args, **kwargs)
         result = recording.run(args, kwargs)
-        if grad:
-            kind.pending = recording, self, signature
-        elif (error := kind.verify(recording, self, signature)) is not None:
-            kind.group.give_up(error)
+        kind.pending = recording, self, signature
+        if not grad and (error := kind.verify()) is not None:
+            kind.give_up(error)
         return result
 
-    def _run_unverified(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run compiled code without verification, with eager execution if compilation fails."""
-        kind, grad = self.kind, torch.is_grad_enabled()
-        counters = torch._dynamo.utils.counters
-        started, compilations = time.time_ns(), counters["frames"]["total"]
+    def _compile(self, signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compile a call and run it, without verification. If its compilation fails, run it eagerly."""
+        kind, since = self.kind, time.time_ns()
+        kind.used.clear()
         try:
-            with ExitStack() as stack:
-                if grad not in self.succeeded:
-                    stack.enter_context(_compiling())
+            with _compiling():
                 result = self.compiled(*args, **kwargs)
-            self.succeeded.add(grad)
         except Exception as error:
             if not _is_compiler_error(error):
                 raise
             # Dynamo fails before the graph runs, so the call can be repeated.
-            kind.group.give_up(error)
+            kind.give_up(error)
             return self.module._call_impl(*args, **kwargs)
         if kind.error is not None:
-            kind.group.give_up(kind.error)
-        elif counters["frames"]["total"] != compilations:
-            kind.group.warn_if_limit_reached(started)
-        kind.known.add(tuple(kind.used))
-        kind.used.clear()
+            kind.give_up(kind.error)
+        else:
+            kind.accept(signature, since)
         return result
 
 
@@ -381,8 +342,7 @@ class Verifier(StepPart):
     ranks have to wait for each other.
     """
 
-    def __init__(self, info: Warn) -> None:
-        self.info = info
+    def __init__(self) -> None:
         self.kinds: list[_Kind] = []
         self.attached = False
         """Whether the part belongs to an optimizer wrapper."""
@@ -396,24 +356,25 @@ class Verifier(StepPart):
         if several and self._attempts >= _MAX_FRUITLESS:
             for kind in kinds:
                 if kind.searches:
-                    kind.stop_searching(
-                        f"several ranks verify graphs only in the first {_MAX_FRUITLESS} updates"
+                    kind.stop()
+                    kind.info(
+                        f"Calls of {kind.name} that need another graph run eagerly, because several ranks verify "
+                        f"graphs only in the first {_MAX_FRUITLESS} updates"
                     )
             return
         ready = [kind.is_ready(params) for kind in kinds]
         if several:
             ready, self._attempts = _on_all_ranks(ready), self._attempts + 1
-            for kind in kinds:
-                kind.pending = kind.pending if kind in itertools.compress(kinds, ready) else None
-        failures = {kind: kind.verify_pending() for kind, yes in zip(kinds, ready, strict=True) if yes}
-        if several and failures:
-            equal = _on_all_ranks([failure is None for failure in failures.values()])
-            for (kind, failure), is_equal in zip(failures.items(), equal, strict=True):
-                if failure is None and not is_equal:
-                    failures[kind] = WrongNumbersError("on another rank", compiler=True)
-        for kind, failure in failures.items():
+            for kind, yes in zip(kinds, ready, strict=True):
+                kind.pending = kind.pending if yes else None
+        failures = [kind.verify() if yes else None for kind, yes in zip(kinds, ready, strict=True)]
+        if several and any(ready):
+            equal = _on_all_ranks([failure is None for failure in failures])
+            other = WrongNumbersError("on another rank", compiler=True)
+            failures = [own or (None if yes else other) for own, yes in zip(failures, equal, strict=True)]
+        for kind, failure in zip(kinds, failures, strict=True):
             if failure is not None:
-                kind.group.give_up(failure)
+                kind.give_up(failure)
 
 
 def _on_all_ranks(flags: Sequence[bool]) -> list[bool]:

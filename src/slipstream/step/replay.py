@@ -8,10 +8,8 @@ each graph is compared with a float64 reference, with the tolerances of `slipstr
 
 from __future__ import annotations
 
-import pickle
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.step.leaves import leaves_of
-from slipstream.step.snapshot import ChangedObjects, Reachable, Snapshot
+from slipstream.step.snapshot import RandomState, Reachable, Snapshot
 from slipstream.step.verification import (
     NotCapturedError,
     Verification,
@@ -33,31 +31,6 @@ from slipstream.step.verification import (
 __all__ = ["CapturedGraph", "Recording"]
 
 _COMPARED = (int, float, complex, bool, str, bytes, frozenset, type(None))
-
-
-# ---- state -------------------------------------------------------------------------------------------
-
-
-class _RandomState:
-    """The random states of torch (on the CPU and on a device), NumPy and Python."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        self._module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-        self._on_device = None if self._module is None else self._module.get_rng_state(device)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        np.random.set_state(self._states[1])
-        random.setstate(self._states[2])
-        if self._module is not None:
-            self._module.set_rng_state(self._on_device, self._device)
-
-    def values(self) -> dict[str, Any]:
-        kinds = dict(zip(("torch", "NumPy", "Python"), map(pickle.dumps, self._states[1:]), strict=False))
-        values = {"torch": self._states[0], "the device": self._on_device, **kinds}
-        return {f"the random state of {kind}": value for kind, value in values.items()}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -86,20 +59,20 @@ class Recording:
         args, kwargs: the arguments of the call.
 
     Attributes:
+        before: the state before the call.
         gradients: the gradient of each output tensor, by its index, after the backward pass.
-        problem: the reason why compiled code does not support the backward pass, or None.
-        is_finite: whether all gradients of the repeated call are finite.
+        problem: the reason why the module must run eagerly, or None.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         param = next(module.parameters(), None)
         self.device = torch.device("cpu") if param is None else param.device
         self.module = module
-        self._before = Snapshot(module, (args, kwargs))
-        self.problem = self._before.problem
-        self.is_finite = True
-        self.changed = ChangedObjects()
-        self._random = _RandomState(self.device)
+        self.before = Snapshot(module, (args, kwargs))
+        self.problem: str | None = None
+        if self.before.problem is not None:
+            self.problem = f"{self.before.problem}, so a call cannot be repeated to verify its compiled code"
+        self._random = RandomState(self.device)
         self._grad = torch.is_grad_enabled()
         self._autocast = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -151,15 +124,7 @@ class Recording:
         leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves_of(outputs)]
         found = {f"output {i}": leaf for i, leaf in enumerate(leaves)}
         found |= Reachable().add(self.module).add(arguments, "argument").copied()
-        return found | _RandomState(self.device).values()
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Set the autocast state of the call."""
-        with ExitStack() as stack:
-            for kind, (dtype, enabled) in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            yield
+        return found | RandomState(self.device).values()
 
     @contextmanager
     def copied(self) -> Iterator[Any]:
@@ -168,33 +133,22 @@ class Recording:
         Yields:
             Copies of the arguments.
         """
-        random_now = _RandomState(self.device)
-        active = DistributedDataParallel._active_ddp_module
-        hooks = [p._backward_hooks for p in self.module.parameters() if p._backward_hooks]
-        saved = [dict(each) for each in hooks]
-        try:
-            for each in hooks:
-                each.clear()
-            DistributedDataParallel._active_ddp_module = self._ddp
+        with ExitStack() as stack:
+            stack.callback(RandomState(self.device).restore)
+            ddp = DistributedDataParallel
+            stack.callback(setattr, ddp, "_active_ddp_module", ddp._active_ddp_module)
+            ddp._active_ddp_module = self._ddp
             self._random.restore()
-            with self._before.installed() as arguments:
-                try:
-                    with torch.set_grad_enabled(self._grad):
-                        yield arguments
-                finally:
-                    self.changed.restore()
-        finally:
-            random_now.restore()
-            DistributedDataParallel._active_ddp_module = active
-            for each, old in zip(hooks, saved, strict=True):
-                each.update(old)
+            for kind, (dtype, enabled) in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            yield stack.enter_context(self.before.installed())
 
     def replay(self, call: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Repeat the call and its backward pass on copies; return the results after each of them."""
         with self.copied() as arguments:
             args, kwargs = arguments
-            with self.autocast():
-                outputs = call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
             forward = self._results(outputs, arguments)
             named: dict[str, Tensor] = {
                 f"the gradient of '{n}'": p for n, p in self.module.named_parameters()
@@ -204,10 +158,14 @@ class Recording:
             grads = gradients(_tensors(outputs), self.gradients, list(named.values()))
             return forward, self._results(outputs, arguments) | dict(zip(named, grads, strict=True))
 
-    def verify(self, captured: Callable[..., Any]) -> None:
+    def verify(self, captured: Callable[..., Any]) -> bool:
         """Compare the call with its repetitions: captured by Dynamo, with torch's kernels, and eager.
 
+        Returns:
+            Whether all gradients are finite.
+
         Raises:
+            NotCapturedError: the module must run eagerly.
             WrongNumbersError: the results are not bitwise equal.
         """
         # First, because Dynamo reports which objects the call changes.
@@ -217,14 +175,10 @@ class Recording:
             raise NotCapturedError(f"a repetition of the same eager call has different results: {problem}")
         if (problem := _difference(after, after_capture)) is not None:
             raise WrongNumbersError(problem, compiler=False)
-        grads = (
-            value for key, value in after.items() if key.startswith("the gradient") and value is not None
-        )
-        self.is_finite = all(bool(grad.isfinite().all()) for grad in grads)
-
-    def has_finite_gradients(self) -> bool:
-        """Return whether there are gradients to verify, and all are finite."""
-        return bool(self.gradients) and all(bool(g.isfinite().all()) for g in self.gradients.values())
+        if self.problem is not None:  # the repetition ran a backward pass in forward
+            raise NotCapturedError(self.problem)
+        grads = (value for key, value in after.items() if key.startswith("the gradient"))
+        return all(grad is None or bool(grad.isfinite().all()) for grad in grads)
 
     def names(self) -> dict[int, str]:
         """Return the names of the module's parameters and installed buffers by id."""
@@ -243,7 +197,7 @@ def gradients(
     vectors = [grads[i].to(outputs[i].dtype) for i in used]
     with torch.autocast("cpu", enabled=False), torch.autocast(outputs[0].device.type, enabled=False):
         found: Sequence[Tensor | None] = torch.autograd.grad(
-            [outputs[i] for i in used], inputs, vectors, allow_unused=True
+            [outputs[i] for i in used], inputs, vectors, retain_graph=True, allow_unused=True
         )
     return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in found]
 
@@ -254,14 +208,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _difference(some: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
     """Return the first difference between values, or None."""
-    for name in dict.fromkeys([*some, *others]):
-        if name not in some or name not in others:
-            return f"{name} exists in only one of them"
-        one, other = some[name], others[name]
+    missing = object()
+    for name in {**some, **others}:
+        one, other = some.get(name, missing), others.get(name, missing)
         if not _equal(one, other):
-            if (one is None) != (other is None):
-                return f"{name} is None in only one of them"
-            return f"{name} differs"
+            is_none = (one is None) != (other is None)
+            return f"{name} is None in only one of them" if is_none else f"{name} differs"
     return None
 
 
@@ -285,22 +237,20 @@ class CapturedGraph:
 
     def capture(self, inputs: Sequence[Any], recording: Recording) -> Any:
         """Run the graph with torch's kernels; record the inputs and the gradients of the outputs of the first call."""
-        recording.changed.add(value for value in inputs if isinstance(value, Tensor))
+        recording.before.add(value for value in inputs if isinstance(value, Tensor))
         if self.verified or self._recording is recording:
             return run_captured(self.graph, inputs)
         self._recording = recording
         names = recording.names()
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
-        self._inputs, self._before = copies(inputs), _RandomState(recording.device)
-        constants = {
-            i: value._version
+        self._inputs, self._before = copies(inputs), RandomState(recording.device)
+        self._constants = {
+            i: (value, value._version)
             for i, value in enumerate(inputs)
             if isinstance(value, Tensor) and not value.requires_grad
         }
         outputs = run_captured(self.graph, inputs)
-        self._owned = {i for i in constants if id(inputs[i]) in names}
-        self._changed = {i for i, version in constants.items() if inputs[i]._version != version}
-        self._after = _RandomState(recording.device).values()
+        self._after = RandomState(recording.device).values()
         self._gradients = recording.observe(_tensors(outputs))
         return outputs
 
@@ -309,125 +259,74 @@ class CapturedGraph:
 
         Raises:
             WrongNumbersError: a result or the use of random numbers differs.
-            NotCapturedError: an output is a view of a buffer that backward reads and that may change before.
+            NotCapturedError: backward reads a tensor that the call changes.
         """
         inputs, self._inputs, self._recording = self._inputs, [], None
-        with recording.copied(), recording.autocast():
-            values = copies(inputs)
-            outputs, kept_by_eager = _kept(self.graph, values)
-            reached = _reached(_tensors(outputs), values)
-            unsafe = self._changed | self._owned - kept_by_eager if torch.is_grad_enabled() else set[int]()
-            if unsafe:
-                outputs, kept = _kept(self.run, values := copies(inputs))
-                unsafe &= kept
-        if unsafe:
-            views = [each for each in _tensors(outputs) if not any(each is value for value in values)]
-            if _storages(values[i] for i in unsafe) & _storages(views):
-                raise NotCapturedError(f"an output is a view of {self._names[min(unsafe)]}")
-            self.run = _with_copies(self.run, sorted(unsafe), self._changed)
-        trained = [
-            name
-            for name, v in zip(self._names, inputs, strict=True)
-            if isinstance(v, Tensor) and v.requires_grad
-        ]
+        changed = {i for i, (value, version) in self._constants.items() if value._version != version}
+        self._constants = {}
+        trained = [i for i, v in enumerate(inputs) if isinstance(v, Tensor) and v.requires_grad]
 
-        @contextmanager
-        def context() -> Iterator[None]:
+        def context() -> AbstractContextManager[None]:
             self._before.restore()
-            with recording.autocast():
-                yield
+            torch.clear_autocast_cache()
+            return nullcontext()
 
         def run(*values: Any) -> Any:
             outputs = self.run(*values)
-            if problem := _difference(self._after, _RandomState(recording.device).values()):
+            if problem := _difference(self._after, RandomState(recording.device).values()):
                 raise WrongNumbersError(problem, compiler=True)
             return outputs
 
         def finish(outputs: Any, values: Sequence[Any]) -> list[Any]:
-            leaves = [v for v in values if isinstance(v, Tensor) and v.requires_grad]
+            leaves = [values[i] for i in trained]
             return [*values, *_tensors(outputs), *gradients(_tensors(outputs), self._gradients, leaves)]
 
-        names = [
-            *self._names,
-            *(f"output '{i}'" for i in range(len(reached))),
-            *(f"the gradient of {n}" for n in trained),
-        ]
         with recording.copied():
+            # torch's compiler may compute values again in backward, from inputs that the call has changed.
+            kept = _kept(self.run, copies(inputs)) if changed and torch.is_grad_enabled() else set[int]()
+            for i in changed & kept:
+                raise NotCapturedError(f"its backward pass may read {self._names[i]} after it has changed")
+            reached = _reached(_tensors(run_captured(self.graph, values := copies(inputs))), values, trained)
+            names = [
+                *self._names,
+                *(f"output '{i}'" for i in range(len(reached))),
+                *(f"the gradient of {self._names[i]}" for i in trained),
+            ]
             Verification(self.graph, run, inputs, names, context, finish).check_compiled()
-        if any(some is not None and some != set().union(*filter(None, reached)) for some in reached):
+        if any(some and some != set().union(*reached) for some in reached):
             self.run = _without_zeros(self.run, reached)
         self.verified = True
 
 
-def _storages(tensors: Iterable[Any]) -> set[int]:
-    return {
-        t.untyped_storage()._cdata for t in tensors if isinstance(t, Tensor) and t.layout is torch.strided
-    }
+def _storage(value: Any) -> int | None:
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if is_strided else None
 
 
-def _kept(run: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Any, set[int]]:
-    """Run code; return its outputs, and the indices of the inputs that it keeps for the backward pass."""
-    storages: set[int] = set()
+def _kept(run: Callable[..., Any], inputs: Sequence[Any]) -> set[int]:
+    """Run code; return the indices of the inputs that it keeps for the backward pass."""
+    storages: set[int | None] = set()
 
     def pack(tensor: Tensor) -> Tensor:
-        storages.update(_storages([tensor]))
+        storages.add(_storage(tensor))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = run(*inputs)
-    return outputs, {i for i, value in enumerate(inputs) if _storages([value]) & storages}
+        run(*inputs)
+    return {i for i, value in enumerate(inputs) if _storage(value) in storages}
 
 
-def _with_copies(run: Callable[..., Any], kept: Sequence[int], changed: Set[int]) -> Callable[..., Any]:
-    """Return compiled code whose backward pass reads the values that inputs had before the call.
-
-    torch's compiler may compute values again in backward, from inputs that forward or a later call has changed.
-
-    Args:
-        run: the compiled code.
-        kept: the inputs to pass as copies, which backward reads.
-        changed: the inputs that forward changes.
-    """
-
-    def call(*inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return run(*inputs)
-        own = dict(zip(kept, copies([inputs[i] for i in kept]), strict=True))
-        outputs = run(*(own.get(i, value) for i, value in enumerate(inputs)))
-        new = [(inputs[i], value, value.clone()) for i, value in own.items() if i in changed]
-        with torch.no_grad():
-            for original, value, _ in new:
-                value.data.copy_(
-                    original
-                )  # `data`, because autograd would reject the change of a kept tensor
-            for original, _, result in new:
-                original.copy_(result)
-        originals = {id(value): inputs[i] for i, value in own.items()}
-        return tuple(originals.get(id(value), value) for value in outputs)
-
-    return call
-
-
-def _reached(outputs: Sequence[Tensor], inputs: Sequence[Any]) -> list[set[int] | None]:
-    """Return, for each output, the indices of the inputs that receive a gradient from it; None if it has none."""
-    indices = {id(value): i for i, value in enumerate(inputs)}
-    found: list[set[int] | None] = []
-    for output in outputs:
-        if not output.requires_grad or output.grad_fn is None:
-            found.append(None)
-            continue
-        seen, nodes, reached = {output.grad_fn}, [output.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            reached.add(indices.get(id(getattr(node, "variable", None)), -1))
-            new = {source for source, _ in node.next_functions if source is not None} - seen
-            seen |= new
-            nodes += new
-        found.append(reached - {-1})
+def _reached(outputs: Sequence[Tensor], inputs: Sequence[Any], trained: Sequence[int]) -> list[set[int]]:
+    """Return, for each output, the indices of the inputs that receive a gradient from it."""
+    leaves, found = [inputs[i] for i in trained], []
+    for number, output in enumerate(outputs):
+        ones = {} if output.grad_fn is None else {number: torch.ones_like(output)}
+        grads = gradients(outputs, ones, leaves)
+        found.append({i for i, grad in zip(trained, grads, strict=True) if grad is not None})
     return found
 
 
-def _without_zeros(run: Callable[..., Any], reached: Sequence[set[int] | None]) -> Callable[..., Any]:
+def _without_zeros(run: Callable[..., Any], reached: Sequence[set[int]]) -> Callable[..., Any]:
     """Return compiled code whose unused outputs have no gradient, instead of a gradient of zeros, as in eager mode.
 
     Args:
@@ -442,7 +341,7 @@ def _without_zeros(run: Callable[..., Any], reached: Sequence[set[int] | None]) 
             node, number = output.grad_fn, output.output_nr
             while node is not None and type(node).__name__ != "CompiledFunctionBackward":
                 node, number = node.next_functions[0] if node.next_functions else (None, 0)
-            if node is not None and some is not None:
+            if node is not None and some:
                 nodes.setdefault(node, {}).setdefault(number, set()).update(some)
         for node, wanted in nodes.items():
             _clear(node, wanted, inputs)
@@ -453,11 +352,8 @@ def _without_zeros(run: Callable[..., Any], reached: Sequence[set[int] | None]) 
 
 def _clear(node: Any, reached: Mapping[int, set[int]], inputs: Sequence[Any]) -> None:
     """Remove the gradients that `node` computes for inputs that no used output of it reaches."""
-    edges = {}
-    for i, value in enumerate(inputs):
-        if isinstance(value, Tensor) and value.requires_grad:
-            edge = torch.autograd.graph.get_gradient_edge(value)
-            edges[edge.node, edge.output_nr] = i
+    tensors = {i: v for i, v in enumerate(inputs) if isinstance(v, Tensor) and v.requires_grad}
+    edges = {tuple(torch.autograd.graph.get_gradient_edge(v))[:2]: i for i, v in tensors.items()}
     keys = [edges.get(edge) for edge in node.next_functions]
     used: set[int] = set()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from random import Random
+from functools import partial
+from operator import is_
 from types import CellType, SimpleNamespace
 from typing import Any
 
@@ -19,14 +22,41 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.step.verification import copies
 
-__all__ = ["ChangedObjects", "Reachable", "Snapshot"]
+__all__ = ["RandomState", "Reachable", "Snapshot"]
 
 _CONTAINERS = (dict, list, deque, set)
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, Random)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 """Packages whose objects, except containers, do not contain the user's state."""
 _STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
 _DATA = (int, float, complex, str, tuple, type(None), Tensor, np.ndarray, *_CONTAINERS)
+
+
+class RandomState:
+    """The random states of torch (on the CPU and on a device), NumPy and Python."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states: list[tuple[str, Any, Callable[[Any], object]]] = [
+            ("torch", torch.get_rng_state(), torch.set_rng_state),
+            ("NumPy", np.random.get_state(), np.random.set_state),
+            ("Python", random.getstate(), random.setstate),
+        ]
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+            restore = partial(module.set_rng_state, device=device)
+            self._states.append(("the device", module.get_rng_state(device), restore))
+
+    def restore(self) -> None:
+        """Set the random states."""
+        for _, state, restore in self._states:
+            restore(state)
+
+    def values(self) -> dict[str, Any]:
+        """Return the states by name; they can be compared."""
+        return {
+            f"the random state of {name}": state if isinstance(state, Tensor) else pickle.dumps(state)
+            for name, state, _ in self._states
+        }
 
 
 class Reachable:
@@ -41,8 +71,7 @@ class Reachable:
         values: tensors, arrays, generators, numbers and other values that are not containers, by name.
         contents: containers and their contents, which are not copied, by id.
         parameters: the parameters of the modules.
-        norms: the ids of the dicts of buffers of BatchNorm. The output of BatchNorm in training does not depend on
-            them.
+        norms: the buffers of BatchNorm, whose output in training does not depend on them, by id.
         problem: an object whose state cannot be copied, such as an iterator, or None.
     """
 
@@ -51,7 +80,7 @@ class Reachable:
         self.values: dict[str, Any] = {}
         self.contents: dict[int, tuple[Any, Any]] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        self.norms: set[int] = set()
+        self.norms: dict[int, Any] = {}
         self.problem: str | None = None
 
     def add(self, root: Any, kind: str = "attribute") -> Reachable:
@@ -61,14 +90,10 @@ class Reachable:
             pending.extend(self._add(*pending.popleft()))
         return self
 
-    def leaves(self, norms: bool = True) -> dict[int, Any]:
-        """Return the tensors, arrays and generators by id, with or without the buffers of BatchNorm."""
+    def leaves(self) -> dict[int, Any]:
+        """Return the tensors, arrays and generators by id."""
         kinds = (Tensor, np.ndarray, *_GENERATORS)
-        found = {id(value): value for value in self.values.values() if isinstance(value, kinds)}
-        skipped = () if norms else (b for key in self.norms for b in self.contents[key][1].values())
-        for buffer in skipped:
-            found.pop(id(buffer), None)
-        return found
+        return {id(value): value for value in self.values.values() if isinstance(value, kinds)}
 
     def copied(self) -> dict[str, Any]:
         """Return `values`, with copies of tensors, arrays and generators."""
@@ -97,7 +122,7 @@ class Reachable:
         if id(module._buffers) in self.contents:
             return ()
         if isinstance(module, _BatchNorm):
-            self.norms.add(id(module._buffers))
+            self.norms |= {id(buffer): buffer for buffer in module.buffers()}
         self.parameters |= {id(param): param for param in module._parameters.values() if param is not None}
         prefix = f"{name}." if name else ""
         found = [("attribute", prefix + key, child) for key, child in module._modules.items()]
@@ -132,7 +157,9 @@ def _is_state(key: str) -> bool:
 
 
 def _read(container: Any) -> Any:
-    """Return a shallow copy of the contents: a dict, a list or a set."""
+    """Return a shallow copy of the contents: a dict, a list or a set; for a tensor, a copy."""
+    if isinstance(container, Tensor):
+        return container.detach().clone()
     if isinstance(container, type):
         return {k: v for k, v in vars(container).items() if isinstance(v, _DATA) and not k.startswith("__")}
     if isinstance(container, CellType):
@@ -145,6 +172,10 @@ def _read(container: Any) -> Any:
 
 def _write(container: Any, contents: Any) -> None:
     """Replace the contents of a container, without calls of methods that the user has overridden."""
+    if isinstance(container, Tensor):
+        if not torch.equal(container, contents):
+            _assign([(container, contents)])
+        return
     now = _read(container)
     if _is_same(now, contents):
         return
@@ -170,13 +201,11 @@ def _write(container: Any, contents: Any) -> None:
 
 def _is_same(some: Any, others: Any) -> bool:
     """Return whether contents consist of the same objects, in the same order."""
-    if len(some) != len(others):
-        return False
     if isinstance(some, set):
         return bool(some == others)
-    if isinstance(some, dict):
-        return list(some) == list(others) and _is_same(list(some.values()), list(others.values()))
-    return all(one is other for one, other in zip(some, others, strict=True))
+    if isinstance(some, dict) and list(some) != list(others):
+        return False
+    return len(some) == len(others) and all(map(is_, _values(some), _values(others)))
 
 
 def _values(contents: Any) -> Iterable[Any]:
@@ -186,24 +215,22 @@ def _values(contents: Any) -> Iterable[Any]:
 def _copy(leaves: Mapping[int, Any]) -> dict[int, Any]:
     """Return copies of tensors, arrays and generators, with the same keys."""
     tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    copied: dict[int, Any] = dict(zip(tensors, copies(list(tensors.values())), strict=True))
-    for key, leaf in leaves.items():
-        if key not in copied:
-            copied[key] = leaf.clone_state() if isinstance(leaf, torch.Generator) else copy.deepcopy(leaf)
-    return copied
+    others = {key: copy.deepcopy(leaf) for key, leaf in leaves.items() if key not in tensors}
+    return dict(zip(tensors, copies(list(tensors.values())), strict=True)) | others
 
 
 def _replace(value: Any, new: Mapping[int, Any]) -> Any:
     """Return contents or a tuple in which `new` replaces objects by id."""
-    if type(value) is dict:
-        return {
-            key: _replace(item, new) if isinstance(item, tuple) else new.get(id(item), item)
-            for key, item in value.items()
-        }
+
+    def replaced(item: Any) -> Any:
+        return _replace(item, new) if isinstance(item, tuple) else new.get(id(item), item)
+
     if isinstance(value, set):
         return value
-    items = [_replace(item, new) if isinstance(item, tuple) else new.get(id(item), item) for item in value]
-    if not isinstance(value, tuple):
+    if isinstance(value, dict):
+        return {key: replaced(item) for key, item in value.items()}
+    items = list(map(replaced, value))
+    if isinstance(value, list):
         return items
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
@@ -223,18 +250,31 @@ class Snapshot:
 
     def __init__(self, module: nn.Module, arguments: tuple[Any, ...], recomputes: bool = False) -> None:
         reached = Reachable(skip_torch=recomputes).add(module)
-        leaves = reached.leaves(norms=False)
+        leaves = {key: leaf for key, leaf in reached.leaves().items() if key not in reached.norms}
         params = {} if recomputes else reached.parameters
+        self._norms = reached.norms if recomputes else {}
         reached.add(arguments, "argument")
         self.problem = reached.problem
-        self._arguments = arguments
-        self._contents, self._norms = reached.contents, reached.norms if recomputes else set()
+        self._arguments, self._contents = arguments, reached.contents
+        # A repeated backward pass must not call the hooks of parameters.
+        hooks = [param._backward_hooks for param in params.values() if param._backward_hooks]
+        self._contents |= {id(each): (each, {}) for each in hooks}
         self._leaves = leaves if recomputes else reached.leaves()
         self._versions = {
             key: leaf._version for key, leaf in self._leaves.items() if isinstance(leaf, Tensor)
         }
         self._copies = _copy(self._leaves)
         self._params = [(param, param.detach().clone(), param._version) for param in params.values()]
+        self._outside: dict[int, tuple[Any, Any]] = {}
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Also put back objects and tensors, including those outside the module, which a call is about to change."""
+        for value in values:
+            container = value
+            if not isinstance(value, (Tensor, *_CONTAINERS, CellType, type)):
+                container = None if isinstance(value, nn.Module) else getattr(value, "__dict__", None)
+            if container is not None and id(container) not in self._outside:
+                self._outside[id(container)] = container, _read(container)
 
     def keep_changes(self) -> None:
         """Drop what has not changed since."""
@@ -244,9 +284,11 @@ class Snapshot:
         self._contents = {
             key: (container, contents)
             for key, (container, contents) in self._contents.items()
-            if key in self._norms
-            or not _is_same(_read(container), contents)
-            or any(id(value) in self._copies or isinstance(value, tuple) for value in _values(contents))
+            if not _is_same(_read(container), contents)
+            or any(
+                id(value) in self._copies or id(value) in self._norms or isinstance(value, tuple)
+                for value in _values(contents)
+            )
         }
 
     def _is_unchanged(self, key: int) -> bool:
@@ -263,17 +305,15 @@ class Snapshot:
             The arguments, with copies of their tensors.
         """
         now = [(container, _read(container)) for container, _ in self._contents.values()]
-        new = _copy(self._copies)
+        new = _copy(self._copies | self._norms)
         changed = [(p, old, p.detach().clone()) for p, old, version in self._params if p._version != version]
         try:
-            for key, (container, contents) in self._contents.items():
-                norm = key in self._norms
-                own = {k: None if b is None else b.clone() for k, b in contents.items()} if norm else None
-                _write(container, _replace(contents, new) if own is None else own)
+            for container, contents in self._contents.values():
+                _write(container, _replace(contents, new))
             _assign((param, old) for param, old, _ in changed)
             yield _replace(self._arguments, new)
         finally:
-            for container, contents in now:
+            for container, contents in (*self._outside.values(), *now):
                 _write(container, contents)
             _assign((param, current) for param, _, current in changed)
 
@@ -282,29 +322,3 @@ class Snapshot:
 def _assign(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for tensor, value in pairs:
         tensor.copy_(value)
-
-
-class ChangedObjects:
-    """The contents of Python objects and tensors that captured code changes, including those outside the module."""
-
-    def __init__(self) -> None:
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def add(self, values: Iterable[Any]) -> None:
-        """Store the contents of objects and tensors before their first change."""
-        for value in values:
-            if isinstance(value, Tensor):
-                if id(value) not in self._tensors:
-                    self._tensors[id(value)] = value, value.detach().clone()
-            elif not isinstance(value, nn.Module):
-                kinds = (*_CONTAINERS, CellType, type)
-                container = value if isinstance(value, kinds) else getattr(value, "__dict__", None)
-                if container is not None and id(container) not in self._contents:
-                    self._contents[id(container)] = container, _read(container)
-
-    def restore(self) -> None:
-        """Put the contents back."""
-        for container, contents in self._contents.values():
-            _write(container, contents)
-        _assign((now, old) for now, old in self._tensors.values() if not torch.equal(now, old))
