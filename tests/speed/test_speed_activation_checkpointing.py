@@ -226,6 +226,8 @@ def test_recomputation_uses_the_python_state_of_the_forward_pass():
 
 @pytest.mark.parametrize("scope", ["step", "model", "block"])
 def test_compiled_block_with_a_cache(scope):
+    if scope == "step" and (reason := why_not_recomputed()):
+        pytest.skip(reason)
     losses = []
     for speed in (
         {},

@@ -274,6 +274,8 @@ GRAPHS = [
 
 @pytest.mark.parametrize("make", [*EAGER, *GRAPHS, BranchOnValue, Objects], ids=lambda make: make.__name__)
 def test_networks_train_as_in_a_plain_loop(make):
+    if make is Objects and torch.__version__ < "2.13":
+        pytest.skip("torch.compile of 2.11 writes a class attribute as a constant")
     ours = train(make, dict(scope="model", backend="aot_eager"))
     assert_equal(ours, train(make, by_hand=True))
     if make not in (BranchOnValue, Objects):
