@@ -25,6 +25,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def windows(program):
     """Return, for each batch, the number of batches in its accumulation window, and whether it ends the window."""
     size, total = program.options.get("accumulate", 1), program.batches
+    if has_own_windows(program):
+        total += size  # the last window may be incomplete
     epoch = program.epoch if program.through == "accelerate" else 0
     found = []
     while len(found) < total:
@@ -35,7 +37,12 @@ def windows(program):
         if program.known_length or program.through == "runner":
             end = min(end, total)
         found += [(end - first, batch + 1 == end) for batch in range(first, end)]
-    return found[:total]
+    return found[: program.batches]
+
+
+def has_own_windows(program):
+    """Return whether each optimizer of a Runner has its own accumulation windows, of which the run knows nothing."""
+    return program.through == "runner" and program.loss == "gan"
 
 
 class Average:
@@ -46,7 +53,12 @@ class Average:
         self.kind, self.decay, self.beta = options["type"], options.get("decay"), options.get("beta")
         self.interval, self.by_batch = options.get("interval", 1), options.get("count") == "batches"
         self.first = max(options.get("begin_iter", 0), 1)
-        ends = [number for number, (_, end) in enumerate(windows(program), 1) if end and number >= self.first]
+        self.always = has_own_windows(program)
+        ends = [
+            number
+            for number, (_, end) in enumerate(windows(program), 1)
+            if (end or self.always) and number >= self.first
+        ]
         self.total = program.batches - self.first + 1 if self.by_batch else max(len(ends), 1)
         self.updates = 0
         saved = model.state_dict()
@@ -62,7 +74,7 @@ class Average:
 
     def take(self, model, batch, ends):
         """Include the weights after batch number `batch` (counted from 1)."""
-        if not ends or batch < self.first:
+        if not (ends or self.always) or batch < self.first:
             return
         self.updates += 1
         if (self.updates - 1) % self.interval:
@@ -139,8 +151,8 @@ class Loop:
         self.record = []
         self.objects = self._new()
         self.average = Average(program, self.objects.model) if "ema" in self.options else None
-        self.scale = 65536.0 if program.options.get("precision") == "fp16" else 1.0
-        self.buffers, self.bad = None, False
+        self.scales = [65536.0 if program.options.get("precision") == "fp16" else 1.0] * 2
+        self.buffers, self.bad, self.turn = None, False, 0
 
     def _new(self):
         objects = Objects(self.program, self.rank, self.dtype)
@@ -154,14 +166,14 @@ class Loop:
         program = self.program
         for batch, (size, ends) in enumerate(windows(program)):
             self.events(batch)
-            losses = self.train(batch, size, ends)
+            for self.turn in range(2 if program.loss == "gan" or program.train_step == "twice" else 1):
+                losses = self.train(batch, size, ends)
             self.record.append((f"loss[{batch}]", losses))
             if program.through == "accelerate":
                 self.record.append((f"updated[{batch}]", ends))
             if self.average is not None:
                 self.average.take(self.objects.model, batch + 1, ends)
-            if self.objects.schedule is not None:
-                self.objects.schedule.step()
+            self.objects.after_batch()
             if program.through == "runner" and (batch + 1, "save_load") in program.events:
                 self.save_and_load()  # a resumed run repeats the validation after the checkpoint
             if validates(program, batch + 1):
@@ -199,8 +211,17 @@ class Loop:
 
     # ---- one batch ------------------------------------------------------------------------------
 
+    @property
+    def number(self):
+        """The number of the optimizer whose turn it is."""
+        return 1 - self.turn if self.program.loss == "gan" else 0
+
+    @property
+    def scale(self):
+        return self.scales[self.number]
+
     def params(self):
-        return [p for group in self.objects.optimizer.param_groups for p in group["params"]]
+        return params_of(self.objects.optimizers[self.number])
 
     def train(self, batch, size, ends):
         if self.buffers is None:
@@ -220,16 +241,20 @@ class Loop:
         with self.autocast():
             loss = self.loss(programs.in_form(program, sample))
         (loss / size * self.scale).backward()
-        for param in {*objects.model.parameters()} - {*self.params()}:
+        trained = {param for optimizer in objects.optimizers for param in params_of(optimizer)}
+        for param in {*objects.model.parameters()} - trained:
             param.grad = None
         return loss.detach()
 
     def loss(self, batch):
         program, model = self.program, self.objects.model
+        if program.loss == "gan" or program.train_step == "twice":
+            return programs.turn_loss(model, self.objects.other, batch, self.turn)
         if program.loss == "model":
             return (model(**batch) if isinstance(batch, dict) else model(*batch))["loss"]
-        if (compute := programs.batch_loss(program)) is not None:
-            return compute(model, batch)
+        if (compute := programs.batch_loss(program, self.objects)) is not None:
+            loss = compute(model, batch)
+            return sum(loss.values()) if isinstance(loss, dict) else loss
         sample = out_of_form(batch)
         found = programs.loss_function(program, self.objects)(model(sample.x), sample.y)
         if program.loss == "dict":
@@ -305,12 +330,12 @@ class Loop:
         else:
             self.change_gradients(params)
             before = [param.detach().clone() for param in params]
-            self.objects.optimizer.step()
+            self.objects.optimizers[self.number].step()
             self.decay_layers(params, before)
         if options.get("precision") == "fp16" and not finite:
-            self.scale *= 0.5
+            self.scales[self.number] *= 0.5
         self.buffers, self.bad = None, False
-        self.objects.optimizer.zero_grad()
+        self.objects.optimizers[self.number].zero_grad()
 
     def change_gradients(self, params):
         options, head = self.options, set(self.objects.model.head.parameters())
@@ -378,20 +403,23 @@ class Loop:
         state = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.objects = new = self._new()
         new.outputs = old.outputs
-        if len(old.optimizer.param_groups) > len(new.optimizer.param_groups):
-            new.apply("add_group")
+        for event in old.added:
+            new.apply(event)
         new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
-        new.optimizer.load_state_dict(copy.deepcopy(old.optimizer.state_dict()))
-        if old.loss is not None:
-            new.loss.load_state_dict(old.loss.state_dict())
-        if old.schedule is not None:
-            new.schedule.load_state_dict(old.schedule.state_dict())
-        previous = [param for group in old.optimizer.param_groups for param in group["params"]]
-        for param, before in zip(self.params(), previous, strict=True):
-            param.grad = before.grad
+        for optimizer, before in zip(new.optimizers, old.optimizers, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+            for param, old_param in zip(params_of(optimizer), params_of(before), strict=True):
+                param.grad = old_param.grad
+        for name in ("loss", "schedule", "other"):
+            if getattr(old, name) is not None:
+                getattr(new, name).load_state_dict(getattr(old, name).state_dict())
         random.setstate(state[0])
         np.random.set_state(state[1])
         torch.set_rng_state(state[2])
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _clip_units(grad, param, factor):
@@ -411,8 +439,10 @@ def finish(objects):
     values = {f"output[{i}]": output for i, output in enumerate(objects.outputs)} | tensors(model)
     if objects.loss is not None:
         values |= {f"loss {name}": value for name, value in objects.loss.state_dict().items()}
+    if objects.other is not None:
+        values |= {f"other {name}": value for name, value in objects.other.state_dict().items()}
     names = {param: name for name, param in model.named_parameters()}
-    for param, state in objects.optimizer.state.items():
+    for param, state in (item for optimizer in objects.optimizers for item in optimizer.state.items()):
         values |= {
             f"state {names.get(param)} {k}": v for k, v in state.items() if k != "step" and v is not None
         }

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler
 
 from generated.networks import KINDS, LAYERS, Net, scores_of
 
@@ -40,6 +42,10 @@ class Program:
     epoch: int = 0
     """Batches per epoch; 0 for a single epoch (with a Runner: an iteration-based run)."""
     processes: int = 1
+    schedule: str = ""
+    """A key of `SCHEDULES`, stepped after each batch."""
+    train_step: str = ""
+    """How the model of a Runner trains itself, if it does: `update`, `pieces`, `twice` or `super`."""
 
     def __str__(self):
         values, default = dataclasses.asdict(self), dataclasses.asdict(Program())
@@ -91,6 +97,18 @@ OPTIMIZERS = {
 FUSED = list(OPTIMIZERS)[:6]
 
 
+def _one_cycle(optimizer, total):
+    cycles = bool({"momentum", "betas"} & optimizer.defaults.keys())
+    return lr_scheduler.OneCycleLR(optimizer, 0.06, total_steps=total, cycle_momentum=cycles)
+
+
+SCHEDULES = {
+    "lambda": lambda optimizer, total: lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + 0.2 * n)),
+    "one_cycle": _one_cycle,
+    "cosine": lr_scheduler.CosineAnnealingLR,
+}
+
+
 # ---- generation -------------------------------------------------------------------------------------------
 
 POSSIBLE = {
@@ -124,6 +142,10 @@ NOT_IN_A_GRAPH = {
 """Layers with which a step is not one graph; half of the programs have none of them."""
 NOT_IN_TWO = {"freeze", "freeze_stem", "unfreeze", "add_group", "accumulate_hook", "rewind", "zero_grad"}
 NOT_IN_RUNNER = {"eval", "averaged_eval", "extra_forward", "add_group", "schedule", "train"}
+FIRST_NEW = 100_000
+"""Programs from this seed on also have other schedules and events, several networks, and an own `train_step`."""
+NEW_EVENTS = ("inference_eval", "input_gradient", "group_decay", "thaw")
+WITH_TWO_OPTIMIZERS = {"accumulate", "clip_grad", "precision", "ema", "fused", "channels_last", "auto"}
 
 
 def generate(seed, inductor=True, small=False):
@@ -134,7 +156,8 @@ def generate(seed, inductor=True, small=False):
         small: whether to draw fewer layers, batches and compiled programs.
     """
     draw = random.Random(f"slipstream {seed}")
-    runner, two = seed % 5 == 4, seed % 40 in (10, 34)
+    new = seed >= FIRST_NEW
+    runner, two = seed % 5 == 4 or (new and seed % 2 == 0), seed % 40 in (10, 34) and not new
     dtype = "float32" if draw.random() < 0.1 and not two else "float64"
     scope = draw.choice([None] * (5 if small else 2) + ["step", "step", "any", "model", "block"])
     options = _options(draw, runner, two, dtype)
@@ -170,7 +193,42 @@ def generate(seed, inductor=True, small=False):
         epoch=epoch,
         processes=1 + two,
     )
-    return dataclasses.replace(program, events=_events(draw, program))
+    program = dataclasses.replace(program, events=_events(draw, program))
+    return _extended(random.Random(f"slipstream, more {seed}"), program) if new else program
+
+
+def _extended(draw, program):
+    """Return the program with features of later seeds."""
+    runner, options, scope = program.through == "runner", dict(program.options), program.scope
+    train_step = draw.choice(["", "update", "update", "pieces", "twice", "super"]) if runner else ""
+    losses = ["mse"] if train_step else [program.loss]
+    losses += ["gan"] * (train_step in ("update", "pieces")) + ["two", "teacher", "aux", "gan"] * (not runner)
+    loss = draw.choice(losses)
+    if loss == "gan":
+        options = {name: value for name, value in options.items() if name in WITH_TWO_OPTIMIZERS}
+    if train_step:
+        options.pop("sam", None)
+        scope = draw.choice([None, "any", "model", "block"]) if scope else None
+    if train_step == "twice":
+        options.pop("accumulate", None)
+    schedule = draw.choice(["", *SCHEDULES])
+    fixed = schedule or "reentrant_checkpointed" in program.layers
+    left_out = {"add_group", "thaw", "schedule"} if fixed else set()
+    if not ("nan_guard" in options or options.get("precision") == "fp16"):
+        left_out |= {"bad_target", "bad_input"}
+    new = [(draw.randrange(1, program.batches), draw.choice(NEW_EVENTS)) for _ in range(draw.randint(0, 3))]
+    events = [*program.events, *(event for event in new if not runner or event[1] == "group_decay")]
+    return dataclasses.replace(
+        program,
+        loss=loss,
+        output=program.output if loss == program.loss or program.output != "loss" else "tensor",
+        options=options,
+        scope=scope,
+        schedule=schedule,
+        train_step=train_step,
+        events=tuple(sorted(event for event in events if event[1] not in left_out)),
+        change_input=program.change_input and loss == program.loss and not train_step,
+    )
 
 
 def _options(draw, runner, two, dtype):
@@ -246,29 +304,55 @@ class ModuleLoss(nn.Module):
         return _mse(outputs, y) * torch.exp(-self.log_scale) + self.log_scale
 
 
-class Objects:
-    """The objects of a user's script: model, optimizer, loss, schedule, and the hooks that events add."""
+def _other_module(program):
+    """Return the module that `compute_loss` uses besides the model, or None."""
+    if program.loss in ("two", "gan"):
+        last = 1 if program.loss == "gan" else 3
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, last))
+    if program.loss == "teacher":
+        return Net(("mix", "norm"), program.image).requires_grad_(False).eval()
+    return ModuleLoss() if program.loss == "aux" else None
 
-    def __init__(self, program, rank=0, dtype=None):
-        self.program, self.handles, self.outputs = program, [], []
+
+class Objects:
+    """The objects of a user's script: models, optimizers, loss, schedule, and the hooks that events add.
+
+    Args:
+        net: the class of the model.
+    """
+
+    def __init__(self, program, rank=0, dtype=None, net=Net):
+        self.program, self.handles, self.outputs, self.added = program, [], [], []
         seed_all(program.seed % 1000)
         kind = getattr(torch, dtype or program.dtype)
-        self.model = model = Net(program.layers, program.image, program.output, program.change_input).to(kind)
+        self.model = model = net(program.layers, program.image, program.output, program.change_input).to(kind)
         self.loss = ModuleLoss().to(kind) if program.loss == "module" else None
         self.initial = copy.deepcopy(model.state_dict())
         names = {event for _, event in program.events}
         later = [*model.extra.parameters()] if "add_group" in names else []
+        later += [*model.stem.requires_grad_(False).parameters()] if "thaw" in names else []
         head = [*model.head.parameters()]
         rest = [p for p in model.parameters() if not any(p is other for other in [*head, *later])]
         loss_params = [] if self.loss is None else [*self.loss.parameters()]
+        self.other = other = _other_module(program)
+        if other is not None:
+            other.to(kind)
+        loss_params += [*other.parameters()] if program.loss in ("two", "aux") else []
         groups = [dict(params=rest), dict(params=head + loss_params, lr=0.02)]
         kind, options = OPTIMIZERS[program.optimizer]
         make = getattr(torch.optim, kind) if isinstance(kind, str) else kind
         if program.through == "runner":  # as its page says, a Runner's optimizer has no frozen parameters
             groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
         self.optimizer = make(groups, **options)
+        self.optimizers = [self.optimizer]
+        if program.loss == "gan":
+            self.optimizers.append(make(other.parameters(), **options))
+            if program.through == "runner":
+                model.critic = other
         self.schedule = None
-        if "schedule" in names:
+        if program.schedule:
+            self.schedule = SCHEDULES[program.schedule](self.optimizer, program.batches)
+        elif "schedule" in names:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         seed_all(program.seed % 1000 + 1 + rank)
 
@@ -277,19 +361,27 @@ class Objects:
         """Run the code of an event, as a user would write it."""
         model, groups = self.model, self.optimizer.param_groups
         block, head = model.blocks[-1], model.head
-        if event == "eval":
+        if event in ("eval", "inference_eval", "input_gradient"):
             modes = [module.training for module in model.modules()]
             model.eval()
-            self.outputs.append(scores_of(model(self.inputs())).detach().clone())
+            with torch.inference_mode() if event == "inference_eval" else nullcontext():
+                result = (
+                    self.input_gradient() if event == "input_gradient" else scores_of(model(self.inputs()))
+                )
+            self.outputs.append(result.detach().clone())
             for module, mode in zip(model.modules(), modes, strict=True):
                 module.training = mode
         elif event == "momentum":
             for group in groups:
                 group.update({"momentum": group["momentum"] * 0.9} if "momentum" in group else {})
                 group.update({"betas": (0.8, group["betas"][1])} if "betas" in group else {})
-        elif event == "add_group":
-            if not any(p is model.extra.weight for group in groups for p in group["params"]):
-                self.optimizer.add_param_group(dict(params=[*model.extra.parameters()]))
+        elif event in ("add_group", "thaw"):
+            if event not in self.added:
+                self.added.append(event)
+                part, options = (
+                    (model.extra, {}) if event == "add_group" else (model.stem, dict(weight_decay=0.02))
+                )
+                self.optimizer.add_param_group(dict(params=[*part.requires_grad_().parameters()], **options))
         elif event == "remove_hooks":
             while self.handles:
                 self.handles.pop().remove()
@@ -304,6 +396,7 @@ class Objects:
             calls = {
                 "lr": lambda: [group.update(lr=group["lr"] * 0.5) for group in groups],
                 "weight_decay": lambda: [group.update(weight_decay=0.01) for group in groups],
+                "group_decay": lambda: groups[-1].update(weight_decay=0.02),
                 "freeze": lambda: block.requires_grad_(False),
                 "freeze_stem": lambda: model.stem.requires_grad_(False),
                 "unfreeze": lambda: model.requires_grad_(True),
@@ -324,6 +417,21 @@ class Objects:
                 "rewind": lambda: model.load_state_dict(self.initial),
             }
             calls.get(event, lambda: None)()
+
+    @torch.no_grad()
+    def after_batch(self):
+        """Step the schedule, and let a teacher follow the model."""
+        if self.schedule is not None:
+            self.schedule.step()
+        if self.program.loss == "teacher":
+            for name in ("stem", "head"):
+                parts = getattr(self.other, name), getattr(self.model, name)
+                torch._foreach_lerp_(*([*part.parameters()] for part in parts), 0.5)
+
+    @torch.enable_grad()
+    def input_gradient(self):
+        x = self.inputs().requires_grad_()
+        return torch.autograd.grad(scores_of(self.model(x)).sum(), x)[0]
 
     def inputs(self):
         """Return the inputs of an evaluation."""
@@ -387,9 +495,54 @@ def loss_function(program, objects):
     return {"module": objects.loss, "dict": _dict_loss, "list": _list_loss, "mse": _mse}.get(program.loss)
 
 
-def batch_loss(program):
+def batch_loss(program, objects):
     """Return `compute_loss(model, batch)`, or None."""
-    return {"penalty": _penalty, "compute": _compute}.get(program.loss)
+    found = {
+        "penalty": _penalty, "compute": _compute, "two": _two_losses, "teacher": _teacher_loss, "aux": _aux_loss,
+        "gan": generator_loss,
+    }.get(program.loss)  # fmt: skip
+    return functools.partial(found, other=objects.other) if found and objects.other else found
+
+
+def turn_loss(model, critic, batch, turn):
+    """Return the loss of a turn of an own `train_step`, which trains the critic first if there is one."""
+    if critic is not None:
+        critic.requires_grad_(turn == 0)
+        return critic_loss(critic, batch, model) if turn == 0 else generator_loss(model, batch, critic)
+    sample = out_of_form(batch)
+    return F.mse_loss(scores_of(model(sample.x * 0.5**turn)), sample.y)
+
+
+def critic_loss(critic, batch, model):
+    sample = out_of_form(batch)
+    with torch.no_grad():
+        made = scores_of(model(sample.x))
+    return F.softplus(-critic(sample.y)).mean() + F.softplus(critic(made)).mean()
+
+
+def generator_loss(model, batch, other):
+    sample = out_of_form(batch)
+    scores = scores_of(model(sample.x))
+    return F.mse_loss(scores, sample.y) + 0.1 * F.softplus(-other(scores)).mean()
+
+
+def _two_losses(model, batch, other):
+    sample = out_of_form(batch)
+    scores = scores_of(model(sample.x))
+    return {"loss_a": F.mse_loss(scores, sample.y), "loss_b": 0.3 * F.mse_loss(other(scores), sample.y)}
+
+
+def _teacher_loss(model, batch, other):
+    sample = out_of_form(batch)
+    with torch.no_grad():
+        target = other(sample.x)
+    scores = scores_of(model(sample.x))
+    return F.mse_loss(scores, sample.y) + 0.5 * F.mse_loss(scores, target)
+
+
+def _aux_loss(model, batch, other):
+    sample = out_of_form(batch)
+    return other(model(sample.x), sample.y)
 
 
 def _targets(y):
@@ -445,7 +598,7 @@ def smaller(program):
     if program.processes > 1:
         yield change(processes=1)
     if program.through == "runner":
-        yield change(through="accelerate")
+        yield change(through="accelerate", train_step="")
     for name in options if program.dtype == "float64" else ():
         yield change(options={k: v for k, v in options.items() if k != name})
     yield from (change(events=events[:i] + events[i + 1 :]) for i in range(len(events)))
@@ -462,6 +615,8 @@ def smaller(program):
         "change_input",
         "scope",
         "backend",
+        "schedule",
+        "train_step",
     ):
         yield change(**{name: simple[name]})
     if len(layers) == 1:

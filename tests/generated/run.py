@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from generated import programs
 from generated.oracle import Loop, finish, tensors
@@ -22,6 +24,8 @@ from slipstream import accelerate
 from slipstream.errors import CheckpointError, SlipstreamError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import EMAHook, Hook
+from slipstream.model import BaseModel
+from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.runner import Runner
 from slipstream.speed.steps import compiled_scope
 
@@ -42,14 +46,14 @@ class Result:
     """The scope that was compiled at the end."""
 
 
-def _compile(program):
+def _compile(program, blocks=("blocks.*",)):
     if program.scope is None:
         return {}
     options = dict(backend=program.backend, cache=False)
     if program.scope != "any":
         options["scope"] = program.scope
     if program.scope == "block":
-        options["blocks"] = ["blocks.*"]
+        options["blocks"] = [*blocks]
     return {"compile": options}
 
 
@@ -75,8 +79,15 @@ class Own:
             {**program.options, **_compile(program)},
             total_steps=program.batches if program.known_length else None,
             batches_per_epoch=program.epoch or None,
-            compute_loss=programs.batch_loss(program),
+            compute_loss=programs.batch_loss(program, objects),
         )
+        self.critic = None
+        if program.loss == "gan":
+            options = {k: v for k, v in program.options.items() if k != "ema"}
+            options |= _compile(program, blocks=["0"])
+            loss = functools.partial(programs.critic_loss, model=objects.model)
+            sizes = program.batches if program.known_length else None, program.epoch or None
+            self.critic = accelerate(objects.other, objects.optimizers[1], None, options, *sizes, loss)
 
     def run(self):
         program = self.program
@@ -85,11 +96,13 @@ class Own:
             for number, event in program.events:
                 if number == batch:
                     self._event(event)
-            log = self.step(programs.in_form(program, make_batch(program, batch, self.rank)))
+            sample = programs.in_form(program, make_batch(program, batch, self.rank))
+            if self.critic is not None:
+                self.critic(sample)
+            log = self.step(sample)
             self.record.append((f"loss[{batch}]", log["loss"].clone()))
             self.record.append((f"updated[{batch}]", self.step.updated))
-            if self.objects.schedule is not None:
-                self.objects.schedule.step()
+            self.objects.after_batch()
         self.record += finish(self.objects)
         if self.step.average is not None and self.step.average.steps:
             self.record += averages(self.step.average)
@@ -97,20 +110,23 @@ class Own:
         self.step.close()
         return self.record
 
+    def _parts(self):
+        """Return the objects that `save` does not include."""
+        parts = dict(schedule=self.objects.schedule, other=self.objects.other, critic=self.critic)
+        return {name: part for name, part in parts.items() if part is not None}
+
     def _event(self, event):
         if event == "save_load":
             path = self.folder / "state.pth"
-            schedule = self.objects.schedule
-            self.step.save(path, schedule=None if schedule is None else schedule.state_dict())
+            self.step.save(path, **{name: part.state_dict() for name, part in self._parts().items()})
             self.step.close()
-            groups = len(self.objects.optimizer.param_groups)
+            added = self.objects.added
             self._start()
-            if groups > len(self.objects.optimizer.param_groups):
-                self.objects.apply("add_group")
+            for addition in added:
+                self.objects.apply(addition)
             self._accelerate()
-            values = self.step.load(path)
-            if schedule is not None:
-                self.objects.schedule.load_state_dict(values["schedule"])
+            for name, state in self.step.load(path).items():
+                self._parts()[name].load_state_dict(state)
         elif event == "averaged_eval":
             with self.step.averaged():
                 self.objects.apply("eval")
@@ -142,7 +158,9 @@ class Events(Hook):
         self.losses = []
 
     def before_train(self, runner):
-        self.objects.optimizer = runner.optim_wrapper.optimizer
+        if self.program.loss != "gan":  # otherwise, the optimizers are those of `objects`
+            self.objects.optimizer = runner.optim_wrapper.optimizer
+            self.objects.optimizers = [self.objects.optimizer]
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         if runner.iter == 0:
@@ -177,6 +195,35 @@ def _first(items):
     return copy.deepcopy(items[0])
 
 
+class OwnStep(programs.Net, BaseModel):
+    """The network as a model for MMEngine's Runner that trains itself; `how` says in which way."""
+
+    def forward(self, x, y=None, mode="tensor"):
+        outputs = super().forward(x, y)
+        if mode == "loss":
+            return {"loss": F.mse_loss(scores_of(outputs), y)}
+        return [outputs] if mode == "predict" else outputs
+
+    def train_step(self, data, optim_wrapper):
+        if self.how == "super":
+            return super().train_step(data, optim_wrapper)
+        batch = self.data_preprocessor(data, True)
+        optims, critic = [optim_wrapper] * (1 + (self.how == "twice")), getattr(self, "critic", None)
+        if critic is not None:
+            optims = [optim_wrapper["critic"], optim_wrapper["generator"]]
+        for turn, optim in enumerate(optims):
+            with optim.optim_context(self):
+                loss = programs.turn_loss(self, critic, batch, turn)
+            if self.how == "pieces":
+                optim.backward(optim.scale_loss(loss))
+                if optim.should_update():
+                    optim.step()
+                    optim.zero_grad()
+            else:
+                optim.update_params(loss)
+        return {"loss": loss}
+
+
 class InRunner:
     """A run of a program with a Runner, which resumes from a checkpoint at each `save_load`."""
 
@@ -197,7 +244,8 @@ class InRunner:
         return self.record
 
     def _train(self, first, stop):
-        objects = Objects(self.program, self.rank)
+        objects = Objects(self.program, self.rank, net=OwnStep if self.program.train_step else programs.Net)
+        objects.model.how = self.program.train_step
         hook = Events(self.program, objects, stop, self.rank)
         runner = Runner(**self._config(objects, hook, stop), resume=first > 0)
         with contextlib.suppress(_StopError):
@@ -217,6 +265,20 @@ class InRunner:
         cfg = dict(by_epoch=False, max_iters=program.batches, val_interval=4)
         if program.epoch:
             cfg = dict(by_epoch=True, max_epochs=program.batches // program.epoch)
+        options = dict(program.options)
+        optim = dict(optimizer=dict(type=kind, **settings))
+        if program.schedule or program.train_step:
+            optim = dict(optimizer=objects.optimizer)
+        if program.loss == "gan":
+            names = dict(accumulate="accumulative_counts", clip_grad="clip_grad")
+            own = {name: options.pop(option) for option, name in names.items() if option in options}
+            precision = options.pop("precision", None)
+            kind = AmpOptimWrapper if precision else OptimWrapper
+            own |= dict(dtype=precision) if precision else {}
+            parts = zip(("generator", "critic"), objects.optimizers, strict=True)
+            optim = {name: kind(optimizer=optimizer, **own) for name, optimizer in parts}
+        loss_fn = "model" if program.loss == "model" else programs.loss_function(program, objects)
+        schedule = objects.schedule and dict(scheduler=objects.schedule, by_epoch=False)
         return dict(
             model=objects.model,
             work_dir=str(self.folder),
@@ -225,13 +287,14 @@ class InRunner:
             val_dataloader=_loader([programs.in_form(program, make_batch(program, 1000)) for _ in ranks]),
             val_cfg={},
             val_evaluator=Scores(self.outputs),
-            optim_wrapper=dict(optimizer=dict(type=kind, **settings)),
+            optim_wrapper=optim,
+            param_scheduler=dict(generator=schedule) if program.loss == "gan" else schedule,
             default_hooks=dict(checkpoint=None if stop is None else checkpoint),
             custom_hooks=[hook],
-            loss_fn="model" if program.loss == "model" else programs.loss_function(program, objects),
+            loss_fn=None if program.train_step else loss_fn,
             log_level="ERROR",
             randomness=dict(seed=0),
-            speed={**program.options, **_compile(program)},
+            speed={**options, **_compile(program)},
             launcher="pytorch" if program.processes > 1 else "none",
         )
 
