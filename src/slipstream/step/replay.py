@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.step.leaves import leaves_of
-from slipstream.step.snapshot import RandomState, Reachable, Snapshot
+from slipstream.step.snapshot import RandomState, Reachable, Snapshot, version_of
 from slipstream.step.verification import (
     NotCapturedError,
     Verification,
@@ -245,7 +245,7 @@ class CapturedGraph:
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
         self._inputs, self._before = copies(inputs), RandomState(recording.device)
         self._constants = {
-            i: (value, value._version)
+            i: (value, version_of(value))
             for i, value in enumerate(inputs)
             if isinstance(value, Tensor) and not value.requires_grad
         }
@@ -262,7 +262,7 @@ class CapturedGraph:
             NotCapturedError: backward reads a tensor that the call changes.
         """
         inputs, self._inputs, self._recording = self._inputs, [], None
-        changed = {i for i, (value, version) in self._constants.items() if value._version != version}
+        changed = {i for i, (value, version) in self._constants.items() if version_of(value) != version}
         self._constants = {}
         trained = [i for i, v in enumerate(inputs) if isinstance(v, Tensor) and v.requires_grad]
 

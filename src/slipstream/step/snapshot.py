@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.step.verification import copies
 
-__all__ = ["RandomState", "Reachable", "Snapshot"]
+__all__ = ["RandomState", "Reachable", "Snapshot", "version_of"]
 
 _CONTAINERS = (dict, list, deque, set)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -235,6 +235,11 @@ def _replace(value: Any, new: Mapping[int, Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of in-place changes of a tensor; always 0 for inference tensors, which do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Snapshot:
     """The contents of all objects that a call of a module can change.
 
@@ -261,7 +266,7 @@ class Snapshot:
         self._contents |= {id(each): (each, {}) for each in hooks}
         self._leaves = leaves if recomputes else reached.leaves()
         self._versions = {
-            key: leaf._version for key, leaf in self._leaves.items() if isinstance(leaf, Tensor)
+            key: version_of(leaf) for key, leaf in self._leaves.items() if isinstance(leaf, Tensor)
         }
         self._copies = _copy(self._leaves)
         self._params = [(param, param.detach().clone(), param._version) for param in params.values()]
@@ -294,7 +299,7 @@ class Snapshot:
     def _is_unchanged(self, key: int) -> bool:
         leaf, old = self._leaves[key], self._copies[key]
         if isinstance(leaf, Tensor):
-            return bool(leaf._version == self._versions[key])
+            return version_of(leaf) == self._versions[key]
         return isinstance(leaf, np.ndarray) and leaf.tobytes() == old.tobytes()
 
     @contextmanager
