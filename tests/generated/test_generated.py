@@ -2,9 +2,10 @@
 
 import pytest
 
+from generated.programs import FIRST_NEW
 from generated.run import PASSED, check
 
-FEW = (0, 1, 3, 4, 5, 7, 14, 15, 17, 19)
+FEW = (0, 1, 3, 4, 5, 7, 14, 15, 17, 19, 100000, 100002, 100017, 100041, 100057)
 MANY, CHUNK = 300, 10
 
 
@@ -22,6 +23,6 @@ def test_programs_agree_with_a_plain_loop():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("first", range(0, MANY, CHUNK))
+@pytest.mark.parametrize("first", [*range(0, MANY, CHUNK), *range(FIRST_NEW, FIRST_NEW + MANY, CHUNK)])
 def test_more_programs_agree_with_a_plain_loop(first):
     _verify(range(first, first + CHUNK))

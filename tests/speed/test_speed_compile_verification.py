@@ -282,6 +282,18 @@ def test_networks_train_as_in_a_plain_loop(make):
         assert is_compiled(ours[2]) == (make in GRAPHS)
 
 
+@torch.inference_mode()
+def evaluate(net, number):
+    if number == 4:
+        net.eval()(torch.randn(3, 4, dtype=torch.float64))
+        net.train()
+
+
+def test_evaluations_in_inference_mode_are_verified():
+    ours = train(Net, dict(scope="step", backend="aot_eager"), evaluate)
+    assert_equal(ours, train(Net, change=evaluate, by_hand=True), tolerance=1e-8)  # one gradient is zero
+
+
 def test_backward_does_not_read_what_a_second_call_has_changed():
     ours = train(CalledTwice, dict(scope="block", blocks=["block"], backend="aot_eager"))
     assert_equal(ours, train(CalledTwice, by_hand=True))
