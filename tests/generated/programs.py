@@ -292,16 +292,16 @@ class Sample:
 
 
 class ModuleLoss(nn.Module):
-    """A loss with a parameter and a buffer."""
+    """A loss with a parameter and a buffer; a graph does not support 0-dim tensors of float64."""
 
-    def __init__(self):
+    def __init__(self, *shape):
         super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(()))
-        self.register_buffer("calls", torch.zeros(()))
+        self.log_scale = nn.Parameter(torch.zeros(shape))
+        self.register_buffer("calls", torch.zeros(shape))
 
     def forward(self, outputs, y):
         self.calls += 1
-        return _mse(outputs, y) * torch.exp(-self.log_scale) + self.log_scale
+        return (_mse(outputs, y) * torch.exp(-self.log_scale) + self.log_scale).sum()
 
 
 def _other_module(program):
@@ -311,7 +311,7 @@ def _other_module(program):
         return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, last))
     if program.loss == "teacher":
         return Net(("mix", "norm"), program.image).requires_grad_(False).eval()
-    return ModuleLoss() if program.loss == "aux" else None
+    return ModuleLoss(1) if program.loss == "aux" else None
 
 
 class Objects:
