@@ -16,10 +16,9 @@ from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 STATE = torch.zeros(())
 
 
-def step(arguments):
-    inputs, factor = arguments
-    STATE.add_(inputs[0].sum())
-    return {"all": [inputs[0] * factor, STATE.clone()]}
+def step(tensors):
+    STATE.add_(tensors[0].sum())
+    return {"all": [tensors[0] * 2, STATE.clone()]}
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +28,9 @@ def _from_zero():
 
 def test_warm_up_capture_and_replay_each_run_one_step():
     tape = Tape()
-    run, total, kept = partial(CudaGraphs(tape), step), 0.0, []
+    run, total, kept = partial(CudaGraphs(tape, pytest.fail), step), 0.0, []
     for number in range(6):
-        doubled, state = run(([torch.full((2,), float(number))], 2))["all"]
+        doubled, state = run([torch.full((2,), float(number))])["all"]
         total += 2 * number
         assert torch.equal(doubled, torch.full((2,), 2.0 * number))
         assert float(state) == total == float(STATE)
@@ -45,7 +44,7 @@ def test_replay_changes_the_arguments_that_the_function_changes():
         arguments[1].add_(arguments[0])
         return {"all": [arguments[1].sum()]}
 
-    calls, total = CudaGraphs(Tape()), torch.zeros(2)
+    calls, total = CudaGraphs(Tape(), pytest.fail), torch.zeros(2)
     for number in range(8):
         given = torch.full((2,), float(number))
         calls(work, [given, total])
@@ -68,7 +67,7 @@ def test_replayed_step_matches_a_plain_loop(make, window):
     model = graphs.net()
     optim = OptimWrapper(optimizer=make(model.parameters()), accumulative_counts=window)
     tape = Tape()
-    step = graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(tape), dynamic=False)
+    step = graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(tape, pytest.fail), dynamic=False)
     torch.testing.assert_close(graphs.train(step, data), losses)
     assert tape.replayed >= 4
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
@@ -106,7 +105,9 @@ def test_replayed_step_detects_a_changed_attribute():
     def replayed(model):
         optim = OptimWrapper(optimizer=make(model.parameters()))
         tape = Tape()
-        return graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(tape), dynamic=False)
+        return graphs.graph_step(
+            model, optim, cuda_graphs=lambda: CudaGraphs(tape, pytest.fail), dynamic=False
+        )
 
     torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
 
@@ -123,7 +124,7 @@ def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
     total = 0.0
     for number in range(8):
         total += 2 * number
-        assert float(run(([torch.full((2,), float(number))], 2))["all"][1]) == total
+        assert float(run([torch.full((2,), float(number))])["all"][1]) == total
     assert tape.captured == 1
     (message,) = said
     assert "not permitted when stream is capturing" in message
@@ -154,7 +155,9 @@ def test_graphs_are_released_when_the_step_is_closed():
     """Graphs must be released before `destroy_process_group`, without waiting for garbage collection."""
     model, capture = graphs.net(), Graphs()
     optim = OptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.05))
-    step = graphs.graph_step(model, optim, cuda_graphs=lambda: CudaGraphs(capture), dynamic=False)
+    step = graphs.graph_step(
+        model, optim, cuda_graphs=lambda: CudaGraphs(capture, pytest.fail), dynamic=False
+    )
     gc.disable()
     try:
         graphs.train(step, graphs.batches(10))
@@ -170,14 +173,15 @@ def test_graphs_are_released_when_the_step_is_closed():
 def test_cuda_graph_matches_its_function():
     weight = torch.ones(4, device="cuda")
 
-    def descend(x):
+    def descend(tensors):
+        (x,) = tensors
         weight.sub_(0.1 * (weight * x).sum() * x)
         return weight.sum()
 
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).cuda()
     expected = torch.ones(4, device="cuda")
-    calls = CudaGraphs(CudaCapture())
+    calls = CudaGraphs(CudaCapture(), pytest.fail)
     for x in inputs:
         expected.sub_(0.1 * (expected * x).sum() * x)
-        torch.testing.assert_close(calls(descend, x), expected.sum())
+        torch.testing.assert_close(calls(descend, [x]), expected.sum())
     torch.testing.assert_close(weight, expected)

@@ -217,10 +217,18 @@ class OptimWrapper:
         for part in self.parts:
             if "after_loss" in part.implements:
                 part.after_loss(loss)
-        self.backward(self.scale_loss(loss), **kwargs)
+        self.obtain(loss, **kwargs)
         if self.should_update():
-            self.step()
-            self.zero_grad()
+            self.finish()
+
+    def obtain(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of a batch to those of its accumulation window; `kwargs` are arguments for `backward`."""
+        self.backward(self.scale_loss(loss), **kwargs)
+
+    def finish(self) -> None:
+        """Update the weights with the gradients of the accumulation window, and clear the gradients."""
+        self.step()
+        self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
@@ -261,7 +269,7 @@ class OptimWrapper:
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
-            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update, local=True)
+            self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update)
             for part in self.parts:
                 if "after_window" in part.implements:
                     part.after_window(finite)

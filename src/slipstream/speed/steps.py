@@ -69,7 +69,7 @@ def build_step(
 
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return build_graph_step(spec, eager, core, options, warn, info, plan.cuda_graph)
+            return build_graph_step(spec, eager, plan, warn, info)
         if options.scope == "step":
             raise ConfigError(
                 f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"

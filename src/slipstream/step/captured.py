@@ -9,8 +9,9 @@ checked.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from slipstream.step.function import Outputs
+from slipstream.step.function import GradBuffers, Outputs
 from slipstream.step.leaves import flatten, leaves_of
 from slipstream.step.numerics import HostNumber
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.cuda_graph import CudaGraphs
 
-__all__ = ["Capture", "DirectCalls", "Shapes", "check_batch"]
+__all__ = ["Arguments", "Capture", "DirectCalls", "Shapes", "check_batch"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -51,10 +52,10 @@ _PARAMS = itemgetter("params")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FEW_BATCHES = 2
 """A graph that is used for at most this many batches is not worth compiling."""
-
-
-_Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")
+
+Arguments = tuple[Any, GradBuffers, bool]
+"""The arguments of a step: the inputs, the accumulated gradients, and whether the batch ends a window."""
 
 
 class Capture:
@@ -68,22 +69,19 @@ class Capture:
         allow_update_inside: whether the graph may contain the optimizer step.
     """
 
+    step: Callable[..., Outputs]
+    """The function that Dynamo captures."""
     run: Callable[..., Outputs]
-    function: Callable[..., Outputs]
-    """The uncompiled step."""
-    direct: DirectCalls | None = None
+    """Runs the compiled step."""
+    uncompiled: Callable[..., Outputs]
+    """Runs the step with torch's kernels."""
+    direct: DirectCalls
     """Calls the compiled code without Dynamo, if possible."""
-    cuda_graphs: CudaGraphs | None = None
+    cuda_graphs: CudaGraphs | None
     """Replays direct calls as CUDA graphs."""
-    has_graphs = False
-    """Whether a graph was captured; its compilation may have failed."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optim: OptimWrapper,
-        params: list[nn.Parameter],
-        allow_update_inside: bool,
+        self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], allow_update_inside: bool
     ) -> None:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
@@ -132,8 +130,6 @@ class Capture:
             return "a parameter's hooks or requires_grad"
         if list(map(tuple, _GLOBAL_HOOKS)) != self._global_hooks:
             return "the global module hooks"
-        if self.scale is not None and self.scale.is_changed():
-            return "the loss scale settings"
         if is_hooked(optimizer) != self._hooked:
             return "the optimizer hooks"
         return None if self.update is None else self.update.find_change()
@@ -151,51 +147,31 @@ class Capture:
             UnstableGraphError: too many of the previous graphs were used for only a few batches.
         """
         self._wasted += 0 < self.uses[ends_window] - 1 <= _FEW_BATCHES
-        self.uses[ends_window], self.has_graphs = 1, True
+        self.uses[ends_window] = 1
         if self._wasted >= 3:
             raise UnstableGraphError(
                 "each step needs a new graph, because a value that is a constant in the graph changes, or because "
                 "torch.compiler.reset() is called; store the value in a tensor, or remove the call"
             )
 
-    def names(self) -> Mapping[int, str]:
-        """Return descriptive names for the step's tensors, keyed by tensor id."""
-        names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
+    def named_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors that a step may change, except gradients, with descriptive names."""
         params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
+        named = [(f"the buffer '{name}'", buffer) for name, buffer in self.model.named_buffers()]
         for param, values in self.optim.optimizer.state.items():
-            for kind, value in values.items():
-                names[id(value)] = f"{kind} of '{params.get(param, 'a parameter')}'"
-        names.update({id(param): f"the weight '{name}'" for param, name in params.items()})
-        for part in self.parts:
-            names.update({id(tensor): name for name, tensor in part.state().items()})
-        return names
+            owner = params.get(param, "a parameter")
+            named += [(f"{kind} of '{owner}'", t) for kind, t in values.items() if isinstance(t, Tensor)]
+        named += [(f"the weight '{name}'", param) for param, name in params.items()]
+        return named + [item for part in self.parts for item in part.state().items()]
 
     def unread_tensors(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
-        """Return the name, tensor and version of each buffer that is not an input of the graph.
+        """Return the name, tensor and version of each tensor that a step may change, but the graph does not."""
+        known = set(map(id, inputs))
+        return [(name, t, t._version) for name, t in self.named_tensors() if id(t) not in known]
 
-        If the graph contains the update, the result includes the optimizer's state.
-        """
-        known, names = set(map(id, inputs)), self.names()
-        tensors = list(self.model.buffers())
-        if self.update is not None:
-            tensors += [t for values in self.optim.optimizer.state.values() for t in values.values()]
-        return [
-            (names.get(id(tensor), "a tensor"), tensor, tensor._version)
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and id(tensor) not in known
-        ]
-
-    def updated_ids(self) -> set[int]:
-        """Return the ids of the tensors that an update changes, except gradients."""
-        state = (value for values in self.optim.optimizer.state.values() for value in values.values())
-        return {
-            id(tensor) for tensor in (*self.params, *state) if isinstance(tensor, Tensor) and tensor.numel()
-        }
-
-    def ids_changed_later(self) -> set[int]:
-        """Return the ids of the tensors that change after the graph runs, if the graph does not contain the update."""
-        averages = (tensor for part in self.parts for tensor in part.state().values())
-        return {id(tensor) for tensor in (*self._owned, *averages)}
+    def updated(self) -> list[Tensor]:
+        """Return the tensors that the update in the graph changes, except gradients."""
+        return [*self.params, *(() if self.update is None else self.update.state)]
 
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the step owns, which neither the model nor the user replaces."""
@@ -217,13 +193,13 @@ class Capture:
             WrongNumbersError: an update with a loss or gradients that are not finite is not skipped.
             Exception: any exception that the compiled code raises.
         """
-        device, names = self.params[0].device, self.names()
-        devices = [] if device.type == "cpu" else [device]
+        device = self.params[0].device
+        names = {id(tensor): name for name, tensor in self.named_tensors()}
 
         @contextmanager
         def context() -> Iterator[None]:
-            forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-            with forked, torch.enable_grad():
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices, device_type=device.type), torch.enable_grad():
                 yield
 
         named = [names.get(id(value), "an input") for value in needed.inputs]
@@ -231,8 +207,7 @@ class Capture:
         flags = [part.nonfinite for part in self.parts if part.nonfinite is not None]
         poisoned = flags if self.scale is None else [self.scale.scale]
         if self.update is not None and ends_window and poisoned:
-            guarded = {id(tensor) for tensor in (*self.params, *self.update.state)}
-            verification.check_skipped(guarded, set(map(id, poisoned)))
+            verification.check_skipped(set(map(id, self.updated())), set(map(id, poisoned)))
         return verification
 
     def check_inputs(self, inputs: Sequence[Any]) -> None:
@@ -241,11 +216,10 @@ class Capture:
         Raises:
             OnlyEagerError: another input of a graph requires grad, for example a tensor in the batch.
         """
-        params = {id(param) for param in (*self.model.parameters(), *self._owned)}
+        owned = set(map(id, self._owned))
         for value in inputs:
-            if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-                continue
-            if value.requires_grad and id(value) not in params:
+            is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if is_other and value.requires_grad and id(value) not in owned:
                 raise OnlyEagerError(
                     f"a tensor of shape {tuple(value.shape)} requires grad, but is not a parameter; detach it"
                 )
@@ -256,20 +230,13 @@ class Capture:
         Raises:
             NotCapturedError: a parameter or module has such a hook, or a parameter would become a Python number.
         """
-        params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
-        named = dict(params)
-        for param in self._owned:
-            named.setdefault(param, "?")
-        for part in self.parts:
-            named |= {tensor: name for name, tensor in part.state().items()}
-        for tensor, name in named.items():
+        params: dict[Tensor, str] = dict.fromkeys(self._owned, "?")
+        params |= {param: name for name, param in self.model.named_parameters()}
+        states = {tensor: name for part in self.parts for name, tensor in part.state().items()}
+        for tensor, name in (params | states).items():
             if tensor.ndim == 0 and tensor.dtype == torch.float64 and tensor.device.type == "cpu":
                 raise NotCapturedError(f"the float64 tensor '{name}' is a 0-dim tensor; give it shape (1,)")
-        hooked = [
-            f"the parameter '{params.get(param, '?')}'"
-            for param in self._owned
-            if param._backward_hooks or param._post_accumulate_grad_hooks
-        ]
+        hooked = [f"the parameter '{params[param]}'" for param in self._owned if any(_HOOKS(param))]
         hooked += [
             f"the module '{name}'"
             for name, module in self.model.named_modules()
@@ -339,30 +306,21 @@ class DirectCalls:
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, others: Iterable[Tensor]) -> None:
         self._code = function.__code__
-        cells = function.__closure__ or ()
-        free = zip(function.__code__.co_freevars, cells, strict=True)
-        self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
+        self._locals = dict(inspect.getclosurevars(function).nonlocals)
         modules = list(model.modules())
         self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
         self._known_tensors = list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
         self._others = {id(tensor) for tensor in others}
         self._calls: list[_Call] = []
-        self._seen: list[Any] = []
+        self._guards: list[Any] = []  # of all code that Dynamo has compiled
 
-    def find(
-        self,
-        inputs: Any,
-        grad_buffers: Sequence[Tensor] | None,
-        ends_window: bool,
-        leaves: Sequence[Any],
-        structure: Any,
-    ) -> _Call | None:
-        """Return the call whose guards accept these arguments, or None if there is no such call.
+    def find(self, arguments: Arguments, leaves: Sequence[Any], structure: Any) -> _Call | None:
+        """Return the call whose guards accept these arguments of the step, or None if there is no such call.
 
         Args:
-            inputs, grad_buffers, ends_window: the arguments of the step.
-            leaves: the leaves of `inputs`, followed by `grad_buffers`.
-            structure: the structure of `inputs`.
+            arguments: the arguments of the step function.
+            leaves: the leaves of the inputs, followed by the accumulated gradients.
+            structure: the structure of the inputs.
         """
         if not self._calls:
             return None
@@ -372,14 +330,14 @@ class DirectCalls:
             self._known_tensors, self._calls = current, []
             return None
         values = self._locals
-        values["inputs"], values["grad_buffers"], values["ends_window"] = inputs, grad_buffers, ends_window
+        values["inputs"], values["grad_buffers"], values["ends_window"] = arguments
         try:
             for call in self._calls:
                 # The guards do not check the order of keys, values that the step does not read, or attributes that it
                 # sets.
                 if (
                     call.structure == structure
-                    and call.check(values)
+                    and call.code.guards.check(values)
                     and all(owner.get(name, call) is value for owner, name, value in call.code.effects or ())
                     and all(leaves[i] is leaves[j] for i, j in call.shared)
                 ):
@@ -390,14 +348,17 @@ class DirectCalls:
 
     def store_guards(self, code: GraphCode) -> None:
         """Set `code.guards` to the guards of the code that Dynamo compiled most recently."""
-        entries = _entries(self._code)
-        new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
-        self._seen += new
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._code)
+        new = [entry.guard_manager for entry in entries if entry.guard_manager not in self._guards]
+        self._guards += new
         if len(new) == 1:
-            code.guards = new[0].guard_manager
+            code.guards = new[0]
 
-    def add_call(self, code: GraphCode, arguments: _Arguments, outputs: Outputs) -> _Call | None:
+    def add_call(self, code: GraphCode, arguments: Arguments, outputs: Outputs) -> _Call | None:
         """Add and return a direct call to the code that Dynamo called; return None if a direct call is not possible.
+
+        A direct call is possible if each tensor that the code reads is an argument or is never replaced, and each
+        output of the step is a result of the code.
 
         Args:
             code: the code that Dynamo called.
@@ -408,23 +369,41 @@ class DirectCalls:
         last, code.last = code.last, None
         if code.guards is None or last is None or code.effects is None:
             return None
-        fixed = {id(tensor) for tensor in self._known_tensors} | self._others
-        call = _Call.of(code.guards, code, last, arguments, outputs, fixed)
-        if call is not None:
-            # Among calls that require shared tensors, keep only the latest, because batches may share tensors in many
-            # ways.
-            self._calls = [k for k in self._calls if k.code is not code or not k.shared]
-            self._calls.append(call)
+        (inputs, results), (logs, finite) = last, outputs
+        tensors, structure = flatten(arguments[0])
+        leaves = list(enumerate((*tensors, *(arguments[1] or ()))))
+        known = {id(tensor) for tensor in self._known_tensors} | self._others
+        # A `known` tensor in the batch is not treated as variable, because the guards check it if the step reads it
+        # from the batch.
+        variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
+        index: dict[int, Any] = {id(value): i for i, value in enumerate(results)} | {id(None): None}
+        used = set(map(id, inputs))
+        if not used <= variable.keys() | known or not set(map(id, (*logs.values(), finite))) <= index.keys():
+            return None
+        call = _Call(
+            code,
+            structure,
+            fixed=[None if id(value) in variable else value for value in inputs],
+            positions=[(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable],
+            shared=[
+                (i, j) for i, leaf in leaves if id(leaf) in used and (j := variable.get(id(leaf), i)) != i
+            ],
+            logs={name: index[id(value)] for name, value in logs.items()},
+            finite=index[id(finite)],
+            one_device=len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
+        )
+        # Among calls that require shared tensors, keep only the latest, because batches may share tensors in many ways.
+        self._calls = [k for k in self._calls if k.code is not code or not k.shared]
+        self._calls.append(call)
         return call
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A direct call to the compiled code of a graph, with the guards and the positions of inputs and outputs."""
+    """A direct call to the compiled code of a graph, with the positions of inputs and outputs."""
 
-    check: Callable[[dict[str, Any]], bool]
-    structure: Any
     code: GraphCode
+    structure: Any
     fixed: list[Any]
     positions: list[tuple[int, int]]
     shared: list[tuple[int, int]]
@@ -436,52 +415,6 @@ class _Call:
     """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
     not read the current values of host tensors."""
 
-    @classmethod
-    def of(
-        cls,
-        guards: Any,
-        code: GraphCode,
-        last: tuple[Sequence[Any], Sequence[Any]],
-        arguments: _Arguments,
-        outputs: Outputs,
-        known: Set[int],
-    ) -> _Call | None:
-        """Return the call, or None if a direct call is not possible.
-
-        A direct call is possible if each tensor that the code reads is an argument or in `known`, and each output of
-        the step is a result of the code.
-        """
-        inputs, results = last
-        tensors, structure = flatten(arguments[0])
-        leaves = list(enumerate((*tensors, *(arguments[1] or ()))))
-        # A `known` tensor in the batch is not treated as variable, because the guards check it if the step reads it
-        # from the batch.
-        variable = {id(leaf): i for i, leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in known}
-        positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
-        if not all(id(value) in variable or id(value) in known for value in inputs):
-            return None
-        used_ids = {id(value) for value in inputs} & variable.keys()
-        shared = [
-            (i, variable[id(leaf)]) for i, leaf in leaves if id(leaf) in used_ids and variable[id(leaf)] != i
-        ]
-        fixed = [None if id(value) in variable else value for value in inputs]
-        logs, finite = outputs
-        index = {id(value): i for i, value in enumerate(results)}
-        if not all(id(value) in index for value in (*logs.values(), *([] if finite is None else [finite]))):
-            return None
-        log_positions = {name: index[id(value)] for name, value in logs.items()}
-        return cls(
-            guards.check,
-            structure,
-            code,
-            fixed,
-            positions,
-            shared,
-            log_positions,
-            None if finite is None else index[id(finite)],
-            len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
-        )
-
     def run(self, tensors: Sequence[Tensor]) -> Outputs:
         """Run the code with the argument tensors that it reads, in the order of `positions`."""
         inputs = self.fixed.copy()
@@ -490,7 +423,3 @@ class _Call:
         results = self.code.run(*inputs)
         logs = {name: results[i] for name, i in self.logs.items()}
         return logs, None if self.finite is None else results[self.finite]
-
-
-def _entries(code: Any) -> list[Any]:
-    return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))

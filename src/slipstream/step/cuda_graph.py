@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["CudaCapture", "CudaGraphs"]
 
@@ -49,19 +49,19 @@ class CudaCapture:
 class CudaGraphs:
     """Captures calls to a function as CUDA graphs, and replays them.
 
-    Calls are of the same kind if they have the same function, tensor shapes and dtypes, strings and numbers. The fourth
-    call of each kind is captured. The first three run normally, and the capture does not run kernels, so no state (such
-    as BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
-    Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
-    that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
-    other kinds of calls run without a graph. If a capture fails, all later calls run without a graph.
+    Calls are of the same kind if they have the same function, tensor shapes and dtypes. The fourth call of each kind is
+    captured. The first three run normally, and the capture does not run kernels, so no state (such as BatchNorm
+    statistics) needs to be restored. Before a replay, the arguments are copied to static buffers. Arguments that the
+    function changes in place are copied back after the replay. Outputs are copied. All other tensors that the function
+    reads or changes must be on the device and keep their addresses. At most 16 graphs are captured; other kinds of
+    calls run without a graph. If a capture fails, all later calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.
         warn: called once if there are more than 16 kinds of calls, or if a capture fails.
     """
 
-    def __init__(self, capture: CudaCapture, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, capture: CudaCapture, warn: Callable[[str], object]) -> None:
         self._capture, self._warn = capture, warn
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
@@ -73,73 +73,54 @@ class CudaGraphs:
         atexit.register(release)
         Finalize(self, release, exitpriority=0)
 
-    def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
-        """Call `run(arguments)`, or replay the CUDA graph of this call; `run` must not synchronize with the device."""
+    def __call__(self, run: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> Any:
+        """Call `run(tensors)`, or replay the CUDA graph of this call; `run` must not synchronize with the device."""
         if self._failed:
-            return run(arguments)
-        key = (run, *map(_key, tree_leaves(arguments)))
+            return run(tensors)
+        key = (run, *((tensor.shape, tensor.dtype) for tensor in tensors))
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._calls) == _MAX_GRAPHS and key not in self._calls:
-                return self._run_without_graph(run, arguments)
+                self._warn(
+                    f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one; "
+                    "keep the shapes in the batch constant, or remove cuda_graph"
+                )
+                self._warn = lambda _: None  # warn once
+                return run(tensors)
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
-                return self._capture.warm_up(lambda: run(arguments))
+                return self._capture.warm_up(lambda: run(tensors))
             try:
-                graph = self._graphs[key] = _Graph(run, arguments, self._capture)
+                graph = self._graphs[key] = _Graph(run, tensors, self._capture)
             except Exception as error:
-                self._fail(error)
-                return run(arguments)
-        return graph(arguments)
-
-    def _fail(self, error: Exception) -> None:
-        self._failed = True
-        self._graphs.clear()
-        if self._warn is not None:
-            self._warn(
-                f"The step cannot be captured as a CUDA graph ({error}), so it runs without one. Fix the "
-                "cause, or remove cuda_graph to silence this warning"
-            )
-
-    def _run_without_graph(self, run: Callable[..., Any], arguments: Any) -> Any:
-        if self._warn is not None:
-            self._warn(
-                f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one; keep "
-                "shapes, strings and numbers in the batch constant, or remove cuda_graph"
-            )
-            self._warn = None
-        return run(arguments)
+                self._failed = True
+                self._graphs.clear()
+                self._warn(
+                    f"The step cannot be captured as a CUDA graph ({error}), so it runs without one. Fix the "
+                    "cause, or remove cuda_graph to silence this warning"
+                )
+                return run(tensors)
+        return graph(tensors)
 
 
 class _Graph:
     """A captured call."""
 
-    def __init__(self, run: Callable[..., Any], arguments: Any, capture: CudaCapture) -> None:
-        static = tree_map_only(Tensor, torch.clone, arguments)
-        self._static_inputs = _tensors(static)
-        versions = [tensor._version for tensor in self._static_inputs]
-        self._outputs, self._replay = capture.capture(lambda: run(static))
-        inputs = zip(self._static_inputs, versions, strict=True)
+    def __init__(
+        self, run: Callable[[list[Tensor]], Any], tensors: list[Tensor], capture: CudaCapture
+    ) -> None:
+        self._inputs = [tensor.clone() for tensor in tensors]
+        versions = [tensor._version for tensor in self._inputs]
+        self._outputs, self._replay = capture.capture(lambda: run(self._inputs))
+        inputs = zip(self._inputs, versions, strict=True)
         self._changed = [i for i, (tensor, version) in enumerate(inputs) if tensor._version != version]
 
-    def __call__(self, arguments: Any) -> Any:
-        tensors = _tensors(arguments)
+    def __call__(self, tensors: list[Tensor]) -> Any:
         if tensors:
-            torch._foreach_copy_(self._static_inputs, tensors)
+            torch._foreach_copy_(self._inputs, tensors)
         self._replay()
         if self._changed:
             torch._foreach_copy_(
-                [tensors[i] for i in self._changed], [self._static_inputs[i] for i in self._changed]
+                [tensors[i] for i in self._changed], [self._inputs[i] for i in self._changed]
             )
         return tree_map_only(Tensor, torch.clone, self._outputs)
-
-
-def _key(leaf: Any) -> Any:
-    """Return the properties of a leaf that determine the kind of a call; Dynamo's guards check all other properties."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, str | int | float) else None
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

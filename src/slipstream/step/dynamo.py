@@ -18,16 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
 __all__ = [
-    "capture_config",
-    "changed_objects",
-    "check_random",
-    "check_traced",
-    "prepare_graph",
-    "prepare_step_graph",
-    "recompute_in_graph",
-    "side_effects",
-    "why_not_recomputed",
-]
+    "capture_config", "changed_objects", "check_random", "check_traced", "prepare_graph", "prepare_step_graph",
+    "recompute_in_graph", "side_effects", "why_not_recomputed",
+]  # fmt: skip
 
 _LOG_NAME = re.compile(r"(debug|info|warn|error|critical|exception|fatal|log)(?!ger)")
 _RANDOM_NAME = re.compile(
@@ -38,17 +31,14 @@ _RANDOM_NAME = re.compile(
 @contextmanager
 def capture_config(autograd: bool = True) -> Iterator[None]:
     """Apply the settings for capturing and compiling a step (with `autograd`) or a module."""
-    known = hasattr(torch._dynamo.config, "ignore_logging_functions")
-    ignored = "ignore_logging_functions" if known else "ignore_logger_methods"  # the name in older versions
     autocast = {"backward_pass_autocast": "off"}  # otherwise, float32 regions run backward in lower precision
     functorch = torch._functorch.config
     # A checkpointed block that changes its arguments, such as a key-value cache, changes them in forward only.
     changes = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    settings: dict[str, Any] = {ignored: _log_functions()}
-    if hasattr(torch._dynamo.config, changes):
-        settings[changes] = True
+    settings: dict[str, Any] = {changes: True} if hasattr(torch._dynamo.config, changes) else {}
     with (
         torch._dynamo.config.patch(
+            ignore_logger_methods=_log_functions(),  # newer versions have another name, but keep this one as an alias
             trace_autograd_ops=autograd,
             # Without this setting, a counter that a module increments in forward causes a new graph at every step.
             allow_unspec_int_on_nn_module=True,

@@ -13,7 +13,7 @@ on the Runner or the registry, and return tensors on the device without waiting 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,35 +21,29 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from slipstream.dist import all_reduce
 from slipstream.errors import ModelError
 from slipstream.sharding import is_sharded
 from slipstream.step.leaves import flatten
-from slipstream.step.numerics import HostNumber, LossScale, all_finite, values_of
+from slipstream.step.numerics import LossScale, check_finite
 from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
     from slipstream.logging import PhaseTimes
     from slipstream.optim.optim_wrapper import OptimWrapper
+    from slipstream.step.captured import Capture
     from slipstream.step.sync import GradientSync
-    from slipstream.step.update import GraphUpdate
 
 __all__ = [
-    "CompiledStep",
-    "EagerStep",
-    "EagerUpdate",
-    "GraphFunction",
-    "LossOf",
-    "Outputs",
-    "Step",
-    "check_backward",
-    "finish",
-]
+    "CompiledStep", "EagerStep", "EagerUpdate", "GradBuffers", "GraphFunction", "LossOf", "Outputs", "Step",
+    "check_backward", "finish",
+]  # fmt: skip
 
 LossOf = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 """Returns the loss to minimize and the values to log, including `loss`, as 0-dim tensors."""
 Outputs = tuple[dict[str, Tensor], Tensor | None]
 """The values to log, and whether the losses and gradients were finite (0-dim bool; None if this is not checked)."""
+GradBuffers = list[Tensor] | None
+"""The gradients of the accumulation window, which a graph changes in place. The eager step uses `p.grad`."""
 
 _UNSUPPORTED = ("non-empty donated buffers", "does not currently support double backward")
 """Parts of torch's error messages for a second backward pass through a compiled model."""
@@ -94,17 +88,18 @@ class StepFunction(ABC):
 
     repeats: bool
     """Whether a part computes the gradients of a batch several times."""
+    trained: list[nn.Parameter]
+    """The parameters to which the gradients of `obtain` belong."""
 
     def __init__(self, loss_of: LossOf, optim: OptimWrapper) -> None:
         self.loss_of, self.optim, self.parts = loss_of, optim, optim.parts
 
-    def run(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+    def run(self, inputs: Any, grad_buffers: GradBuffers, ends_window: bool) -> Outputs:
         """Train on the inputs of one batch.
 
         Args:
             inputs: the argument of `loss_of`.
-            grad_buffers: the gradients of the accumulation window, which a graph changes in place. The eager step uses
-                `p.grad`.
+            grad_buffers: the gradients of the accumulation window.
             ends_window: whether the batch is the last of its accumulation window.
         """
         loss, logs = self.losses(inputs)
@@ -112,7 +107,7 @@ class StepFunction(ABC):
         for part in self.parts:
             if part.replaces_gradients:
                 grads = part.gradients(
-                    self.trained(), lambda: self.obtain(self.losses(inputs)[0], inputs), grads
+                    self.trained, lambda: self.obtain(self.losses(inputs)[0], inputs), grads
                 )
         grads = self.accumulate(grads, grad_buffers, ends_window)
         if not ends_window:
@@ -134,17 +129,11 @@ class StepFunction(ABC):
         """Return the context manager of the forward pass."""
 
     @abstractmethod
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters to which the gradients of `obtain` belong."""
-
-    @abstractmethod
     def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
         """Return this batch's gradients, each in its own dense storage, or [] if they were added to `p.grad`."""
 
     @abstractmethod
-    def accumulate(
-        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
-    ) -> list[Tensor]:
+    def accumulate(self, grads: list[Tensor], grad_buffers: GradBuffers, ends_window: bool) -> list[Tensor]:
         """Add the gradients to those of the window, and return the sum."""
 
     @abstractmethod
@@ -152,12 +141,8 @@ class StepFunction(ABC):
         """Update the weights with the gradients of the window."""
 
 
-class Update(Protocol):
-    """Updates parameters, unless `finite` (0-dim bool; None for True) is false."""
-
-    def __call__(self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None) -> None:
-        """Update `params` with `grads`."""
-        ...
+Update = Callable[[Sequence[nn.Parameter], list[Tensor], Tensor | None], None]
+"""`update(params, grads, finite)` updates parameters, unless `finite` (0-dim bool; None for True) is false."""
 
 
 class EagerUpdate:
@@ -201,104 +186,64 @@ def finish(
     parts: Sequence[StepPart],
     scale: LossScale | None,
     update: Update,
-    local: bool = False,
+    state: Sequence[Tensor] | None = None,
 ) -> Outputs:
     """Update the weights with the gradients of an accumulation window.
+
+    If losses and gradients are checked and one is not finite, all changes to the parameters, to `state` and to the
+    parts' state are undone.
 
     Args:
         params, grads: the trained parameters and their gradients, which are changed in place.
         parts: the step parts.
         scale: the loss scale by which the gradients are multiplied.
         update: the optimizer's update.
-        local: whether the parts' flags are those of this rank only.
+        state: the optimizer's state, in a graph, whose gradients and flags are averaged over all ranks. None for an
+            eager `update`, which skips the step itself.
     """
-    finite = None
-    if scale is not None:
-        grads, finite = scale.unscale(grads)
-    flags = [part.nonfinite for part in parts if part.nonfinite is not None]
-    if flags and scale is None and grads:
-        finite = all_finite(values_of(grads))
-    for flag in flags:
-        no_loss = flag.select(0, 0) == 0
-        finite = no_loss if finite is None else finite & no_loss.to(finite.device)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and local and finite is not None and (flags or any(map(is_sharded, grads))):
-        # A logical and over all ranks, without waiting for the device.
-        everywhere = finite.to(torch.int32)
-        all_reduce(everywhere, "min")
-        finite = everywhere.bool()
-    logs = _update(parts, params, grads, update, finite)
-    if scale is not None and finite is not None:
-        scale.adapt(finite)
-    return logs, finite
-
-
-def _update(
-    parts: Sequence[StepPart],
-    params: Sequence[nn.Parameter],
-    grads: list[Tensor],
-    update: Update,
-    finite: Tensor | None,
-) -> dict[str, Tensor]:
-    """Run the parts around `update`, which updates `params`; return the values that the parts log.
-
-    If `finite` (0-dim bool tensor on the device) is false, `update` must not change any tensor, and the parts' changes
-    to the parameters and to their `state` are undone.
-    """
+    flags, finite = [part.nonfinite for part in parts if part.nonfinite is not None], None
+    if scale is not None or flags:
+        grads, finite = check_finite(grads, flags, scale, local=state is None)
     logs: dict[str, Tensor] = {}
     before = [part for part in parts if "before_update" in part.implements]
     after = [part for part in parts if "after_update" in part.implements]
-    around = [part for part in parts if part in before or part in after]
     previous: list[Tensor] = []
-    if any(part.needs_previous for part in parts) or (finite is not None and after):
+    if any(part.needs_previous for part in parts) or (finite is not None and (after or state is not None)):
         previous = [param.detach().clone() for param in params]
-    state = [] if finite is None else [t for part in around for t in part.state().values()]
-    old = [tensor.clone() for tensor in state]
+    changed: list[Tensor] = []
+    if finite is not None:
+        around = [part for part in parts if part in before or part in after]
+        changed = [*(state or ()), *(t for part in around for t in part.state().values())]
+    old = [tensor.clone() for tensor in changed]
     for part in before:
         logs.update(part.before_update(params, grads) or {})
     update(params, grads, finite)
     for part in after:
         part.after_update(params, previous)
     if finite is not None:
-        _restore_unless(finite, [*state, *(params if after else [])], [*old, *(previous if after else [])])
-    return logs
-
-
-def _restore_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
-
-    In a compiled graph, the copy is fused into the update and causes no additional memory traffic.
-    """
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(finite, tensor, old))
+        # In a compiled graph, this copy is fused into the update and causes no additional memory traffic.
+        updated = params if after or state is not None else []
+        for tensor, value in zip([*changed, *updated], [*old, *previous], strict=False):
+            tensor.copy_(torch.where(finite, tensor, value))
+    return logs, finite
 
 
 class GraphFunction(StepFunction):
     """The step for `torch.compile`, which must be traceable.
 
     Args:
-        params: the trained parameters.
-        window: number of batches in the accumulation window, by which losses are divided; None if it is 1.
-        scale: the loss scale, or None.
-        update: the update inside the graph, or None if the optimizer runs after the graph.
+        captured: the trained parameters, the accumulation window, the loss scale and the update.
         sync: averages gradients over all ranks; None for a single rank.
     """
 
-    def __init__(
-        self,
-        loss_of: LossOf,
-        optim: OptimWrapper,
-        params: list[nn.Parameter],
-        window: HostNumber | None,
-        scale: LossScale | None,
-        update: GraphUpdate | None,
-        sync: GradientSync | None,
-    ) -> None:
-        super().__init__(loss_of, optim)
+    def __init__(self, loss_of: LossOf, captured: Capture, sync: GradientSync | None) -> None:
+        super().__init__(loss_of, captured.optim)
         self.repeats = any(part.replaces_gradients for part in self.parts)
-        self.params, self.window, self.scale, self.update, self.sync = params, window, scale, update, sync
+        self.trained, self.scale = captured.params, captured.scale
+        self.update, self.sync = captured.update, sync
+        self.window = captured.window if captured.adds_gradients else None
 
-    def run(self, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
+    def run(self, inputs: Any, grad_buffers: GradBuffers, ends_window: bool) -> Outputs:
         """Train on the inputs of one batch, and process the new weights."""
         logs, finite = super().run(inputs, grad_buffers, ends_window)
         if not ends_window or self.update is not None:
@@ -311,23 +256,17 @@ class GraphFunction(StepFunction):
         """Return the context manager for autocast."""
         return self.optim.autocast()
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the trained parameters."""
-        return self.params
-
     def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
         """Return the gradients. Several results of autograd may be one tensor, so they are cloned."""
         if self.window is not None:
             loss = loss / self.window.read()
         if self.scale is not None:
             loss = loss * self.scale.scale
-        grads = [grad.clone() for grad in torch.autograd.grad(loss, self.params)]
+        grads = [grad.clone() for grad in torch.autograd.grad(loss, self.trained)]
         return self.sync(grads) if self.repeats and self.sync is not None else grads
 
     @torch.no_grad()
-    def accumulate(
-        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
-    ) -> list[Tensor]:
+    def accumulate(self, grads: list[Tensor], grad_buffers: GradBuffers, ends_window: bool) -> list[Tensor]:
         """Add the gradients to `grad_buffers`; at the end of a window, average them over all ranks."""
         if self.window is not None and grad_buffers is not None:
             grads = list(torch._foreach_add(grad_buffers, grads))
@@ -346,15 +285,7 @@ class GraphFunction(StepFunction):
         """Update the weights, unless the optimizer runs after the graph."""
         if self.update is None:
             return {}, None
-        return finish(self.params, grads, self.parts, self.scale, self._apply)
-
-    def _apply(self, params: Sequence[nn.Parameter], grads: list[Tensor], finite: Tensor | None) -> None:
-        assert self.update is not None
-        updated = [] if finite is None else [*params, *self.update.state]
-        before = [tensor.clone() for tensor in updated]
-        self.update(grads)
-        if finite is not None:
-            _restore_unless(finite, updated, before)
+        return finish(self.trained, grads, self.parts, self.scale, self.update, self.update.state)
 
 
 class EagerStep(StepFunction):
@@ -387,7 +318,7 @@ class EagerStep(StepFunction):
         # Whether backward computes only the gradients of this optimizer's parameters; None before the first batch.
         self._only_own_gradients: bool | None = None
         self._reaches_inputs = False
-        self._trained: list[nn.Parameter] | None = None
+        self.trained = []  # the parameters that received a gradient in the first of several passes over the batch
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self._replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
 
@@ -419,7 +350,7 @@ class EagerStep(StepFunction):
             with_host_parts: whether to also call `after_batch` for parts with `on_host`.
             on_gradients: called before an update, when `p.grad` contains the gradients of the accumulation window.
         """
-        optim, self._trained = self.optim, None
+        optim, self.trained = self.optim, []
         self.repeats = any(part.replaces_gradients for part in self.parts)
         if self._only_own_gradients is False and optim.begins_window() and has_gradients(optim.parameters()):
             optim.zero_grad()  # other steps' gradients, because backward is not restricted
@@ -448,11 +379,6 @@ class EagerStep(StepFunction):
         # If several passes are synchronized, all ranks have the same gradients.
         return self.optim.autocast() if self.repeats else self.optim.optim_context(self.model)
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that received a gradient in the first pass over the batch."""
-        assert self._trained is not None
-        return self._trained
-
     def obtain(self, loss: Tensor, inputs: Any) -> list[Tensor]:
         """Run backward, which adds the gradients to `p.grad`.
 
@@ -464,20 +390,27 @@ class EagerStep(StepFunction):
         if self._replaces_update:
             optim.update_params(loss)
             return []
-        kwargs = self._backward_kwargs(loss, inputs)
+        if self._only_own_gradients is None:
+            self._inspect_graph(loss)
+        targets: list[Tensor] = []  # restrict backward to this optimizer's parameters and to inputs
+        if self._only_own_gradients:
+            groups, leaves = optim.optimizer.param_groups, flatten(inputs)[0]
+            targets += [p for group in groups for p in group["params"] if p.requires_grad]
+            if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+                targets += _input_leaves(_nodes(loss))
+        kwargs = {"inputs": targets} if targets else {}
         if not self.repeats:
-            optim.backward(optim.scale_loss(loss), **kwargs)
+            optim.obtain(loss, **kwargs)
             return []
         params = [param for param in optim.parameters() if param.requires_grad]
         window, position = self._take_gradients(params), optim.accumulation.position
-        optim.backward(optim.scale_loss(loss), **kwargs)
+        optim.obtain(loss, **kwargs)
         grads = self._last = self._take_gradients(params)
         optim.accumulation.position = position  # `accumulate` counts the batch, after all passes over it
         for param, grad in window.items():
             param.grad = grad
-        if self._trained is None:
-            self._trained = list(grads)
-        return [grads[param] if param in grads else torch.zeros_like(param) for param in self._trained]
+        self.trained = self.trained or list(grads)
+        return [grads[param] if param in grads else torch.zeros_like(param) for param in self.trained]
 
     def _take_gradients(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         # DDP's gradients are views of its buckets, which the next backward pass overwrites.
@@ -487,13 +420,11 @@ class EagerStep(StepFunction):
             param.grad = None
         return grads
 
-    def accumulate(
-        self, grads: list[Tensor], grad_buffers: list[Tensor] | None, ends_window: bool
-    ) -> list[Tensor]:
+    def accumulate(self, grads: list[Tensor], grad_buffers: GradBuffers, ends_window: bool) -> list[Tensor]:
         """Add the gradients to `p.grad`, if `obtain` has not, for the parameters with a gradient in the last pass."""
-        if self._trained is not None:
+        if self.trained:
             self.optim.accumulation.advance()
-            final = self._last | {p: g for p, g in zip(self._trained, grads, strict=True) if p in self._last}
+            final = self._last | {p: g for p, g in zip(self.trained, grads, strict=True) if p in self._last}
             for param, grad in final.items():
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
         return grads
@@ -506,28 +437,17 @@ class EagerStep(StepFunction):
                 self.phases.switch("optimizer")
             if self._on_gradients is not None:
                 self._on_gradients()
-            optim.step()
-            optim.zero_grad()
+            optim.finish()
         return optim.logs, None
 
-    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return the arguments that restrict `backward` to this optimizer's parameters, or {} if this is impossible."""
-        if self._only_own_gradients is None:
-            # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
-            wrapped = isinstance(self.model, DistributedDataParallel)
-            wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
-            nodes = _nodes(loss)
-            self._only_own_gradients = not wrapped and all(
-                n.name() != "CheckpointFunctionBackward" for n in nodes
-            )
-            self._reaches_inputs = any(True for _ in _input_leaves(nodes))
-        if not self._only_own_gradients:
-            return {}
-        groups = self.optim.optimizer.param_groups
-        inputs: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in flatten(batch)[0]):
-            inputs += _input_leaves(_nodes(loss))
-        return {"inputs": inputs} if inputs else {}
+    def _inspect_graph(self, loss: Tensor) -> None:
+        """Find out whether backward can be restricted, and whether the loss depends on inputs that require grad."""
+        nodes, params = _nodes(loss), self.optim.parameters()
+        # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
+        is_wrapped = isinstance(self.model, DistributedDataParallel) or any(map(is_sharded, params))
+        is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        self._only_own_gradients = not (is_wrapped or is_reentrant)
+        self._reaches_inputs = bool(_input_leaves(nodes))
 
 
 def _nodes(loss: Tensor) -> set[Any]:
@@ -541,12 +461,10 @@ def _nodes(loss: Tensor) -> set[Any]:
     return seen
 
 
-def _input_leaves(nodes: set[Any]) -> Iterator[Tensor]:
-    """Yield the leaves of an autograd graph that are not parameters."""
-    for node in nodes:
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
-            yield variable
+def _input_leaves(nodes: set[Any]) -> list[Tensor]:
+    """Return the leaves of an autograd graph that are not parameters."""
+    leaves = [getattr(node, "variable", None) for node in nodes]
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_leaf and not isinstance(x, nn.Parameter)]
 
 
 def check_backward(error: RuntimeError) -> None:

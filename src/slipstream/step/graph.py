@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.step.captured import Capture, DirectCalls, Shapes, check_batch
+from slipstream.step.captured import Arguments, Capture, DirectCalls, Shapes, check_batch
 from slipstream.step.dynamo import (
     capture_config,
     check_random,
@@ -24,7 +25,7 @@ from slipstream.step.dynamo import (
     prepare_step_graph,
     side_effects,
 )
-from slipstream.step.function import CompiledStep, EagerStep, GraphFunction, LossOf, Outputs
+from slipstream.step.function import CompiledStep, EagerStep, GradBuffers, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
 from slipstream.step.parts import trained_params
 from slipstream.step.sync import GradientSync
@@ -64,6 +65,7 @@ class Phase(Enum):
     """Train eagerly, because the step could not be captured, is too expensive to compile, or computes wrong numbers."""
 
 
+@dataclass(eq=False)
 class GraphStep(CompiledStep):
     """The training step as one compiled graph, with an eager step as fallback; see `Phase`.
 
@@ -90,41 +92,36 @@ class GraphStep(CompiledStep):
         info: called with messages to log, for example when the graph is first used.
     """
 
-    def __init__(
-        self,
-        loss_of: LossOf,
-        model: nn.Module,
-        optim: OptimWrapper,
-        eager: EagerStep,
-        backend: Backend,
-        recover: Callable[[Exception], object],
-        sync: GradientSync | None = None,
-        verify: bool = True,
-        dynamic: bool | None = None,
-        cuda_graphs: Callable[[], CudaGraphs] | None = None,
-        info: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.loss_of, self.model, self.optim, self.sync = loss_of, model, optim, sync
-        self.eager, self.backend, self.recover = eager, backend, recover
-        self.verify, self.dynamic = verify, dynamic
-        self.cuda_graphs, self.info = cuda_graphs, info
+    loss_of: LossOf
+    model: nn.Module
+    optim: OptimWrapper
+    eager: EagerStep
+    backend: Backend
+    recover: Callable[[Exception], object]
+    sync: GradientSync | None = None
+    verify: bool = True
+    dynamic: bool | None = None
+    cuda_graphs: Callable[[], CudaGraphs] | None = None
+    info: Callable[[str], None] = lambda _: None
+
+    def __post_init__(self) -> None:
         self.batches = 0
         self.phase = Phase.RECORD
         self._captured: Capture | None = None  # set in phase RUN
         self._trained: list[nn.Parameter] = []  # set in phases CAPTURE and RUN
-        self._inferred = False  # whether the trained parameters were inferred from a loaded optimizer state
-        self._first = True  # whether no batch has been recorded
-        self._failed: tuple[Exception, list[nn.Parameter]] | None = None  # a graph of a branch of the model
+        self._infers = True  # whether the trained parameters may be inferred from a loaded optimizer state
+        # Why the last graph was dropped, and the parameters with which the step could not be captured.
+        self._dropped: tuple[Exception, list[nn.Parameter]] | None = None
         self._shapes = Shapes()
         self._rebuilds = self._setting_changes = 0
 
-    def _enter(self, phase: Phase, trained: Sequence[nn.Parameter] = (), inferred: bool = False) -> None:
-        """Change the phase. Unless the new phase is RUN, drop the compiled code."""
-        self.phase = phase
-        if phase is not Phase.RUN:
-            if self._captured is not None:  # torch does not release a function's compiled code automatically
-                torch._C._dynamo.eval_frame.reset_code(self._captured.function.__code__)
-            self._captured, self._trained, self._inferred = None, list(trained), inferred
+    def _enter(
+        self, phase: Phase, trained: Sequence[nn.Parameter] = (), captured: Capture | None = None
+    ) -> None:
+        """Change the phase, and drop the compiled code."""
+        if self._captured is not None:  # torch does not release a function's compiled code automatically
+            torch._C._dynamo.eval_frame.reset_code(self._captured.step.__code__)
+        self.phase, self._trained, self._captured = phase, list(trained), captured
 
     def close(self) -> None:
         """Drop the compiled code; later batches run eagerly."""
@@ -153,8 +150,8 @@ class GraphStep(CompiledStep):
             change = captured.find_change()
         else:
             change = None if all(p.requires_grad for p in self._trained) else "a parameter's requires_grad"
-        if change is not None and (error := self._invalidate(change)) is not None:
-            return self._train_and_stop(error, inputs)
+        if change is not None:
+            return self._train_after_change(change, inputs)
         if self.phase is Phase.RECORD and not self._infer_trained():
             return self._train_and_record(inputs)
         # Train eagerly if anomaly detection or saved-tensor hooks are active, or if the update includes gradients that
@@ -172,26 +169,26 @@ class GraphStep(CompiledStep):
         """Train with a graph, if one accepts this batch."""
         window = self.optim.accumulation
         ends_window = window.counts == 1 or window.ends_next
-        captured = self._captured or self._capture()
-        if not isinstance(captured, Capture):
-            return self._train_after_failure(None, captured, inputs)
+        try:
+            captured = self._captured or self._capture()
+        except Exception as error:  # the step has hooks or settings that a graph does not support
+            return self._train_after_failure(error, inputs)
         grad_buffers = captured.grad_buffers() if captured.keeps_gradients else None
         if captured.adds_gradients:
-            captured.window.set(self.optim.accumulation.size)
+            captured.window.set(window.size)
         captured.uses[ends_window] += 1
-        call = None
-        if captured.direct is not None:
-            leaves = leaves if grad_buffers is None else [*leaves, *grad_buffers]
-            call = captured.direct.find(inputs, grad_buffers, ends_window, leaves, structure)
+        leaves = leaves if grad_buffers is None else [*leaves, *grad_buffers]
+        arguments = inputs, grad_buffers, ends_window
+        call = captured.direct.find(arguments, leaves, structure)
         if call is None:
-            return self._run_with_dynamo(captured, inputs, grad_buffers, ends_window)
+            return self._run_with_dynamo(captured, arguments)
         tensors = [leaves[leaf] for _, leaf in call.positions]
         graphs = captured.cuda_graphs if call.one_device else None
         outputs = call.run(tensors) if graphs is None else graphs(call.run, tensors)
         return self._finish(captured, outputs, grad_buffers, ends_window)
 
     def _finish(
-        self, captured: Capture, outputs: Outputs, grad_buffers: list[Tensor] | None, ends_window: bool
+        self, captured: Capture, outputs: Outputs, grad_buffers: GradBuffers, ends_window: bool
     ) -> dict[str, Tensor]:
         """Run the operations that are not part of the compiled step, and return the values to log."""
         optim, (logs, finite) = self.optim, outputs
@@ -202,8 +199,7 @@ class GraphStep(CompiledStep):
                 param.grad = grad
         outside = ends_window and captured.update is None
         if outside:
-            optim.step()
-            optim.zero_grad()
+            optim.finish()
             logs.update(optim.logs)
         elif ends_window:
             if grad_buffers is not None:
@@ -225,105 +221,77 @@ class GraphStep(CompiledStep):
 
     def _infer_trained(self) -> bool:
         """Infer the trained parameters from a loaded optimizer state, so that a resumed run starts with a graph."""
-        trained = infer_trained(self.optim.optimizer, self.optim.parameters())
-        if not self._first or not self.optim.batches or not trained:
+        if not self._infers or not self.optim.batches:
             return False
-        self._enter(Phase.CAPTURE, trained, inferred=True)
-        return True
+        trained = infer_trained(self.optim.optimizer, self.optim.parameters())
+        if trained:
+            self._enter(Phase.CAPTURE, trained)
+        return bool(trained)
 
     def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
         """Train eagerly, and record which parameters receive a gradient.
 
-        If these are the same parameters as in a failed capture, do not capture the step again.
+        The step stays eager if these are the parameters with which it could not be captured, or if too many graphs were
+        dropped.
         """
         optim, trained = self.optim, list[nn.Parameter]()
-        failed, self._failed = self._failed, None  # cleared first, in case the user's code raises an error
-        self._first = False
+        dropped, self._dropped = self._dropped, None  # cleared first, in case the user's code raises an error
+        self._infers = False
         logs = self.eager.train(
             inputs, on_gradients=lambda: trained.extend(trained_params(optim.parameters()))
         )
+        self._rebuilds += dropped is not None and bool(trained)
         if not trained:
-            self._failed = failed  # postpone the comparison until the accumulation window ends
-        elif failed is not None and list(map(id, failed[1])) == list(map(id, trained)):
-            self._stop(failed[0])
+            self._dropped = dropped  # wait for the end of the accumulation window
+        elif dropped is not None and (
+            self._rebuilds > _MAX_REBUILDS or list(map(id, dropped[1])) == list(map(id, trained))
+        ):
+            self._stop(dropped[0])
         elif not can_trace(optim.optimizer) or has_state(optim.optimizer, trained):
             self._enter(Phase.CAPTURE, trained)
         return logs
 
     # ---- capture and compile ----------------------------------------------------------------------------
 
-    def _define(self, captured: Capture, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the function to compile. If `compiled` is true, calling it outside Dynamo raises an error."""
-        window = captured.window if captured.adds_gradients else None
-        function = GraphFunction(
-            self.loss_of,
-            self.optim,
-            captured.params,
-            window,
-            captured.scale,
-            captured.update,
-            self.sync,
-        )
+    def _capture(self) -> Capture:
+        """Create the state that the graphs share; each graph is compiled on its first call."""
+        inside = self._setting_changes < _MAX_SETTING_CHANGES
+        captured = Capture(self.model, self.optim, self._trained, inside)
+        captured.check_hooks()
+        function = GraphFunction(self.loss_of, captured, self.sync)
 
-        def step(inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool) -> Outputs:
-            if compiled:
-                check_traced()
+        def step(inputs: Any, grad_buffers: GradBuffers, ends_window: bool) -> Outputs:
+            check_traced()
             return function.run(inputs, grad_buffers, ends_window)
 
         # PyTorch counts recompiles per code object, so give each step its own code object.
         step.__code__ = step.__code__.replace()
-        return step
-
-    def _capture(self) -> Capture | Exception:
-        """Create the state that the graphs share; each graph is compiled on its first call.
-
-        Returns:
-            The capture, or an exception if the step has hooks or settings that a graph does not support.
-        """
-        try:
-            captured = Capture(
-                self.model, self.optim, self._trained, self._setting_changes < _MAX_SETTING_CHANGES
-            )
-            captured.check_hooks()
-        except Exception as error:
-            return error
-        captured.function = self._define(captured)
-
-        # Use weak references, because torch never releases a backend.
-        own, shared = weakref.ref(self), weakref.ref(captured)
-
-        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            step, captured = own(), shared()
-            assert step is not None
-            assert captured is not None
-            return step._compile(captured, graph, inputs)
-
-        captured.run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
-        captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
+        own = weakref.proxy(self)  # torch never releases a backend
+        captured.step, captured.uncompiled = step, function.run
+        captured.run = torch.compile(
+            step, fullgraph=True, backend=lambda graph, args: own._compile(graph, args), dynamic=self.dynamic
+        )
+        captured.direct = DirectCalls(step, self.model, captured.own_tensors())
         captured.cuda_graphs = None if self.cuda_graphs is None else self.cuda_graphs()
-        self._captured = captured
-        self._enter(Phase.RUN)
+        self._enter(Phase.RUN, captured.params, captured)
         return captured
 
-    def _compile(self, captured: Capture, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo; the code runs only after its verification."""
-        ends_window = self.optim.accumulation.ends_next
+        captured, ends_window = self._captured, self.optim.accumulation.ends_next
+        assert captured is not None
         captured.count_graph(ends_window)
         check_random()
-        added = prepare_step_graph(graph)
-        if (
-            self.verify
-            and self.sync is not None
-            and ends_window in captured.verified
-            and side_effects() is None
-        ):
+        added, effects = prepare_step_graph(graph), side_effects()
+        is_alone = self.verify and self.sync is not None and ends_window in captured.verified
+        if is_alone and effects is None:
             raise NotCapturedError(
                 "a changed Python object needs another graph, which one rank alone cannot verify"
             )
         started = time.monotonic()
         run = self.backend(graph, inputs)
         code = GraphCode(
-            graph, (lambda *args: run(*args)[:-added]) if added else run, not self.verify, side_effects()
+            graph, (lambda *args: run(*args)[:-added]) if added else run, not self.verify, effects
         )
         self.info(f"{type(self.model).__name__}: compiled the step in {time.monotonic() - started:.1f} s")
 
@@ -337,88 +305,74 @@ class GraphStep(CompiledStep):
 
         return call
 
-    def _run_with_dynamo(
-        self, captured: Capture, inputs: Any, grad_buffers: list[Tensor] | None, ends_window: bool
-    ) -> dict[str, Tensor]:
+    def _run_with_dynamo(self, captured: Capture, arguments: Arguments) -> dict[str, Tensor]:
         """Train with the graph for this kind of batch; if there is none, capture and verify one first."""
+        inputs, grad_buffers, ends_window = arguments
         if self._shapes.varies and self._shapes.failed:
             return self.eager.train(inputs)
         if grad_buffers is not None and not captured.adds_gradients:
             torch._foreach_zero_(grad_buffers)  # the verification reads the initial values
-        arguments = (inputs, grad_buffers, ends_window)
         if captured.last_code is not None:
             captured.last_code.running = False
         try:
             check_batch(inputs)
             with capture_config():
                 outputs = captured.run(*arguments)
-        except VerificationNeeded as outcome:
-            outcome.grad_buffers = grad_buffers or []
-            return self._train_and_verify(captured, outcome, inputs, ends_window)
+        except VerificationNeeded as needed:
+            needed.grad_buffers = grad_buffers or []
+            captured.direct.store_guards(needed.code)
+            return self._train_and_verify(captured, needed, inputs, ends_window)
         except Exception as error:
             if captured.last_code is not None and captured.last_code.running:
                 raise  # the code failed while running and may have changed tensors
-            if self.sync is None:
-                return self._train_after_failure(captured, error, inputs)
-            if self.verify and ends_window not in captured.verified:
+            if self.sync is None or (self.verify and ends_window not in captured.verified):
                 return self._train_and_verify(captured, error, inputs, ends_window)
             # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
             # same collectives.
             self.recover(error)
-            captured.run, captured.direct = self._define(captured, compiled=False), None
+            captured.run, captured.last_code = captured.uncompiled, None
             outputs = captured.run(*arguments)
-        self._add_direct_call(captured, arguments, outputs)
-        return self._finish(captured, outputs, grad_buffers, ends_window)
-
-    def _add_direct_call(self, captured: Capture, arguments: Any, outputs: Outputs) -> None:
-        """Let later batches call the code without Dynamo."""
-        if captured.direct is None or captured.last_code is None:
-            return
-        call = captured.direct.add_call(captured.last_code, arguments, outputs)
+        code = captured.last_code
+        call = None if code is None else captured.direct.add_call(code, arguments, outputs)
         if captured.cuda_graphs is not None and (call is None or not call.one_device):
             captured.cuda_graphs = None
             self.info(
                 "The step is not replayed as a CUDA graph, because it changes Python objects, reads tensors on the "
                 "CPU, or reads tensors that belong to neither the batch nor the model"
             )
+        return self._finish(captured, outputs, grad_buffers, ends_window)
 
     # ---- verify -----------------------------------------------------------------------------------------
 
     def _train_and_verify(
         self, captured: Capture, outcome: VerificationNeeded | Exception, inputs: Any, ends_window: bool
     ) -> dict[str, Tensor]:
-        """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies."""
-        failure = None if isinstance(outcome, VerificationNeeded) else outcome
-        if isinstance(outcome, VerificationNeeded) and captured.direct is not None:
-            captured.direct.store_guards(outcome.code)
-        verification = None
-        if not any(self._any_rank(failure is not None)) and isinstance(outcome, VerificationNeeded):
+        """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies.
+
+        Args:
+            outcome: the graph and its inputs, or the reason why the step could not be captured.
+        """
+        needed = outcome if isinstance(outcome, VerificationNeeded) else None
+        failure, verification = outcome if isinstance(outcome, Exception) else None, None
+        if not any(self._any_rank(needed is None)) and needed is not None:
             try:
                 captured.check_hooks()
-                verification = captured.start_verification(outcome, ends_window)
+                verification = captured.start_verification(needed, ends_window)
             except Exception as error:
                 failure = error
-        if any(self._any_rank(verification is None)):
+        if any(self._any_rank(verification is None)) or needed is None or verification is None:
             failure = failure or NotCapturedError("another rank cannot capture the step")
-            return self._train_after_failure(captured, failure, inputs)
-        assert isinstance(outcome, VerificationNeeded)
-        assert verification is not None
-        outside, unread = ends_window and captured.update is None, captured.unread_tensors(outcome.inputs)
-        grad_buffers = dict(zip(map(id, outcome.grad_buffers), captured.params, strict=False))
-        ignored = captured.ids_changed_later() if outside else set(grad_buffers) if ends_window else set()
-        known = list(map(id, captured.params))
+            return self._train_after_failure(failure, inputs)
+        outside, unread = ends_window and captured.update is None, captured.unread_tensors(needed.inputs)
+        trained: list[nn.Parameter] = []
 
         def compare() -> None:
             # If the model took a different branch, capture the step with that branch's parameters.
-            ids = list(map(id, trained if ends_window else trained_params(self.optim.parameters())))
+            known, ids = (list(map(id, params)) for params in (captured.params, trained))
             if self.sync is None and (ids and ids != known if ends_window else not set(ids).issubset(known)):
-                self._enter(Phase.CAPTURE if trained else Phase.RECORD, trained)
+                self._enter(Phase.CAPTURE if ends_window else Phase.RECORD, trained if ends_window else ())
                 return
-            gradients = {key: param.grad for key, param in grad_buffers.items() if param.grad is not None}
-            results = {} if ignored.issuperset(grad_buffers) else gradients
-            self._accept_if_equal(captured, outcome, verification, results, ignored, unread, ends_window)
-
-        trained: list[nn.Parameter] = []
+            self._accept_if_equal(captured, needed, verification, unread, ends_window)
 
         def record() -> None:
             trained.extend(trained_params(self.optim.parameters()))
@@ -427,6 +381,8 @@ class GraphStep(CompiledStep):
 
         logs = self.eager.train(inputs, outside, record)
         if not outside:
+            if not ends_window:
+                record()
             compare()
             # Call these parts after `compare`, because it may replace the weights with the graph's results.
             for part in self.optim.parts:
@@ -437,20 +393,26 @@ class GraphStep(CompiledStep):
     def _accept_if_equal(
         self,
         captured: Capture,
-        outcome: VerificationNeeded,
+        needed: VerificationNeeded,
         verification: Verification,
-        results: dict[int, Tensor],
-        ignored: set[int],
         unread: list[tuple[str, Tensor, int]],
         ends_window: bool,
     ) -> None:
         """Compare the results of the graph and the eager step, and accept the graph if they agree."""
-        failure, no_update, code = None, False, outcome.code
+        failure, no_update, code = None, False, needed.code
+        grad_buffers = dict(zip(map(id, needed.grad_buffers), captured.params, strict=False))
+        # An update in the graph clears the gradients of the window.
+        cleared = set(grad_buffers) if ends_window and captured.update is not None else set()
+        results = {
+            key: param.grad
+            for key, param in grad_buffers.items()
+            if key not in cleared and param.grad is not None
+        }
         try:
             for name, tensor, version in unread:
                 if tensor._version != version:
                     raise WrongNumbersError(f"only the eager step changes {name}", compiler=False)
-            no_update = not verification.compare(results, captured.updated_ids() | set(results), ignored)
+            no_update = not verification.compare(results, {*map(id, captured.updated()), *results}, cleared)
         except WrongNumbersError as error:
             failure = error
         # Python objects that the step changes may require another graph for the next batch.
@@ -458,13 +420,13 @@ class GraphStep(CompiledStep):
         differs, unclear, continues = self._any_rank(failure is not None, no_update, may_change)
         if differs:
             failure = failure or WrongNumbersError("on another rank", compiler=False)
-            if not self._keep_verified(captured, failure):
+            if not self._keep_verified(failure):
                 self._stop(failure)
         elif not unclear:
-            verification.copy_results(results, ignored)
+            verification.copy_results(results, cleared)
             captured.accepted.add(code)
             code.verified = not continues
-            self._inferred = False
+            self._infers = False
             if code.verified and ends_window not in captured.verified:
                 captured.verified.add(ends_window)
                 first = self.optim.batches + 1
@@ -478,55 +440,36 @@ class GraphStep(CompiledStep):
 
     # ---- failures ---------------------------------------------------------------------------------------
 
-    def _invalidate(self, change: str) -> Exception | None:
-        """Drop the graph after a change; return an error if there were too many changes."""
-        self._rebuilds += 1
-        if self._captured is not None and change in self.optim.optimizer.param_groups[0]:
-            self._setting_changes += 1
-        self._enter(Phase.RECORD)
-        if self._rebuilds <= _MAX_REBUILDS:
-            return None
-        return NotCapturedError(
-            f"its graph was invalidated {self._rebuilds} times; last change: {change}; avoid such changes"
-        )
-
-    def _train_after_failure(
-        self, captured: Capture | None, error: Exception, inputs: Any
-    ) -> dict[str, Tensor]:
-        """Train on a batch eagerly after a graph could not be captured, compiled or verified."""
-        if captured is not None and self._keep_verified(captured, error):
-            return self.eager.train(inputs)
-        if not self._inferred and (
-            self.sync is not None
-            or captured is None
-            or not captured.has_graphs
-            or NotCapturedError.find_in(error) is not None
-            or isinstance(error, WrongNumbersError)
-        ):
-            return self._train_and_stop(error, inputs)
-        if not self._inferred:  # the model may have taken a different branch, with different parameters
-            self._failed = (error, self._trained)
+    def _train_after_change(self, change: str, inputs: Any) -> dict[str, Tensor]:
+        """Train on a batch eagerly after a change that invalidates the graph."""
+        self._setting_changes += change in self.optim.optimizer.param_groups[0]
+        times = f"{self._rebuilds + 1} times; last change: {change}"
+        self._dropped = NotCapturedError(f"its graph was invalidated {times}; avoid such changes"), []
         self._enter(Phase.RECORD)
         return self._train_and_record(inputs)
 
-    def _keep_verified(self, captured: Capture, error: Exception) -> bool:
+    def _train_after_failure(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
+        """Train on a batch eagerly after a graph could not be captured, compiled or verified."""
+        if self._keep_verified(error):
+            return self.eager.train(inputs)
+        self._dropped = error, self._trained  # the model may have taken a branch with other parameters
+        self._enter(Phase.RECORD)
+        return self._train_and_record(inputs)
+
+    def _keep_verified(self, error: Exception) -> bool:
         """Return whether graphs for other shapes remain in use, and this shape runs eagerly from now on."""
-        if self.sync is not None or not self._shapes.varies or not captured.verified:
+        shapes, captured = self._shapes, self._captured
+        if self.sync is not None or not shapes.varies or captured is None or not captured.verified:
             return False
-        if not self._shapes.failed:
+        if not shapes.failed:
             name = type(error).__name__
             self.info(
                 f"Only batches with known shapes use the graph; the graph for other shapes failed ({name}: {error})"
             )
-        self._shapes.failed = True
+        shapes.failed = True
         return True
 
     def _stop(self, error: Exception) -> None:
+        """Train eagerly from now on."""
         self.recover(error)
         self._enter(Phase.EAGER)
-
-    def _train_and_stop(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
-        """Train on a batch eagerly; the step remains eager."""
-        logs = self.eager.train(inputs)  # if the user's code raises an error, the step is not replaced
-        self._stop(error)
-        return logs

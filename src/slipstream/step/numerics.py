@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sharding import local_shard
+from slipstream.dist import all_reduce
+from slipstream.sharding import is_sharded, local_shard
 
 __all__ = [
-    "HostNumber", "LossScale", "all_finite", "precise_dtype", "scale_", "values_of",
+    "HostNumber", "LossScale", "all_finite", "check_finite", "precise_dtype", "scale_",
 ]  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
 
 
-def values_of(grads: Sequence[Tensor]) -> list[Tensor]:
+def _values_of(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that contain the gradients' values on this rank, without copies."""
     return [
         grad._values() if grad.is_sparse else grad if type(grad) is Tensor else local_shard(grad)
@@ -87,19 +88,7 @@ class LossScale:
         scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors
         self.scale: Tensor = scaler._scale  # type: ignore[assignment]
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
-        self.adapts = adapts
-        self._scaler, self._precise = scaler, precise_dtype(self.scale.device)
-        self.growth, self.backoff, self.interval = self.settings
-
-    @property
-    def settings(self) -> tuple[float, float, int]:
-        """The scaler's growth factor, backoff factor and growth interval, which the user may change."""
-        scaler = self._scaler
-        return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-
-    def is_changed(self) -> bool:
-        """Return whether the scaler's settings have changed."""
-        return self.settings != (self.growth, self.backoff, self.interval)
+        self.adapts, self._scaler, self._precise = adapts, scaler, precise_dtype(self.scale.device)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
@@ -113,38 +102,68 @@ class LossScale:
         if torch.compiler.is_compiling():
             grads = [grad * inverse.to(grad.dtype) for grad in grads]
             return grads, all_finite(grads)
-        if (
-            self._scaler._per_optimizer_states
-        ):  # the user has called `loss_scaler.unscale_`, for example to clip
-            self._scaler._per_optimizer_states.clear()
+        states = self._scaler._per_optimizer_states
+        if states:  # the user has called `loss_scaler.unscale_`, for example to clip
+            states.clear()
             inverse = torch.ones_like(inverse)
         kinds: dict[Any, list[Tensor]] = {}
-        for grad in values_of(grads):
+        for grad in _values_of(grads):
             kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-        overflows = {
-            device: torch.zeros((), device=device) for device in (self.scale.device, *(d for d, _ in kinds))
-        }
+        overflow = torch.zeros((), device=self.scale.device)
         for (device, _), group in kinds.items():
-            torch._amp_foreach_non_finite_check_and_unscale_(group, overflows[device], inverse.to(device))
-        flags = torch.stack([overflow.to(self.scale.device) for overflow in overflows.values()])
-        return grads, flags.sum() == 0
+            found = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse.to(device))
+            overflow = overflow + found.to(overflow.device)
+        return grads, overflow == 0
 
     def adapt(self, finite: Tensor) -> None:
         """Decrease the scale after an overflow, or increase it after `interval` finite steps, like `GradScaler`."""
         if not self.adapts:
             return
-        if not torch.compiler.is_compiling():
-            self.growth, self.backoff, self.interval = settings = self.settings
-            torch._amp_update_scale_(self.scale, self.growth_tracker, (~finite).float(), *settings)
-        else:
+        if torch.compiler.is_compiling():
             self.adapt_traced(finite)
+        else:
+            s = self._scaler
+            settings = s._growth_factor, s._backoff_factor, s._growth_interval
+            torch._amp_update_scale_(self.scale, self.growth_tracker, (~finite).float(), *settings)
 
     def adapt_traced(self, finite: Tensor) -> None:
         """Change the scale as `adapt` does, with operations that `torch.compile` can trace."""
-        count = self.growth_tracker + 1
+        scaler, count = self._scaler, self.growth_tracker + 1
         exact = self.scale.to(self._precise)
-        grown = (exact * self.growth).float()
-        full = finite & (count == self.interval)
+        grown = (exact * scaler._growth_factor).float()
+        full = finite & (count == scaler._growth_interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)
-        self.scale.copy_(torch.where(finite, risen, (exact * self.backoff).float()))
+        self.scale.copy_(torch.where(finite, risen, (exact * scaler._backoff_factor).float()))
         self.growth_tracker.copy_(torch.where(finite & ~full, count, torch.zeros_like(count)))
+
+
+def check_finite(
+    grads: list[Tensor], flags: Sequence[Tensor], scale: LossScale | None, local: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Unscale the gradients of an accumulation window, and adapt the loss scale.
+
+    Args:
+        grads: the gradients, which are changed in place if eager.
+        flags: one-element tensors, which are not 0 if a loss was not finite.
+        scale: the loss scale, or None.
+        local: whether the flags are those of this rank only.
+
+    Returns:
+        The gradients, and whether losses and gradients are finite (0-dim bool on the device).
+    """
+    if scale is not None:
+        grads, finite = scale.unscale(grads)
+    else:
+        finite = all_finite(_values_of(grads) or flags)
+    for flag in flags:
+        finite = finite & (flag.select(0, 0) == 0).to(finite.device)
+    distributed = local and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and (flags or any(map(is_sharded, grads))):
+        # A logical and over all ranks, without waiting for the device.
+        everywhere = finite.to(torch.int32)
+        all_reduce(everywhere, "min")
+        finite = everywhere.bool()
+    if scale is not None:
+        scale.adapt(finite)
+    return grads, finite

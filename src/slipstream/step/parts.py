@@ -55,10 +55,7 @@ class StepPart:
         """Observe the loss of a batch, before it is scaled."""
 
     def gradients(
-        self,
-        params: Sequence[nn.Parameter],
-        compute: Callable[[], list[Tensor]],
-        first: list[Tensor],
+        self, params: Sequence[nn.Parameter], compute: Callable[[], list[Tensor]], first: list[Tensor]
     ) -> list[Tensor]:
         """Return the gradients of the batch.
 

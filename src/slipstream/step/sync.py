@@ -12,7 +12,8 @@ from slipstream.dist import all_reduce, traceable_sum
 __all__ = ["GradientSync"]
 
 _BUCKET_BYTES = 25 * 2**20
-"""As in DDP: large enough for full bandwidth, and small enough to overlap communication with the backward pass."""
+"""Minimum size of a bucket, except for the last bucket of each dtype. As in DDP, it is large enough for full bandwidth,
+and small enough to overlap communication with the backward pass."""
 
 
 class GradientSync:
@@ -24,19 +25,14 @@ class GradientSync:
     Args:
         world_size: number of ranks.
         dtype: communication dtype, e.g. `torch.bfloat16`; None uses the dtype of the gradients.
-        bucket_bytes: minimum size of each bucket in bytes, except for the last bucket of each dtype.
     """
 
-    def __init__(
-        self, world_size: int, dtype: torch.dtype | None = None, bucket_bytes: int = _BUCKET_BYTES
-    ) -> None:
-        self.world_size = world_size
-        self.dtype = dtype
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, world_size: int, dtype: torch.dtype | None = None) -> None:
+        self.world_size, self.dtype = world_size, dtype
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean of each gradient across all ranks, in the order of `grads`."""
-        buckets = self.buckets(grads)
+        buckets = _buckets(grads)
         sums = []
         for bucket in buckets:
             # Divide before the sum, which could overflow in float16.
@@ -55,17 +51,17 @@ class GradientSync:
         all_reduce(counts, "sum")
         return [count > 0 for count in counts.tolist()]
 
-    def buckets(self, grads: Sequence[Tensor]) -> list[list[int]]:
-        """Return the indices of the gradients in each bucket, in reverse order; each bucket has a single dtype."""
-        full: list[list[int]] = []
-        open_: dict[torch.dtype, tuple[list[int], int]] = {}
-        for index in reversed(range(len(grads))):
-            grad = grads[index]
-            members, size = open_.get(grad.dtype, ([], 0))
-            members, size = [*members, index], size + grad.numel() * grad.element_size()
-            if size >= self.bucket_bytes:
-                full.append(members)
-                open_.pop(grad.dtype, None)
-            else:
-                open_[grad.dtype] = (members, size)
-        return [*full, *(members for members, _ in open_.values())]
+
+def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the gradients in each bucket, in reverse order; each bucket has a single dtype."""
+    full: list[list[int]] = []
+    open_: dict[torch.dtype, list[int]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for index in reversed(range(len(grads))):
+        grad = grads[index]
+        open_.setdefault(grad.dtype, []).append(index)
+        sizes[grad.dtype] = sizes.get(grad.dtype, 0) + grad.numel() * grad.element_size()
+        if sizes[grad.dtype] >= _BUCKET_BYTES:
+            full.append(open_.pop(grad.dtype))
+            sizes[grad.dtype] = 0
+    return [*full, *open_.values()]

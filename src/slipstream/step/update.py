@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import chain, count
 from operator import is_
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from slipstream.step.numerics import precise_dtype
 
-__all__ = ["GraphUpdate", "can_trace", "has_state", "infer_trained", "is_hooked", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "has_state", "infer_trained", "is_hooked"]
 
 _TENSOR_SETTINGS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
@@ -110,8 +110,8 @@ class GraphUpdate:
         ]
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
-    def __call__(self, grads: Sequence[Tensor]) -> None:
-        """Update the parameters with `grads`, which must be in the order of `params`."""
+    def __call__(self, params: Sequence[Tensor], grads: Sequence[Tensor], finite: Tensor | None) -> None:
+        """Update the parameters with `grads`, which must be in the order of `params`, even if `finite` is false."""
         view = _OptimizerView(self._groups, grads)
         self._step(view)
         view.write_back()
@@ -150,53 +150,46 @@ class _Group:
         indices: list[int],
         params: Sequence[Tensor],
     ) -> None:
-        self.sources = sources
-        self.indices = indices
-        self.params = [params[i] for i in indices]
-        device = self.params[0].device
-        if device.type != "cpu" and "capturable" in sources[0]:
+        self.sources, self.indices, self.params = sources, indices, [params[i] for i in indices]
+        own, device = sources[0], self.params[0].device
+        self.on_device, self.has_capturable = device.type != "cpu", "capturable" in own
+        if self.on_device and self.has_capturable:
             _move_counts(optimizer, sources, self.params, device)
-        names, self.flag, self.state = _read_state(optimizer, sources[0], self.params)
+        names, self.flag, self.state = _read_state(optimizer, own, self.params)
         # Use float64 if possible: in float32, 1 - beta2 ** step has only four correct digits. Eager optimizers use
         # Python floats, which are float64.
-        dtype = precise_dtype(device)
-        self.count_dtype = dtype
+        self.count_dtype = precise_dtype(device)
         self.counters = [name in _COUNTERS for name in names]
-        own = sources[0]
-        self.tensor_settings = {name: _copy_list(own[name]) for name in _settings_as_tensors(optimizer, own)}
-        # Names of the settings whose last value contained a tensor.
-        self.from_tensors = {name for name, value in self.tensor_settings.items() if holds_tensors(value)}
-        # The number of elements in each setting; 0 for a scalar.
-        self.layout = [
-            (name, len(value) if isinstance(value, tuple | list) else 0)
-            for name, value in self.tensor_settings.items()
-        ]
-        numbers = [
-            _tensor(number).to(device, dtype)
-            for value in self.tensor_settings.values()
-            for number in _as_list(value)
-        ]
-        # Use one 1-dim tensor for all numbers, because Dynamo treats 0-dim float64 CPU tensors as Python numbers.
-        self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
-        plain = {name: own[name] for name in _TENSOR_SETTINGS if name in own} | plain_settings(optimizer, own)
-        self.fixed = {
-            name: _copy_list(value) for name, value in plain.items() if name not in self.tensor_settings
+        positions = count()
+        self.positions = {
+            name: [next(positions) for _ in _as_list(own[name])]
+            for name in _settings_as_tensors(optimizer, own)
         }
-        self.fixed.pop("capturable", None)
-        self.on_device = device.type != "cpu"
-        self.has_capturable = "capturable" in own
+        """The indices in `numbers` of each setting that is a tensor in the graph."""
+        # Use one 1-dim tensor for all numbers, because Dynamo treats 0-dim float64 CPU tensors as Python numbers.
+        self.numbers = torch.zeros(next(positions), dtype=self.count_dtype, device=device)
+        self.written: dict[str, Any] = {}
+        """The values in `numbers`, by setting; None for a setting that is or contains a tensor."""
+        for name in self.positions:
+            self._write(name, own[name])
+        self.fixed = {
+            name: _copy_list(value)
+            for name, value in _settings(optimizer, own).items()
+            if name not in self.positions and name != "capturable"
+        }
 
     def find_change(self) -> str | None:
         first = self.sources[0]
-        for name, known in self.tensor_settings.items():
+        for name, written in self.written.items():
             value = first[name]
-            if name not in self.from_tensors and type(value) is type(known) and value == known:
-                same = [source[name] for source in self.sources] == [known] * len(self.sources)
+            if type(value) is type(written) and value == written:
+                same = [source[name] for source in self.sources] == [written] * len(self.sources)
             else:
-                same = self._write(name, value)
+                self._write(name, value)
+                same = all(_is_same(value, source[name]) for source in self.sources[1:])
             if not same:
                 return f"{name} in some parameter groups that had identical settings"
-        if "momentum" in self.tensor_settings and not first["momentum"]:
+        if "momentum" in self.positions and not first["momentum"]:
             return "momentum"  # if the momentum is 0, torch does not use the momentum buffers
         for source in self.sources:
             for name, fixed in self.fixed.items():
@@ -204,27 +197,22 @@ class _Group:
                     return name
         return None
 
-    def _write(self, name: str, value: Any) -> bool:
-        """Write a changed setting into `numbers`; return whether it is the same in all groups."""
-        position = sum(max(count, 1) for _, count in takewhile(lambda item: item[0] != name, self.layout))
-        numbers = _as_list(value)
-        if holds_tensors(value):  # a scheduler may have changed them in place
-            for index, number in enumerate(numbers, position):
-                self.numbers[index].copy_(_tensor(number), non_blocking=True)
-            self.from_tensors.add(name)
-        else:
-            self.from_tensors.discard(name)
-            for index, number in enumerate(numbers, position):
-                self.numbers[index].fill_(number)  # assigning to an index would wait for the device
-            self.tensor_settings[name] = _copy_list(value)
-        return all(_same_settings({name: value}, {name: source[name]}) for source in self.sources[1:])
+    def _write(self, name: str, value: Any) -> None:
+        """Write a changed setting into `numbers`, without waiting for the device."""
+        for index, number in zip(self.positions[name], _as_list(value), strict=True):
+            if isinstance(number, Tensor):
+                self.numbers[index].copy_(number.detach().reshape(()), non_blocking=True)
+            else:
+                self.numbers[index].fill_(number)
+        # A scheduler may change tensors in place, so they are written in each step.
+        self.written[name] = None if _holds_tensors(value) else _copy_list(value)
 
     def settings(self, index: int) -> dict[str, Any]:
         """Return the parameter group that is passed to `step`; `index` is the index of this group."""
-        numbers = iter(self.numbers.unbind(0))
+        numbers = self.numbers.unbind(0)
         tensors = {
-            name: tuple(next(numbers) for _ in range(count)) if count else next(numbers)
-            for name, count in self.layout
+            name: tuple(numbers[i] for i in indices) if name == "betas" else numbers[indices[0]]
+            for name, indices in self.positions.items()
         }
         # Inductor fuses foreach operations into a few kernels. Without foreach, inductor in torch 2.13 drops `alpha`
         # when it adds a tensor to a matrix product. In eager mode on the CPU, foreach does not support tensor learning
@@ -250,10 +238,10 @@ class _OptimizerView:
         own = self.groups[group["group_index"]]
         lists[0].extend(own.params)
         lists[1].extend(self.grads[i] for i in own.indices)
-        for target, values, counter in zip(lists[2:], own.state, own.counters, strict=True):
-            converted = [value.to(own.count_dtype) for value in values] if counter else values
+        for target, values, is_counter in zip(lists[2:], own.state, own.counters, strict=True):
+            converted = [value.to(own.count_dtype) for value in values] if is_counter else values
             target.extend(converted)
-            if counter:
+            if is_counter:
                 self.precise.append((values, converted))
         return own.flag
 
@@ -306,11 +294,11 @@ def _group_by_settings(
         indices = [index[p] for p in group["params"] if p in index]
         if not indices:
             continue
-        settings = plain_settings(optimizer, group) | {name: group.get(name) for name in _TENSOR_SETTINGS}
+        settings = _settings(optimizer, group)
         # torch's optimizers require one device and dtype per group.
         settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
         for known, sources, members in merged:
-            if _same_settings(known, settings):
+            if known.keys() == settings.keys() and all(_is_same(known[n], settings[n]) for n in known):
                 sources.append(group)
                 members.extend(indices)
                 break
@@ -319,21 +307,15 @@ def _group_by_settings(
     return [(sources, members) for _, sources, members in merged]
 
 
-def _same_settings(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether settings are identical; tensors are compared by identity, to avoid synchronization."""
-    return one.keys() == other.keys() and all(
-        one[name] is other[name]
-        or (not holds_tensors(one[name]) and not holds_tensors(other[name]) and one[name] == other[name])
-        for name in one
-    )
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether values are identical; tensors are compared by identity, to avoid synchronization."""
+    return one is other or not (_holds_tensors(one) or _holds_tensors(other) or one != other)
 
 
-def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's settings, except `lr`, `betas`, `foreach`, `fused` and the keys that schedulers add."""
-    excluded = {"foreach", "fused", *_TENSOR_SETTINGS}
-    return {
-        name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded
-    }
+def _settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's settings, except `foreach`, `fused` and the keys that schedulers add."""
+    names = optimizer.defaults.keys() - {"foreach", "fused"}
+    return {name: value for name, value in group.items() if name in names}
 
 
 def _move_counts(
@@ -379,17 +361,9 @@ def _settings_as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[st
     return [*names, "momentum"] if type(optimizer) is SGD and group["momentum"] else names
 
 
-def holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     """Return whether a setting is a tensor or contains one."""
     return any(isinstance(number, Tensor) for number in _as_list(value))
-
-
-def _tensor(number: Any) -> Tensor:
-    return (
-        number.detach().reshape(())
-        if isinstance(number, Tensor)
-        else torch.tensor(number, dtype=torch.float64)
-    )
 
 
 def _copy_list(value: Any) -> Any:
