@@ -18,8 +18,7 @@ def test_visualizer_object_writes_only_on_rank_0(tmp_path, monkeypatch):
         monkeypatch.setattr(logs, "is_main_process", lambda main=main: main)
         recorder = Recorder()
         visualizer = Visualizer(vis_backends=[recorder])
-        arguments = dict(log_level="ERROR", log_processor=None, visualizer=visualizer)
-        opened = logs.open_logs(tmp_path, "t", arguments, True)
+        opened = logs.open_logs(tmp_path, "t", True, "ERROR", None, visualizer)
         opened.visualizer.add_scalar("x", 1.0)
         assert recorder.seen == expected
 

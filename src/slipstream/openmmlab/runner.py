@@ -125,8 +125,8 @@ class Runner(OwnRunner):
         compute_bf16_operators_in_float32()
         self.register_hook(ConvertSchedulerStates())
 
-    def _open_logs(self, arguments: dict[str, Any]) -> None:
-        super()._open_logs(arguments)
+    def _open_logs(self, *arguments: Any) -> None:
+        super()._open_logs(*arguments)
         # As in MMEngine, models and hooks may use the current instances in their constructors.
         self.logger.make_current()
         self.message_hub.make_current()

@@ -60,7 +60,9 @@ def build_visualizer(cfg: Mapping[str, Any], name: str, save_dir: str | Path) ->
         return VISUALIZERS.build(dict(cfg), default_args=defaults)
 
 
-def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], by_epoch: bool) -> Logs:
+def open_logs(
+    work_dir: Path, title: str | None, by_epoch: bool, log_level: int | str, processor: Any, visualizer: Any
+) -> Logs:
     """Name the run after `title` and the current time, and create its log folder and logging objects.
 
     All ranks use the same name; only rank 0 writes files.
@@ -68,10 +70,9 @@ def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], b
     Args:
         work_dir: the folder in which the log folder is created.
         title: the name of the experiment without the time; None for only the time.
-        arguments: the Runner's arguments; only `log_level`, `log_processor` and `visualizer` are read.
         by_epoch: whether training is epoch-based.
+        log_level, processor, visualizer: the Runner's arguments.
     """
-    processor, visualizer = arguments["log_processor"], arguments["visualizer"]
     is_main = is_main_process()
     stamps = [time.strftime("%Y%m%d_%H%M%S")]
     if is_main:
@@ -94,7 +95,7 @@ def open_logs(work_dir: Path, title: str | None, arguments: Mapping[str, Any], b
         visualizer = build_visualizer({**visualizer, **overrides}, experiment, log_dir)
     elif not hasattr(visualizer, "add_config"):
         raise ConfigError(f"must be a Visualizer or a dict, not {visualizer!r}", "visualizer")
-    logger = build_logger(experiment, log_file, arguments["log_level"], get_rank())
+    logger = build_logger(experiment, log_file, log_level, get_rank())
     if without_tensorboard:
         logger.info(
             "TensorBoard is not installed. To log to TensorBoard, run: pip install 'slipstream[tensorboard]'"

@@ -153,7 +153,9 @@ class Runner:
         load_from = arguments["load_from"]
         source, seed, problems = resume.find_resume(arguments["resume"], load_from, self.work_dir)
         self._set_seed(seed)
-        self._open_logs(arguments)
+        self._open_logs(
+            *(arguments[k] for k in ("experiment_name", "log_level", "log_processor", "visualizer"))
+        )
         if arguments["resume"] is True and source is None:
             self.logger.info(f"No checkpoint found in {self.work_dir}; starting a new run")
         for line in problems:
@@ -530,10 +532,10 @@ class Runner:
         if self.is_training:
             self.message_hub.update_info_dict({"epoch": self.epoch, "iter": self.iter})
 
-    def _open_logs(self, arguments: dict[str, Any]) -> None:
+    def _open_logs(self, name: str | None, log_level: int | str, processor: Any, visualizer: Any) -> None:
         file = self.cfg.filename
-        title = arguments["experiment_name"] or (Path(file).stem if file else None)
-        logs = open_logs(Path(self.work_dir), title, arguments, self.by_epoch)
+        title = name or (Path(file).stem if file else None)
+        logs = open_logs(Path(self.work_dir), title, self.by_epoch, log_level, processor, visualizer)
         self.timestamp, self.experiment_name = logs.timestamp, logs.experiment
         self.log_dir, self.json_log = str(logs.log_dir), f"{logs.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter

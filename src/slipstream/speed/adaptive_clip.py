@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.optim import OptimWrapper
 from slipstream.speed.blocks import find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import Positive
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
 
 __all__ = ["AdaptiveClipOptions", "ClipUnits"]
 

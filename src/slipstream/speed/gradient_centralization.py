@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from slipstream.optim import OptimWrapper
 from slipstream.step.parts import StepPart
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
 
 __all__ = ["CentralizeGradients", "GradientCentralizationOptions"]
 

@@ -9,18 +9,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
+from slipstream.optim import OptimWrapper
 from slipstream.speed.blocks import find_blocks, find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import Rule
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
 
 __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors"]
 

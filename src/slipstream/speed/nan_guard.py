@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 from slipstream.errors import NonFiniteLossError
+from slipstream.optim import OptimWrapper
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import PositiveInt, check
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
 
 __all__ = ["NanGuardOptions", "SkipNonFinite"]
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.optim import OptimWrapper
 from slipstream.optim.optim_wrapper import total_norm
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import NonNegative, Positive
-
-if TYPE_CHECKING:
-    from slipstream.optim import OptimWrapper
 
 __all__ = ["SamOptions", "SharpnessAware"]
 
