@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.speed.compile import CompileOptions, compile_model
-from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
+from slipstream.speed.conv_layout import LayOutConvolutions
 from slipstream.speed.inductor import inductor_options
 
 ATEN = torch.ops.aten
@@ -100,7 +100,7 @@ def test_losses_and_gradients_match_the_original_graph(make, memory_format):
     net = make().double().to(memory_format=memory_format)
     module, arguments = traced(net, torch.randn(2, 3, 12, 12, dtype=torch.float64))
     expected = results(module, arguments)
-    lay_out_convolutions(module.graph)
+    LayOutConvolutions()(module.graph)
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(results(module, arguments), expected, rtol=1e-10, atol=1e-12)
@@ -120,7 +120,7 @@ def operands(node):
 
 def test_residual_net_is_channels_last_without_copies_of_activations():
     module, _ = traced(residual(), torch.randn(2, 3, 12, 12).to(memory_format=LAST))
-    lay_out_convolutions(module.graph)
+    LayOutConvolutions()(module.graph)
     assert len(convolutions(module)) == 10
     assert all(value.is_contiguous(memory_format=LAST) for n in convolutions(module) for value in operands(n))
     clones = module.graph.find_nodes(op="call_function", target=ATEN.clone.default)
@@ -168,9 +168,11 @@ def test_compiled_model_with_layouts_computes_the_gradients_of_the_eager_model(m
     torch._dynamo.reset()
     graphs = []
 
-    def lay_out(_, graph):
+    call = LayOutConvolutions.__call__
+
+    def lay_out(self, graph):
         graphs.append(graph)
-        lay_out_convolutions(graph)
+        call(self, graph)
 
     monkeypatch.setattr(LayOutConvolutions, "__call__", lay_out)
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from slipstream.speed.inductor import send_early
+from slipstream.speed.inductor import SendEarly
 
 AFTER = "the bucket is sent after the next gradient is computed"
 
@@ -44,7 +44,7 @@ def test_buckets_are_sent_before_the_gradients_of_the_next_layer(graph):
     kept = [
         n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)
     ]
-    send_early(graph)
+    SendEarly()(graph)
     graph.lint()  # check that each input precedes its users
     gradients = names(graph, torch.ops.aten.mm.default)
     sent = names(graph, torch.ops._c10d_functional.all_reduce.default)

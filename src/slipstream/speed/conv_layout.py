@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.speed.memory_format import has_incorrect_gradient
 
-__all__ = ["LayOutConvolutions", "lay_out_convolutions"]
+__all__ = ["LayOutConvolutions"]
 
 _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
@@ -31,19 +31,7 @@ _MAX_WEIGHT_RATIO = 8
 
 
 class LayOutConvolutions(CustomGraphPass):
-    """`lay_out_convolutions` as a pass with a uuid, which inductor requires to cache compiled code."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite the graph."""
-        lay_out_convolutions(graph)
-
-    def uuid(self) -> Any:
-        """Return a hash of the files that change generated code, so that a change invalidates cached code."""
-        return get_hash_for_files((__file__, str(Path(__file__).with_name("inductor.py"))))
-
-
-def lay_out_convolutions(graph: fx.Graph) -> None:
-    """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
+    """Rewrites 2-d convolutions and their gradients in place, and recomputes the strides of all other nodes.
 
     A 1x1 convolution becomes a matrix product over the pixels. All other convolutions use channels_last, unless the
     weight is much larger than the activations. In that case, channels_last is slow: oneDNN writes the weight
@@ -56,11 +44,18 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
 
     Graphs with dynamic shapes are not changed.
     """
-    convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
-    if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
-        return
-    if any(_is_conv2d(node) for node in convolutions):
-        _Layouts(graph).assign()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph."""
+        convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
+        if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
+            return
+        if any(_is_conv2d(node) for node in convolutions):
+            _Layouts(graph).assign()
+
+    def uuid(self) -> Any:
+        """Return a hash of the files that change generated code, so that a change invalidates cached code."""
+        return get_hash_for_files((__file__, str(Path(__file__).with_name("inductor.py"))))
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ _IMAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torc
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
-    """Convert convolution weights in place, and add a hook that converts each batch before the forward pass.
+    """Convert convolution weights in place, and the model's inputs in each call, in training and validation.
 
-    The Parameter objects do not change, and loading a state dict preserves their memory format. The hook runs in
-    training and validation. It does not copy batches that already have this format. If the model changes an input in
-    place, the change is copied to the batch, and later batches are not converted.
+    The Parameter objects do not change, and loading a state dict preserves their memory format. Batches that already
+    have this format are not copied. If the model changes an input in place, the change is copied to the batch, and
+    later batches are not converted.
 
     Args:
         model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of
@@ -36,10 +38,9 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None and not is_lazy(weight):
             weight.data = _convert(weight.data)
-    if not any(isinstance(hook, _ConvertBatch) for hook in model._forward_pre_hooks.values()):
-        hook = _ConvertBatch()
-        model.register_forward_pre_hook(hook, with_kwargs=True)
-        model.register_forward_hook(hook.copy_changes, always_call=True)
+    forward = model.forward
+    if not (isinstance(forward, partial) and forward.func is _call_converted):
+        model.forward = update_wrapper(partial(_call_converted, model, forward), forward)
 
 
 def check_cpu_kernels(model: nn.Module) -> None:
@@ -103,31 +104,20 @@ class _Convert(torch.autograd.Function):
         return grad.contiguous()
 
 
-class _ConvertBatch:
-    """A forward pre-hook that converts the inputs, unless the model changes its inputs in place.
+def _call_converted(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` with inputs in channels_last. A `partial` of this function, which can be pickled, replaces it.
 
-    Such changes are found in eager calls, of which a compiled step or model makes at least one before its graph runs.
+    If the model changes its inputs in place, copy the changes to the batch, and restore `forward`. Such changes are
+    found in eager calls, of which a compiled step or model makes at least one before its graph runs.
     """
-
-    def __init__(self) -> None:
-        self._converts = True
-        self._calls: list[list[tuple[Tensor, Tensor, int]]] = []
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = args, kwargs
-        converted = as_channels_last(inputs) if self._converts else inputs
-        if _tensors_have_versions():
-            pairs = zip(tree_leaves(inputs), tree_leaves(converted), strict=True)
-            self._calls.append([(old, new, new._version) for old, new in pairs if new is not old])
-        return converted
-
-    def copy_changes(self, *_: Any) -> None:
-        """Copy the changes of the model to the original inputs; a forward hook."""
-        for old, new, version in self._calls.pop() if self._calls and _tensors_have_versions() else ():
-            if new._version != version:
-                self._converts = False
-                old.copy_(new)
-
-
-def _tensors_have_versions() -> bool:
-    return not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    new_args, new_kwargs = as_channels_last((args, kwargs))
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # tensors have no versions
+        return forward(*new_args, **new_kwargs)
+    pairs = zip(tree_leaves((args, kwargs)), tree_leaves((new_args, new_kwargs)), strict=True)
+    copies = [(old, new, new._version) for old, new in pairs if new is not old]
+    outputs = forward(*new_args, **new_kwargs)
+    for old, new, version in copies:
+        if new._version != version:
+            model.forward = forward
+            old.copy_(new)
+    return outputs
