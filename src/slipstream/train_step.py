@@ -39,11 +39,6 @@ LossFunction = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]
 BatchLoss = Callable[[nn.Module, Any], Tensor | Mapping[str, Tensor]]
 """Type of `compute_loss(model, batch)`."""
 
-_REMEDY = (
-    ". Load it into a step with the model, optimizer and options it was saved with, or load only the weights: "
-    "model.load_state_dict(torch.load(path)['state_dict'])"
-)
-
 
 def accelerate(
     model: nn.Module,
@@ -356,7 +351,7 @@ class TrainStep:
     def _load_average(self, state: Mapping[str, Any]) -> None:
         saved, average = state.get("average"), self._average
         if average is None:
-            if saved is not None and saved["steps"] > 0:
+            if saved is not None:
                 self._warn_once(
                     "The average in the loaded state is ignored, because ema is off; to continue the average, set ema"
                 )
@@ -365,10 +360,6 @@ class TrainStep:
         else:
             # The current average belongs to other weights; the first update copies the loaded weights.
             average.restart(unwrap_model(self.model))
-            if state["steps"] > 0:
-                self._warn_once(
-                    "The loaded state contains no average, so the average starts again from the loaded weights"
-                )
 
     def _check_not_averaged(self, what: str, error: type[SlipstreamError]) -> None:
         if self._average is not None and self._average.swapped:
@@ -421,7 +412,7 @@ class TrainStep:
         with self._swapped_in(average=False):
             content, source, model = checkpoint.load_checkpoint(path), str(path), unwrap_model(self.model)
             checkpoint.check(content, checkpoint.ACCELERATED_FILE, source)
-            with _own_remedy(". Load it into a step that uses the same model"):
+            with _own_remedy():
                 compare_weights(model, content["state_dict"], True, source)
             self.check_state(content["step"], source)
             model.load_state_dict(content["state_dict"])
@@ -470,7 +461,7 @@ def _count(number: int, one: str, many: str) -> str:
 def _check_tensors(key: str, own_tensors: Any, saved_tensors: Any, source: str, layouts: bool = True) -> None:
     """Check the names, shapes and dtypes of tensors in dicts or lists; None marks a missing gradient."""
     own, saved = (
-        each if isinstance(each, Mapping) else {str(i): tensor for i, tensor in enumerate(each)}
+        {str(i): t for i, t in enumerate(each)} if isinstance(each, list) else each
         for each in (own_tensors, saved_tensors)
     )
     if own.keys() != saved.keys():
@@ -479,17 +470,18 @@ def _check_tensors(key: str, own_tensors: Any, saved_tensors: Any, source: str, 
             f"{source}: '{key}' does not match the model, optimizer and loss_fn; entries found in only one of them: "
             f"{names[:5]}"
         )
-    tensors = {name: tensor for name, tensor in saved.items() if tensor is not None and name != "steps"}
+    tensors = {name: tensor for name, tensor in saved.items() if tensor is not None}
     checkpoint.check_tensors(own, tensors, key, source, warnings.warn, layouts=layouts)
 
 
 @contextmanager
-def _own_remedy(remedy: str = _REMEDY) -> Iterator[None]:
-    """Within the context, raise each MismatchError as a CheckpointError with `remedy` in place of its own remedy."""
+def _own_remedy() -> Iterator[None]:
+    """Within the context, raise each MismatchError, whose remedy is for a Runner, as a CheckpointError."""
     try:
         yield
     except MismatchError as error:
-        raise CheckpointError(error.problem + remedy) from error
+        remedy = "Load it into a step with the model, optimizer and options it was saved with"
+        raise CheckpointError(f"{error.problem}. {remedy}") from error
 
 
 def _refuse(message: str) -> None:
