@@ -150,12 +150,11 @@ def test_varying_batch_and_image_sizes_require_few_graphs(dynamic, most, last, s
     model, warnings, report = Pixels(), [], CompileReport()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", dynamic=dynamic), warnings.append)
-    report.start()
     ours = train_on_ragged_batches(model, last, sizes)
-    summary = report.finish()
+    lines = report.lines()
     torch.testing.assert_close(ours, train_on_ragged_batches(eager, last, sizes))
-    assert 2 <= summary.graphs <= most
-    assert not summary.has_problems
+    assert len(lines) == 1  # nothing reduced the speed
+    assert 2 <= int(lines[0].split()[1]) <= most
     assert warnings == []
 
 
