@@ -97,23 +97,26 @@ class VerificationNeeded(BaseException):
 
 @dataclass(eq=False)
 class GraphCode:
-    """The compiled code of a captured graph, which runs only after its verification."""
+    """The compiled code of a captured graph, which runs only after its verification.
+
+    Attributes:
+        graph: the captured graph.
+        run: the compiled code.
+        verified: whether the code may run without verification.
+        effects: the attributes that Dynamo sets after the code has run (object's dict, name, value); None if it changes
+            Python objects in other ways.
+        running: whether the code is running. If this is still True after an exception, tensors may have changed.
+        guards: Dynamo's guard manager.
+        last: inputs and outputs of the last call through Dynamo.
+    """
 
     graph: fx.GraphModule
-    """The captured graph."""
     run: Callable[..., Any]
-    """The compiled code."""
     verified: bool
-    """Whether the code may run without verification."""
     effects: Sequence[tuple[dict[str, Any], str, Any]] | None = None
-    """The attributes that Dynamo sets after the code has run (object's dict, name, value); None if it changes Python
-    objects in other ways."""
     running: bool = False
-    """Whether the code is running. If this is still True after an exception, tensors may have changed."""
     guards: Any = None
-    """Dynamo's guard manager."""
     last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
-    """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the code, or raise `VerificationNeeded` if it has not been verified."""
@@ -217,11 +220,7 @@ class Verification:
         """
         eager = _values([None if id(v) in ignored else results.get(id(v), v) for v in self.inputs])
         rows = self._rows(eager)
-        moved = (
-            id(value) in updated and before is not None and now is not None and not torch.equal(before, now)
-            for value, before, now in zip(self.inputs, self._before, self._captured or eager, strict=True)
-        )
-        if not any(moved):
+        if self._find_change(self._captured or eager, updated) is None:
             return False
         for compiler in (False, True):
             _check_rows(rows, compiler)
@@ -235,7 +234,7 @@ class Verification:
         ):
             if theirs is not None and ours is not None:
                 before = torch.zeros_like(theirs) if old is None else old
-                rows.append(_Row.of(name, self._perturbation, before, theirs, ours, others))
+                rows.append(_Row(name, self._perturbation, before, theirs, ours, others))
             elif old is None and (theirs is not None or (ours is not None and bool(ours.any()))):
                 problem = "is missing" if ours is None else "should be None"
                 raise WrongNumbersError(f"{name} {problem}", compiler=True)
@@ -262,72 +261,58 @@ class Verification:
         if name is not None:
             raise WrongNumbersError(f"a loss of NaN changes {name}", compiler=True)
 
-    def _find_change(self, found: _Values, unchanged: Set[int]) -> str | None:
-        """Return the name of an input in `unchanged` that a run has changed, or None."""
-        for value, name, before, now in zip(self.inputs, self.names, self._before, found, strict=True):
-            if (
-                id(value) in unchanged
-                and before is not None
-                and now is not None
-                and not torch.equal(before, now)
-            ):
-                return name
-        return None
+    def _find_change(self, found: _Values, inputs: Collection[int]) -> str | None:
+        """Return the name of an input, out of those with these ids, that a run has changed, or None."""
+        values = zip(self.inputs, self.names, self._before, found, strict=True)
+        changed = (name for value, name, old, new in values if id(value) in inputs and _differ(old, new))
+        return next(changed, None)
 
     @torch.no_grad()
     def copy_results(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
         """Copy the results of the compiled step to the inputs, as if the step had run without verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
-            if before is not None and compiled is not None and id(value) not in ignored:
-                target = results.get(id(value), value)
-                if not torch.equal(before, compiled):
-                    target.copy_(compiled)
+            if id(value) not in ignored and _differ(before, compiled):
+                results.get(id(value), value).copy_(compiled)
 
 
-@dataclass(frozen=True)
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and not torch.equal(one, other)
+
+
 class _Row:
-    """Errors in the results for one tensor, as norms of the difference from the float64 reference."""
+    """Errors in the results for one tensor, as norms of the difference from the float64 reference.
 
-    name: str
-    elements: int
-    size: float
-    """Norm of the exact change."""
-    noise: float
-    """Estimated rounding error."""
-    eager: float
-    """Error of the eager step."""
-    compiled: float
-    """Error of the compiled code."""
-    digits: float
-    """Norm of the tensor times the machine epsilon of its dtype."""
+    If there is no reference, the eager result replaces it.
 
-    @classmethod
-    def of(
-        cls,
+    Attributes:
+        kind: the kind of the tensor: weight, momentum, buffer, ...
+        size: norm of the exact change.
+        noise: estimated rounding error.
+        errors: errors of the eager step and of the compiled code.
+        digits: norm of the tensor times the machine epsilon of its dtype.
+    """
+
+    def __init__(
+        self,
         name: str,
         perturbation: int,
         before: Tensor,
         eager: Tensor,
         compiled: Tensor,
         references: Sequence[Tensor | None],
-    ) -> _Row:
-        """Compare the results with the exact result or, if there is none, with the eager result."""
+    ) -> None:
         known = [each for each in references if each is not None]
         exact = known[-1] if len(known) == len(references) else eager
-        size = _distance(before, exact)
-        noise = _TOLERANCE_WITHOUT_REFERENCE / _TOLERANCE_MULTIPLE * size
+        self.name, self.kind, self.root = name, name.partition("'")[0], before.numel() ** 0.5
+        self.size = _distance(before, exact)
+        self.noise = _TOLERANCE_WITHOUT_REFERENCE / _TOLERANCE_MULTIPLE * self.size
         if exact is not eager:
-            noise = _rounding_error(known, perturbation)
-        digits = 0.0
+            self.noise = _rounding_error(known, perturbation)
+        self.errors = _distance(eager, exact), _distance(compiled, exact)
+        self.digits = 0.0
         if before.is_floating_point():
-            digits = torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
-        errors = _distance(eager, exact), _distance(compiled, exact)
-        return cls(name, before.numel(), size, noise, *errors, digits)
-
-    @property
-    def kind(self) -> str:
-        """The kind of the tensor: weight, momentum, buffer, ..."""
-        return self.name.partition("'")[0]
+            norm = float(before[before.isfinite()].double().norm())
+            self.digits = torch.finfo(before.dtype).eps * norm
 
     def excess(self, distance: float, medians: Sequence[float]) -> float:
         """Return an error as a multiple of the tolerance, or infinity if the error is NaN.
@@ -340,10 +325,9 @@ class _Row:
         if not np.isfinite(self.noise):  # lower precisions may overflow
             return 0.0
         relative, noise, size = medians
-        root = self.elements**0.5
         allowed = (
-            _TOLERANCE_MULTIPLE * max(self.noise, relative * self.size, noise * root)
-            + _MIN_TOLERANCE * max(self.size, size * root)
+            _TOLERANCE_MULTIPLE * max(self.noise, relative * self.size, noise * self.root)
+            + _MIN_TOLERANCE * max(self.size, size * self.root)
             + 4 * self.digits
         )
         if not np.isfinite(distance) or not np.isfinite(allowed) or not allowed:
@@ -357,24 +341,19 @@ def _check_rows(rows: Collection[_Row], compiler: bool) -> None:
     Raises:
         WrongNumbersError: an error is too large.
     """
-    found: list[tuple[float, _Row, float]] = []
+    found: list[tuple[float, _Row]] = []
     for kind in {row.kind for row in rows}:
         same = [row for row in rows if row.kind == kind]
         known = [row for row in same if row.size and np.isfinite(row.size) and np.isfinite(row.noise)]
-        roots = [row.elements**0.5 for row in known]
-        numbers = [(r.noise / r.size, r.noise / n, r.size / n) for r, n in zip(known, roots, strict=True)]
+        numbers = [(row.noise / row.size, row.noise / row.root, row.size / row.root) for row in known]
         medians = np.median(numbers, axis=0) if numbers else [0.0] * 3
-        for row in same:
-            distance = row.compiled if compiler else row.eager
-            found.append((row.excess(distance, medians), row, distance))
-    if not found:
-        return
-    excess, row, distance = max(found, key=itemgetter(0))
-    if excess > 1:
+        found += [(row.excess(row.errors[compiler], medians), row) for row in same]
+    excess, row = max(found, key=itemgetter(0), default=(0.0, None))
+    if row is not None and excess > 1:
         size = row.size or 1.0
         raise WrongNumbersError(
-            f"{row.name} changes by {row.size:.2e}, with a relative error of {distance / size:.1e} against float64; "
-            f"the expected rounding error is {row.noise / size:.1e}",
+            f"{row.name} changes by {row.size:.2e}, with a relative error of {row.errors[compiler] / size:.1e} against "
+            f"float64; the expected rounding error is {row.noise / size:.1e}",
             compiler,
         )
 
