@@ -26,8 +26,6 @@ from slipstream.step.snapshot import RandomState, Snapshot
 
 __all__ = ["ActivationCheckpointingOptions", "checkpoint_activations", "is_recomputed"]
 
-_KEY = "activation_checkpointing"
-
 
 @dataclass(frozen=True)
 class ActivationCheckpointingOptions:
@@ -54,7 +52,7 @@ def checkpoint_activations(model: nn.Module, options: ActivationCheckpointingOpt
         ConfigError: a name matches no module or matches a container that is never called, or the model has no
             repeated blocks.
     """
-    blocks = find_blocks(model, options.modules, f"{_KEY}.modules")
+    blocks = find_blocks(model, options.modules, "activation_checkpointing.modules")
     for module in blocks:
         if not is_recomputed(module):
             module.forward = update_wrapper(

@@ -12,9 +12,9 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +67,7 @@ def compile_modules(
     for (cls, _), same in equal.items():
         param = next(same[0].parameters(), None)
         compiler = backend_of(options, settings, "cpu" if param is None else param.device.type)
-        kind = _Kind(verifier, classes[cls], compiler, options.verify, warn, info)
+        kind = _Kind(verifier, cls.__name__, classes[cls], compiler, options.verify, warn, info)
         _compile(same, f"{cls.__name__}[{len(verifier.kinds)}]", kind, options, settings)
         verifier.kinds.append(kind)
     return verifier
@@ -80,13 +80,7 @@ def _compile(
     cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
     # torch counts recompiles per code object, so each kind of module, in each model, has its own.
     code = _call_of(modules[0]).__code__.replace(co_name=name)
-    own = weakref.ref(kind)  # because torch never releases a backend
-
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        kind = own()
-        assert kind is not None
-        return kind.backend(graph, inputs)
-
+    backend = partial(_Kind.backend, weakref.proxy(kind))  # because torch never releases a backend
     for module in modules:
         call: Any = _call_of(module)
         call.__code__ = code
@@ -116,52 +110,45 @@ def _clone_outputs(compiled: Any) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Apply the settings for compilation."""
-    with capture_config(autograd=False), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        yield
-
-
 @dataclass(eq=False)
 class _Kind:
-    """Modules with the same code, which share their graphs."""
+    """Modules with the same code, which share their graphs.
+
+    Attributes:
+        verifier: repeats the recorded calls.
+        name: the name of the class.
+        modules: all modules of the class. If one of them cannot be compiled, all of them run eagerly.
+        compiler: the backend.
+        verifies: whether to verify graphs.
+        warn: called with a message if the modules cannot be compiled as requested.
+        info: called with a message if a graph is not verified.
+        used: the graphs that the current call has used.
+        known: the sequences of graphs that calls may use.
+        hits: signatures of calls that use these graphs.
+        searches: whether calls with other signatures may need a new graph.
+        stopped: whether calls that need a new graph run eagerly from now on.
+        fruitless: number of repeated calls since the last new graph.
+        pending: the recorded call of this accumulation window, to be repeated after the backward pass.
+        recording: the call that is being repeated with torch's kernels.
+        error: the reason why a graph could not be compiled.
+    """
 
     verifier: Verifier
-    """Repeats the recorded calls."""
+    name: str
     modules: list[nn.Module]
-    """All modules of the same class. If one of them cannot be compiled, all of them run eagerly."""
     compiler: Callable[..., Any]
-    """The backend."""
     verifies: bool
-    """Whether to verify graphs."""
     warn: Warn
-    """Called with a message if the modules cannot be compiled as requested."""
     info: Warn
-    """Called with a message if a graph is not verified."""
     used: list[CapturedGraph] = field(default_factory=list)
-    """The graphs that the current call has used."""
     known: set[tuple[CapturedGraph, ...]] = field(default_factory=set)
-    """The sequences of graphs that calls may use."""
     hits: set[Any] = field(default_factory=set)
-    """Signatures of calls that use these graphs."""
     searches: bool = True
-    """Whether calls with other signatures may need a new graph."""
     stopped: bool = False
-    """Whether calls that need a new graph run eagerly from now on."""
     fruitless: int = 0
-    """Number of repeated calls without a new graph, since the last new graph."""
     pending: tuple[Recording, _CompiledCall, Any] | None = None
-    """The recorded call of this accumulation window, to be repeated after the backward pass."""
     recording: Recording | None = None
-    """The call that is being repeated with torch's kernels."""
     error: Exception | None = None
-    """The reason why a graph could not be compiled."""
-
-    @property
-    def name(self) -> str:
-        """The name of the class, for messages."""
-        return type(self.modules[0]).__name__
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
@@ -235,7 +222,7 @@ class _Kind:
         since, self.recording = time.time_ns(), recording
         self.used.clear()
         try:
-            with _compiling():
+            with capture_config(autograd=False):
                 is_finite = recording.verify(call.compiled)
             if self.error is not None or not is_finite:
                 return self.error  # if gradients are not finite, verify a later call
@@ -313,7 +300,7 @@ class _CompiledCall:
         kind, since = self.kind, time.time_ns()
         kind.used.clear()
         try:
-            with _compiling():
+            with capture_config(autograd=False):
                 result = self.compiled(*args, **kwargs)
         except Exception as error:
             if not _is_compiler_error(error):
@@ -340,14 +327,18 @@ class Verifier(StepPart):
 
     Several ranks verify graphs together, because the calls may communicate, and only in the first updates, because the
     ranks have to wait for each other.
+
+    Attributes:
+        kinds: the kinds of compiled modules.
+        attached: whether the part belongs to an optimizer wrapper.
     """
 
     def __init__(self) -> None:
         self.kinds: list[_Kind] = []
         self.attached = False
-        """Whether the part belongs to an optimizer wrapper."""
-        self._attempts = 0
-        """With several ranks, the number of updates in which the ranks have looked for calls to verify."""
+        self._attempts = (
+            0  # with several ranks, the number of updates in which the ranks have looked for calls
+        )
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Repeat the recorded calls."""

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, cast
 
@@ -31,8 +31,11 @@ _RANDOM_NAME = re.compile(
 @contextmanager
 def capture_config(autograd: bool = True) -> Iterator[None]:
     """Apply the settings for capturing and compiling a step (with `autograd`) or a module."""
-    autocast = {"backward_pass_autocast": "off"}  # otherwise, float32 regions run backward in lower precision
-    functorch = torch._functorch.config
+    # Compile the backward pass of a module together with its forward pass.
+    functorch: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
+    if hasattr(torch._functorch.config, "backward_pass_autocast"):
+        # Otherwise, float32 regions run their backward pass in lower precision.
+        functorch["backward_pass_autocast"] = "off"
     # A checkpointed block that changes its arguments, such as a key-value cache, changes them in forward only.
     changes = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     settings: dict[str, Any] = {changes: True} if hasattr(torch._dynamo.config, changes) else {}
@@ -48,7 +51,7 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
             use_numpy_random_stream=True,
             **settings,
         ),
-        functorch.patch(autocast) if hasattr(functorch, "backward_pass_autocast") else nullcontext(),
+        torch._functorch.config.patch(functorch),
     ):
         yield
 

@@ -35,12 +35,15 @@ _COMPARED = (int, float, complex, bool, str, bytes, frozenset, type(None))
 
 def _equal(one: Any, other: Any) -> bool:
     """Return whether two leaves are equal, bitwise in the case of tensors. NaNs are equal."""
-    if isinstance(one, torch.Generator) and isinstance(other, torch.Generator):
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Generator):
         return torch.equal(one.get_state(), other.get_state())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and (not isinstance(one, _COMPARED) or one == other or one != one)
+    if isinstance(one, np.ndarray):
+        same = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return bool(same)
+    if not isinstance(one, Tensor):
+        return not isinstance(one, _COMPARED) or bool(one == other or one != one)
     if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
     if one.layout is not torch.strided:
@@ -69,9 +72,7 @@ class Recording:
         self.device = torch.device("cpu") if param is None else param.device
         self.module = module
         self.before = Snapshot(module, (args, kwargs))
-        self.problem: str | None = None
-        if self.before.problem is not None:
-            self.problem = f"{self.before.problem}, so a call cannot be repeated to verify its compiled code"
+        self.problem = self.before.problem
         self._random = RandomState(self.device)
         self._grad = torch.is_grad_enabled()
         self._autocast = {
@@ -244,11 +245,7 @@ class CapturedGraph:
         names = recording.names()
         self._names = [names.get(id(value), f"graph input {i}") for i, value in enumerate(inputs)]
         self._inputs, self._before = copies(inputs), RandomState(recording.device)
-        self._constants = {
-            i: (value, version_of(value))
-            for i, value in enumerate(inputs)
-            if isinstance(value, Tensor) and not value.requires_grad
-        }
+        self._versions = [(value, version_of(value)) for value in inputs]
         outputs = run_captured(self.graph, inputs)
         self._after = RandomState(recording.device).values()
         self._gradients = recording.observe(_tensors(outputs))
@@ -262,8 +259,8 @@ class CapturedGraph:
             NotCapturedError: backward reads a tensor that the call changes.
         """
         inputs, self._inputs, self._recording = self._inputs, [], None
-        changed = {i for i, (value, version) in self._constants.items() if version_of(value) != version}
-        self._constants = {}
+        versions, self._versions = self._versions, []
+        changed = {i for i, (v, version) in enumerate(versions) if version_of(v) != version}
         trained = [i for i, v in enumerate(inputs) if isinstance(v, Tensor) and v.requires_grad]
 
         def context() -> AbstractContextManager[None]:

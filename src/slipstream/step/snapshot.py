@@ -72,7 +72,7 @@ class Reachable:
         contents: containers and their contents, which are not copied, by id.
         parameters: the parameters of the modules.
         norms: the buffers of BatchNorm, whose output in training does not depend on them, by id.
-        problem: an object whose state cannot be copied, such as an iterator, or None.
+        problem: why a call cannot be repeated, or None.
     """
 
     def __init__(self, skip_torch: bool = False) -> None:
@@ -112,7 +112,7 @@ class Reachable:
             self.parameters[id(value)] = value
             return ()
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            self.problem = self.problem or f"the {kind} '{name}' is an iterator"
+            self.problem = f"a call cannot be repeated, because the {kind} '{name}' is an iterator"
         elif _is_users(type(value)) and not isinstance(value, type) and hasattr(value, "__dict__"):
             return self._add_container(kind, name, vars(value))
         self.values[f"the {kind} '{name}'"] = value
@@ -152,10 +152,6 @@ def _is_users(kind: type) -> bool:
     return kind is SimpleNamespace or kind.__module__.partition(".")[0] not in _LIBRARIES
 
 
-def _is_state(key: str) -> bool:
-    return key not in _STRUCTURE and "_hooks" not in key
-
-
 def _read(container: Any) -> Any:
     """Return a shallow copy of the contents: a dict, a list or a set; for a tensor, a copy."""
     if isinstance(container, Tensor):
@@ -165,8 +161,9 @@ def _read(container: Any) -> Any:
     if isinstance(container, CellType):
         return [container.cell_contents]
     if isinstance(container, dict):
-        is_module = "_modules" in container and "_buffers" in container
-        return {k: v for k, v in container.items() if _is_state(k)} if is_module else dict(container)
+        if "_modules" in container and "_buffers" in container:
+            return {k: v for k, v in container.items() if k not in _STRUCTURE and "_hooks" not in k}
+        return dict(container)
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -174,7 +171,7 @@ def _write(container: Any, contents: Any) -> None:
     """Replace the contents of a container, without calls of methods that the user has overridden."""
     if isinstance(container, Tensor):
         if not torch.equal(container, contents):
-            _assign([(container, contents)])
+            container.detach().copy_(contents)
         return
     now = _read(container)
     if _is_same(now, contents):
@@ -235,9 +232,14 @@ def _replace(value: Any, new: Mapping[int, Any]) -> Any:
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor; always 0 for inference tensors, which do not count them."""
-    return 0 if tensor.is_inference() else tensor._version
+def version_of(leaf: Any) -> Any:
+    """Return a value that changes if a tensor or an array changes; None for other objects.
+
+    It is always 0 for inference tensors, which do not count their changes.
+    """
+    if isinstance(leaf, Tensor):
+        return 0 if leaf.is_inference() else leaf._version
+    return leaf.tobytes() if isinstance(leaf, np.ndarray) else None
 
 
 class Snapshot:
@@ -250,7 +252,7 @@ class Snapshot:
             arguments and the buffers of BatchNorm are not copied.
 
     Attributes:
-        problem: an object whose state cannot be copied, such as an iterator, or None.
+        problem: why a call cannot be repeated, or None.
     """
 
     def __init__(self, module: nn.Module, arguments: tuple[Any, ...], recomputes: bool = False) -> None:
@@ -265,9 +267,7 @@ class Snapshot:
         hooks = [param._backward_hooks for param in params.values() if param._backward_hooks]
         self._contents |= {id(each): (each, {}) for each in hooks}
         self._leaves = leaves if recomputes else reached.leaves()
-        self._versions = {
-            key: version_of(leaf) for key, leaf in self._leaves.items() if isinstance(leaf, Tensor)
-        }
+        self._versions = {key: version_of(leaf) for key, leaf in self._leaves.items()}
         self._copies = _copy(self._leaves)
         self._params = [(param, param.detach().clone(), param._version) for param in params.values()]
         self._outside: dict[int, tuple[Any, Any]] = {}
@@ -283,24 +283,16 @@ class Snapshot:
 
     def keep_changes(self) -> None:
         """Drop what has not changed since."""
-        same = [key for key in self._copies if self._is_unchanged(key)]
-        for key in same:
-            del self._copies[key], self._leaves[key]
+        for key, version in self._versions.items():
+            if version is not None and version == version_of(self._leaves[key]):
+                del self._copies[key], self._leaves[key]
+        kept = self._copies.keys() | self._norms.keys()
         self._contents = {
             key: (container, contents)
             for key, (container, contents) in self._contents.items()
             if not _is_same(_read(container), contents)
-            or any(
-                id(value) in self._copies or id(value) in self._norms or isinstance(value, tuple)
-                for value in _values(contents)
-            )
+            or any(id(value) in kept or isinstance(value, tuple) for value in _values(contents))
         }
-
-    def _is_unchanged(self, key: int) -> bool:
-        leaf, old = self._leaves[key], self._copies[key]
-        if isinstance(leaf, Tensor):
-            return version_of(leaf) == self._versions[key]
-        return isinstance(leaf, np.ndarray) and leaf.tobytes() == old.tobytes()
 
     @contextmanager
     def installed(self) -> Iterator[Any]:
@@ -309,21 +301,15 @@ class Snapshot:
         Yields:
             The arguments, with copies of their tensors.
         """
-        now = [(container, _read(container)) for container, _ in self._contents.values()]
+        changed = [(param, old) for param, old, version in self._params if param._version != version]
+        now = [(container, _read(container)) for container, _ in (*self._contents.values(), *changed)]
         new = _copy(self._copies | self._norms)
-        changed = [(p, old, p.detach().clone()) for p, old, version in self._params if p._version != version]
         try:
             for container, contents in self._contents.values():
                 _write(container, _replace(contents, new))
-            _assign((param, old) for param, old, _ in changed)
+            for param, old in changed:
+                _write(param, old)
             yield _replace(self._arguments, new)
         finally:
             for container, contents in (*self._outside.values(), *now):
                 _write(container, contents)
-            _assign((param, current) for param, _, current in changed)
-
-
-@torch.no_grad()
-def _assign(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for tensor, value in pairs:
-        tensor.copy_(value)
