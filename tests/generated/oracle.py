@@ -167,7 +167,10 @@ class Loop:
         for batch, (size, ends) in enumerate(windows(program)):
             self.events(batch)
             for self.turn in range(2 if program.loss == "gan" or program.train_step == "twice" else 1):
-                losses = self.train(batch, size, ends)
+                if program.train_step != "alternate" or self.turn == 0:
+                    losses = self.train(batch, size, ends)
+                elif batch % 2:
+                    losses = self.train(batch, *windows(program)[batch // 2])
             self.record.append((f"loss[{batch}]", losses))
             if program.through == "accelerate":
                 self.record.append((f"updated[{batch}]", ends))

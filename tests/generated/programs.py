@@ -45,7 +45,8 @@ class Program:
     schedule: str = ""
     """A key of `SCHEDULES`, stepped after each batch."""
     train_step: str = ""
-    """How the model of a Runner trains itself, if it does: `update`, `pieces`, `twice` or `super`."""
+    """How the model of a Runner trains itself, if it does: `update`, `pieces`, `twice`, `super`, or `alternate`, which
+    trains the generator of a GAN in every second batch."""
 
     def __str__(self):
         values, default = dataclasses.asdict(self), dataclasses.asdict(Program())
@@ -204,6 +205,8 @@ def _extended(draw, program):
     losses = ["mse"] if train_step else [program.loss]
     losses += ["gan"] * (train_step in ("update", "pieces")) + ["two", "teacher", "aux", "gan"] * (not runner)
     loss = draw.choice(losses)
+    if loss == "gan" and runner:
+        train_step = draw.choice([train_step, "alternate"])
     if loss == "gan":
         options = {name: value for name, value in options.items() if name in WITH_TWO_OPTIMIZERS}
     if train_step:

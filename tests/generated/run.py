@@ -24,6 +24,7 @@ from slipstream import accelerate
 from slipstream.errors import CheckpointError, SlipstreamError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import EMAHook, Hook
+from slipstream.logging import MessageHub
 from slipstream.model import BaseModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.runner import Runner
@@ -211,6 +212,8 @@ class OwnStep(programs.Net, BaseModel):
         optims, critic = [optim_wrapper] * (1 + (self.how == "twice")), getattr(self, "critic", None)
         if critic is not None:
             optims = [optim_wrapper["critic"], optim_wrapper["generator"]]
+        if self.how == "alternate" and MessageHub.get_current_instance().get_info("iter") % 2 == 0:
+            optims.pop()
         for turn, optim in enumerate(optims):
             with optim.optim_context(self):
                 loss = programs.turn_loss(self, critic, batch, turn)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from slipstream.hooks import Hook
+from slipstream.logging import MessageHub
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.runner import Runner
@@ -206,6 +207,18 @@ def test_each_optimizer_has_its_own_scheduler(tmp_path):
     )
     resumed.train()
     assert_same(weights(runner), weights(resumed))
+
+
+def test_train_step_reads_the_iteration(tmp_path):
+    seen = []
+
+    class Reads(Net):
+        def train_step(self, data, optim_wrapper):
+            seen.append(MessageHub.get_current_instance().get_info("iter"))
+            return super().train_step(data, optim_wrapper)
+
+    run(tmp_path, model=Reads())
+    assert seen == [*range(10)]
 
 
 class Profile(Hook):

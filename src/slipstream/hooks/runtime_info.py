@@ -49,8 +49,12 @@ class RuntimeInfoHook(Hook):
         )
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Record the epoch and the iteration."""
-        runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
+        """Record the epoch."""
+        runner.message_hub.update_info("epoch", runner.epoch)
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Record the iteration, which the `train_step` of many GANs reads to alternate between networks."""
+        runner.message_hub.update_info("iter", runner.iter)
 
     def read_logs(self, runner: Runner) -> None:
         """Record the learning rates of parameter groups that have different rates."""
