@@ -111,6 +111,24 @@ class ViewOfBuffer(Net):
         return y + view
 
 
+class Frozen(Net):
+    """Scales by a buffer that compiled code keeps, and computes a value that it does not need after backward."""
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x) * (self.norm.running_var + 1e-5).rsqrt()))
+
+
+class Queue(Net):
+    """Replaces rows of a buffer that backward reads."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        scores = hidden @ self.norm.running_mean.clone()
+        with torch.no_grad():
+            self.norm.running_mean.copy_(hidden[0])
+        return self.last(hidden * scores[:, None])
+
+
 class CalledTwice(Net):
     def __init__(self):
         super().__init__()
@@ -255,6 +273,7 @@ EAGER = [
     ChangedBuffer,
     ChangedAfterBreak,
     ViewOfBuffer,
+    Queue,
     Recent,
     OwnCheckpoint,
     InnerGradient,
@@ -264,6 +283,7 @@ GRAPHS = [
     Net,
     Objects,
     UnusedOutput,
+    Frozen,
     Counter,
     BrokenGraph,
     UnusedDropout,

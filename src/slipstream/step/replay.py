@@ -189,7 +189,7 @@ class Recording:
 
 
 def gradients(
-    outputs: Sequence[Tensor], grads: Mapping[int, Tensor], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor], grads: Mapping[int, Tensor], inputs: Sequence[Tensor], retain: bool = False
 ) -> list[Tensor | None]:
     """Return the gradients of `inputs`, for the given gradients of outputs by index; None if there are none."""
     used = [i for i in grads if outputs[i].requires_grad]
@@ -198,7 +198,7 @@ def gradients(
     vectors = [grads[i].to(outputs[i].dtype) for i in used]
     with torch.autocast("cpu", enabled=False), torch.autocast(outputs[0].device.type, enabled=False):
         found: Sequence[Tensor | None] = torch.autograd.grad(
-            [outputs[i] for i in used], inputs, vectors, retain_graph=True, allow_unused=True
+            [outputs[i] for i in used], inputs, vectors, retain_graph=retain, allow_unused=True
         )
     return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in found]
 
@@ -318,7 +318,7 @@ def _reached(outputs: Sequence[Tensor], inputs: Sequence[Any], trained: Sequence
     leaves, found = [inputs[i] for i in trained], []
     for number, output in enumerate(outputs):
         ones = {} if output.grad_fn is None else {number: torch.ones_like(output)}
-        grads = gradients(outputs, ones, leaves)
+        grads = gradients(outputs, ones, leaves, retain=True)
         found.append({i for i, grad in zip(trained, grads, strict=True) if grad is not None})
     return found
 
