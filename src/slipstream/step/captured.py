@@ -79,6 +79,8 @@ class Capture:
     """Calls the compiled code without Dynamo, if possible."""
     cuda_graphs: CudaGraphs | None
     """Replays direct calls as CUDA graphs."""
+    has_graphs = False
+    """Whether a graph was captured; its compilation may have failed."""
 
     def __init__(
         self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], allow_update_inside: bool
@@ -147,7 +149,7 @@ class Capture:
             UnstableGraphError: too many of the previous graphs were used for only a few batches.
         """
         self._wasted += 0 < self.uses[ends_window] - 1 <= _FEW_BATCHES
-        self.uses[ends_window] = 1
+        self.uses[ends_window], self.has_graphs = 1, True
         if self._wasted >= 3:
             raise UnstableGraphError(
                 "each step needs a new graph, because a value that is a constant in the graph changes, or because "

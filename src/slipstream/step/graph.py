@@ -110,8 +110,8 @@ class GraphStep(CompiledStep):
         self._captured: Capture | None = None  # set in phase RUN
         self._trained: list[nn.Parameter] = []  # set in phases CAPTURE and RUN
         self._infers = True  # whether the trained parameters may be inferred from a loaded optimizer state
-        # Why the last graph was dropped, and the parameters with which the step could not be captured.
-        self._dropped: tuple[Exception, list[nn.Parameter]] | None = None
+        # Why the last graph was dropped, and the parameters with which the step could not be captured (None for all).
+        self._dropped: tuple[Exception, list[nn.Parameter] | None] | None = None
         self._shapes = Shapes()
         self._rebuilds = self._setting_changes = 0
 
@@ -231,8 +231,7 @@ class GraphStep(CompiledStep):
     def _train_and_record(self, inputs: Any) -> dict[str, Tensor]:
         """Train eagerly, and record which parameters receive a gradient.
 
-        The step stays eager if these are the parameters with which it could not be captured, or if too many graphs were
-        dropped.
+        The step stays eager if it could not be captured with these parameters, or if too many graphs were dropped.
         """
         optim, trained = self.optim, list[nn.Parameter]()
         dropped, self._dropped = self._dropped, None  # cleared first, in case the user's code raises an error
@@ -244,7 +243,9 @@ class GraphStep(CompiledStep):
         if not trained:
             self._dropped = dropped  # wait for the end of the accumulation window
         elif dropped is not None and (
-            self._rebuilds > _MAX_REBUILDS or list(map(id, dropped[1])) == list(map(id, trained))
+            self._rebuilds > _MAX_REBUILDS
+            or dropped[1] is None
+            or list(map(id, dropped[1])) == list(map(id, trained))
         ):
             self._stop(dropped[0])
         elif not can_trace(optim.optimizer) or has_state(optim.optimizer, trained):
@@ -452,7 +453,10 @@ class GraphStep(CompiledStep):
         """Train on a batch eagerly after a graph could not be captured, compiled or verified."""
         if self._keep_verified(error):
             return self.eager.train(inputs)
-        self._dropped = error, self._trained  # the model may have taken a branch with other parameters
+        # The model may have taken a branch with other parameters. If even the first batch of recorded parameters has no
+        # graph, stop: branches that alternate would otherwise need a graph each time.
+        is_final = not self._infers and (self._captured is None or not self._captured.has_graphs)
+        self._dropped = error, None if is_final else self._trained
         self._enter(Phase.RECORD)
         return self._train_and_record(inputs)
 
