@@ -39,9 +39,10 @@ def capture_config(autograd: bool = True) -> Iterator[None]:
     # A checkpointed block that changes its arguments, such as a key-value cache, changes them in forward only.
     changes = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     settings: dict[str, Any] = {changes: True} if hasattr(torch._dynamo.config, changes) else {}
+    if torch.__version__ >= "2.12":  # torch 2.11 tries to log these functions as JSON
+        settings["ignore_logging_functions"] = _log_functions()
     with (
         torch._dynamo.config.patch(
-            ignore_logger_methods=_log_functions(),  # newer versions have another name, but keep this one as an alias
             trace_autograd_ops=autograd,
             # Without this setting, a counter that a module increments in forward causes a new graph at every step.
             allow_unspec_int_on_nn_module=True,
