@@ -1,5 +1,6 @@
 """Tests of `precision`: option values, the TF32 context, and float8 (with a mock of torchao, except on a GPU)."""
 
+import copy
 import sys
 import types
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from accelerators import cuda_only
+from slipstream import accelerate
 from slipstream.errors import ConfigError
 from slipstream.speed.precision import convert_to_fp8, read_precision, tf32
 
@@ -36,6 +38,38 @@ def test_tf32_is_restored_after_its_context():
     with tf32():
         assert switches() == ["tf32"] * 3
     assert switches() == before
+
+
+NARROW = [
+    (lambda: nn.Conv1d(16, 8, 5, stride=2, padding=2), (1,)),
+    (lambda: nn.Conv2d(16, 8, 3, stride=2, padding=1), (6, 1)),
+    (lambda: nn.Conv2d(16, 8, 5, stride=3, padding=2), (5, 2)),
+    (lambda: nn.Conv3d(16, 8, 3, padding=1), (1, 6, 6)),
+]
+
+
+@pytest.mark.parametrize(("layer", "size"), NARROW)
+@pytest.mark.parametrize("compile", [None, dict(backend="aot_eager", scope="step")])
+def test_bf16_gradients_of_narrow_images_on_a_cpu_are_those_of_float64(layer, size, compile):
+    torch.manual_seed(0)
+    net, image = layer(), torch.randn(4, 16, *size)
+    weights = net.weight.detach().clone()
+    exact = copy.deepcopy(net).double()
+    speed = dict(precision="bf16", **({} if compile is None else dict(compile=compile)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    step = accelerate(net, optimizer, lambda out, target: (out * target).sum(), speed)
+    target = torch.randn(exact(image.double()).shape)
+    (exact(image.double()) * target.double()).sum().backward()
+    for _ in range(4):
+        junk = [
+            torch.full((2**k,), torch.nan) for k in range(4, 18)
+        ]  # memory that an incorrect kernel may read
+        del junk
+        with torch.no_grad():
+            net.weight.copy_(weights)
+        step((image, target))
+        error = (weights - net.weight).double() - exact.weight.grad
+        assert error.norm() < 0.02 * exact.weight.grad.norm()
 
 
 # ---- float8 ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.memory_format import check_cpu_kernels, to_channels_last
 from slipstream.speed.plan import SpeedPlan
-from slipstream.speed.precision import AUTOCAST_DTYPES, convert_to_fp8, tf32
+from slipstream.speed.precision import AUTOCAST_DTYPES, avoid_incorrect_kernels, convert_to_fp8, tf32
 from slipstream.step.parts import StepPart
 
 __all__ = ["overrides_train_step", "plan_optim", "prepare_model", "prepare_optim", "running", "to_device"]
@@ -62,6 +62,8 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         model = to_device(model, device)
         if plan.precision == "fp8":
             convert_to_fp8(model)
+        if plan.precision == "bf16" and device.type == "cpu":
+            avoid_incorrect_kernels(model)
         if plan.channels_last:
             if device.type == "cpu":
                 check_cpu_kernels(model)
