@@ -112,7 +112,17 @@ def own_statistics(folder):
     return during, again.val()["output"]
 
 
-FUNCTIONS = [own_statistics, validation]
+def modes(folder):
+    """Return the batches that BatchNorm counted in models that were in evaluation mode, as a whole and in part."""
+    counted = []
+    for module in (lambda net: net, lambda net: net.net[1]):
+        net = Net(norm=True)
+        module(net).eval()
+        counted.append(int(train(folder, 2, net)[0]["net.1.num_batches_tracked"]))
+    return counted
+
+
+FUNCTIONS = [own_statistics, validation, modes]
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +143,7 @@ def test_checkpoint_contains_the_validated_batchnorm_statistics(answers):
         assert not isinstance(answer, str), answer
         during, again = answer
         assert during == pytest.approx(again, rel=1e-6)
+
+
+def test_only_parts_of_a_model_stay_in_evaluation_mode(answers):
+    assert answers["modes"] == [[EPOCHS * 20 // BATCH, 0]] * 2

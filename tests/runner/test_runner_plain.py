@@ -182,6 +182,20 @@ def test_modules_in_evaluation_mode_stay_in_it(tmp_path, stage):
     assert model[1].num_batches_tracked == 0
 
 
+def test_a_hook_after_validation_can_end_the_evaluation_mode(tmp_path, capfd):
+    class Unfreezes(Hook):
+        def after_val_epoch(self, runner, metrics=None):
+            runner.model[1].train()
+
+    model = net()
+    model[1].eval()
+    validation = dict(val_dataloader=loader(data(), shuffle=False), val_cfg={}, val_evaluator="loss")
+    log = dict(log_level="WARNING", custom_hooks=[Unfreezes()])
+    Runner(**arguments(tmp_path, model, **log, **validation)).train()
+    assert model[1].num_batches_tracked == 5
+    assert "stay in evaluation mode" in capfd.readouterr().out
+
+
 def test_a_module_that_the_train_method_freezes_is_trained_once_the_method_unfreezes_it(tmp_path):
     class Counts(Hook):
         def after_train_epoch(self, runner):

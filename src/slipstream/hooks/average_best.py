@@ -155,14 +155,16 @@ def _is_float(value: Any) -> bool:
 
 
 def _validate_with(state: Mapping[str, Any], runner: Runner) -> dict[str, Any]:
-    """Validate with the weights in `state` and return the metrics; restore the training weights afterwards."""
+    """Validate with the weights in `state` and return the metrics; restore the training weights and modes afterwards."""
+    modes = [(module, module.training) for module in runner.model.modules()]
     with validation_weights(runner) as model:
         original = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
         model.load_state_dict({key: shard_like(value, original[key]) for key, value in state.items()})
         runner.is_training = False  # these metrics must not trigger checkpoints, schedulers or early stopping
         metrics: dict[str, Any] = runner.val_loop.run()
         runner.is_training = True
-    runner.model.train()
+    for module, training in modes:
+        module.training = training
     # EMAHook swaps the training weights back in after validation, so swap in the EMA weights again to restore them.
     with validation_weights(runner) as model:
         model.load_state_dict(original)

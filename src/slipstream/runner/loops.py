@@ -39,6 +39,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.evaluator.metric import LossMetric
 from slipstream.logging import Phase
+from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
@@ -258,7 +259,8 @@ class _TrainLoop(BaseLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
-        self._set_training_mode(self._modules_in_eval_mode())
+        self._set_training_mode(kept := self._modules_in_eval_mode())
+        self._report_eval_mode(kept)
         with self._annotate_errors():
             self._train()
         runner.phases.switch("other")
@@ -309,13 +311,18 @@ class _TrainLoop(BaseLoop):
             self._validated, self._validation_start = False, get_random_state()
             modules = self._modules_in_eval_mode()
             self._runner.val_loop.run()
+            if not self._runner.model.training:  # a hook may have put some modules into training mode
+                modules = [module for module in modules if not module.training]
             self._set_training_mode(modules)
             self.end_validation()
         self._validated = True
 
     def _modules_in_eval_mode(self) -> list[torch.nn.Module]:
-        """Return the modules that the user, not the model's `train` method, put into evaluation mode."""
-        model = self._runner.model
+        """Return the modules that the user, not the model's `train` method, put into evaluation mode.
+
+        If the whole model is in evaluation mode, the result is empty.
+        """
+        model = unwrap_model(self._runner.model)  # a wrapper is always created in training mode
         modules = model.modules() if model.training else ()
         return [module for module in modules if not module.training and module not in self._frozen_by_model]
 
@@ -324,6 +331,18 @@ class _TrainLoop(BaseLoop):
         self._frozen_by_model = {m for m in self._runner.model.modules() if not m.training}
         for module in except_modules:
             module.training = False
+
+    def _report_eval_mode(self, modules: list[torch.nn.Module]) -> None:
+        """Warn about modules with trainable parameters that stay in evaluation mode during training."""
+        kept = {module for module in modules if any(param.requires_grad for param in module.parameters())}
+        names = [name for name, module in unwrap_model(self._runner.model).named_modules() if module in kept]
+        if names:
+            self._runner.logger.warning(
+                f"These modules have trainable parameters but stay in evaluation mode during training, without "
+                f"dropout and with fixed BatchNorm statistics: {', '.join(names[:5])}{', ...' * (len(names) > 5)}. If "
+                "this is not intended, call model.train() before the run (from_pretrained returns models in "
+                "evaluation mode)"
+            )
 
     def end_validation(self) -> None:
         """Mark the validation as complete. Validation loops call this method before hooks use the metrics."""
