@@ -104,7 +104,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[images,recipes]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[images]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

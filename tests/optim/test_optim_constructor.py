@@ -200,3 +200,11 @@ def test_custom_constructor_sets_options(monkeypatch):
 def test_invalid_paramwise_cfg_raises_an_error(rules, message):
     with pytest.raises(ConfigError, match=message):
         build(Net(), rules)
+
+
+@pytest.mark.parametrize("name", ["Fromage", "Nero", "SGD"])
+def test_a_license_that_forbids_commercial_use_is_logged(name, caplog):
+    if name != "SGD":
+        pytest.importorskip("pytorch_optimizer")
+    build_optim_wrapper(nn.Linear(2, 2), dict(optimizer=dict(type=name, lr=0.1)))
+    assert ("forbids commercial use" in caplog.text) == (name != "SGD")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from logging import getLogger
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from slipstream.typecheck import NonNegative, check
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms and instance norms
+_NON_COMMERCIAL = ("Fromage", "Nero")  # CC BY-NC-SA 4.0, from pytorch_optimizer
 _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because these classes are in other libraries
 
 
@@ -106,6 +108,8 @@ class DefaultOptimWrapperConstructor:
             groups = self._groups(unwrap(model))
             optimizer = OPTIMIZERS.build(self.optimizer_cfg, default_args={"params": groups})
             self._check_options(optimizer)
+            if (name := type(optimizer).__name__) in _NON_COMMERCIAL:
+                getLogger("slipstream").warning(f"The license of {name} forbids commercial use")
         wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
             self.optim_wrapper_cfg, default_args={"optimizer": optimizer}
         )

@@ -155,6 +155,14 @@ def test_small_files_that_describe_huge_images_are_rejected(tmp_path, kind, read
         read(path)
 
 
+@pytest.mark.parametrize("kind", ["gif", "ico", "pcx"])
+def test_other_formats_of_pillow_are_not_decoded(tmp_path, kind):
+    Image.new("RGB", (16, 16)).save(tmp_path / f"image.{kind}")
+    (tmp_path / f"image.{kind}").rename(tmp_path / "image.png")
+    with pytest.raises(DataError, match=r"image\.png"):
+        read_image(tmp_path / "image.png")
+
+
 # ---- orientation ---------------------------------------------------------------------------------------------
 
 _SHOWN = {

@@ -27,6 +27,8 @@ MAX_PIXELS = 178_956_970
 
 Even a small file can decode to a huge image.
 """
+_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's other decoders are not used, because an image file may come from an untrusted source."""
 _ORIENTATION = 0x0112  # EXIF tag
 # Pillow's operations for the EXIF orientations 2 to 8.
 _TRANSPOSITIONS = (
@@ -114,7 +116,7 @@ def open_image(path: Path | ImageBytes, max_pixels: int | None = MAX_PIXELS) -> 
         Image.MAX_IMAGE_PIXELS = max_pixels
     remedy = "resize it, or raise max_pixels if you trust the file"
     try:
-        with Image.open(path if isinstance(path, Path) else path.open()) as image:
+        with Image.open(path if isinstance(path, Path) else path.open(), formats=_FORMATS) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 raise DataError(
                     f"'{path}' has {image.width} x {image.height} pixels, more than max_pixels={max_pixels:,}; {remedy}"
