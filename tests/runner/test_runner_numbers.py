@@ -123,8 +123,32 @@ def test_schedulers_end_at_the_end_of_training_by_default(tmp_path):
         default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=False),
     )
-    expected = {step: 0.05 * (1 + np.cos(np.pi * (step - 1) / 8)) for step in range(1, 9)}
-    assert lrs(runner) == pytest.approx(expected)
+    assert list(lrs(runner).values()) == pytest.approx(COSINE)
+
+
+COSINE = [0.05 * (1 + np.cos(np.pi * step / 8)) for step in range(8)]
+LINEAR = [0.1 * (1 + 2 * step / 7) / 3 for step in range(8)]
+CONVERTED = {
+    "CosineAnnealingLR": ({}, COSINE),
+    "PolyLR": ({}, [0.1 * (1 - step / 7) for step in range(8)]),
+    "LinearLR": ({}, LINEAR),
+    "ExponentialLR": (dict(gamma=0.5), [0.1 * 0.5**step for step in range(8)]),
+    "StepLR": (dict(step_size=1), [0.1] * 5 + [0.01] * 3),
+}
+
+
+@pytest.mark.parametrize("sampler", ["DefaultSampler", "InfiniteSampler"])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_schedules_end_with_an_iteration_based_run_in_the_middle_of_a_pass(tmp_path, name, sampler):
+    options, expected = CONVERTED[name]
+    runner = run(
+        tmp_path,
+        train_dataloader=loader(sampler=sampler),
+        train_cfg=dict(by_epoch=False, max_iters=8),
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
+        param_scheduler=dict(type=name, by_epoch=True, convert_to_iter_based=True, **options),
+    )
+    assert list(lrs(runner).values()) == pytest.approx(expected)
 
 
 class Gan(BaseModel):

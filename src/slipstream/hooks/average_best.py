@@ -155,7 +155,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _validate_with(state: Mapping[str, Any], runner: Runner) -> dict[str, Any]:
-    """Validate with the weights in `state` and return the metrics; restore the training weights and modes afterwards."""
+    """Validate with the weights in `state` and return the metrics; restore the weights and modes."""
     modes = [(module, module.training) for module in runner.model.modules()]
     with validation_weights(runner) as model:
         original = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}

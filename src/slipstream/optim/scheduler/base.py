@@ -6,6 +6,7 @@ import copy
 import inspect
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -123,7 +124,7 @@ class _ParamScheduler(metaclass=_SchedulerType):
         cls,
         *args: Any,
         begin: float = 0,
-        end: float = INF,
+        end: float | Fraction = INF,
         by_epoch: bool = True,
         epoch_length: int | None = None,
         **kwargs: Any,
@@ -142,7 +143,7 @@ class _ParamScheduler(metaclass=_SchedulerType):
         def convert(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [convert(v) for v in value]
-            return int(value * epoch_length) if is_number(value) else value
+            return int(value * epoch_length) if is_number(value) or isinstance(value, Fraction) else value
 
         kwargs.update({name: convert(kwargs[name]) for name in cls._step_arguments if name in kwargs})
         kwargs |= {"begin": convert(begin), "end": INF if end == INF else convert(end), "by_epoch": False}

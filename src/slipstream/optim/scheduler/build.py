@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -96,7 +97,7 @@ def build_param_scheduler(
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default `end` of epoch-based schedulers.
-        max_iters: default `end` of iteration-based schedulers.
+        max_iters: default `end` of iteration-based schedulers and, with `convert_to_iter_based`, of the others.
 
     Raises:
         ConfigError: a key is invalid (the message names it), a scheduler object belongs to a different
@@ -116,11 +117,20 @@ def build_param_scheduler(
     target: Any = PARAM_SCHEDULERS.resolve(kind) if isinstance(kind, str) else kind
     for key in ("by_epoch", "convert_to_iter_based"):
         check(cfg.get(key, True), bool, key)
-    end = max_epochs if cfg.get("by_epoch", True) else max_iters
+    end: Any = max_epochs if cfg.get("by_epoch", True) else max_iters
+    if (
+        cfg.get("by_epoch", True)
+        and cfg.get("convert_to_iter_based")
+        and epoch_length
+        and max_iters is not None
+    ):
+        # The number of epochs, which is not an integer in an iteration-based run that ends in the middle of an epoch.
+        epochs = Fraction(max_iters, epoch_length)
+        end = epochs.numerator if epochs.denominator == 1 else epochs
     begin: Any = cfg.get("begin")
     if cfg.get("end") is None and end is not None and is_number(begin) and begin >= end:
         raise ConfigError(
-            f"is {begin}, but the run is only {end} long; train longer, reduce begin (and the `end` of the preceding "
+            f"is {begin}, but the run is only {float(end):g} long; train longer, reduce begin (and the `end` of the preceding "
             "scheduler), or set param_scheduler=null to train with a constant learning rate",
             "begin",
         )
