@@ -1,5 +1,7 @@
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from slipstream.errors import BackendError, ConfigError, UnknownNameError
 from slipstream.registry import VISBACKENDS, VISUALIZERS
 from slipstream.visualization import BaseVisBackend, LocalVisBackend, Visualizer
+from slipstream.visualization.backends import default_backends
 
 
 class Recording(BaseVisBackend):
@@ -44,6 +47,40 @@ def test_every_call_is_passed_to_every_backend():
     assert first.calls == second.calls
     assert [call[0] for call in first.calls] == ["config", "scalar", "scalars", "image", "close"]
     assert first.calls[2] == ("scalars", {"x": 1.0}, 3, "f.json")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
+def test_backends_that_cannot_write_are_reported_once_and_do_not_end_the_run(tmp_path, capsys):
+    class Broken(Recording):
+        def add_scalars(self, *_):
+            raise ConnectionError("no server")
+
+        def close(self):
+            raise ConnectionError("no server")
+
+    (tmp_path / "vis_data").mkdir()
+    (tmp_path / "vis_data" / "scalars.json").symlink_to("/dev/full")
+    visualizer = Visualizer("run", [Broken(), dict(type="LocalVisBackend"), last := Recording()], tmp_path)
+    for step in range(3):
+        visualizer.add_scalars({"loss": 0.5}, step)
+    visualizer.close()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "cannot record values" in line]
+    assert ["no server" in line for line in warnings] == [True, False]
+    assert "[Errno 28]" in warnings[1]
+    assert len(last.calls) == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the writer's thread
+def test_a_log_folder_that_is_removed_does_not_end_the_run(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    visualizer = Visualizer("run", default_backends(), tmp_path)
+    for step in range(3):
+        visualizer.add_scalars({"loss": 0.5}, step)
+        visualizer.flush()
+        shutil.rmtree(tmp_path / "vis_data", ignore_errors=True)
+    visualizer.end_run(failed=False)
+    visualizer.close()
+    assert capsys.readouterr().err.count("TensorboardVisBackend cannot record values") == 1
 
 
 def test_backend_that_cannot_start_is_named(tmp_path):

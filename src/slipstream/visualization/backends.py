@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -72,25 +71,8 @@ class BaseVisBackend:
         """Write buffered data and close files and connections."""
 
 
-class _FileBackend(BaseVisBackend):
-    """Base class of backends that log one warning for each file that cannot be written, and let the run continue."""
-
-    def __init__(self, save_dir: str | Path) -> None:
-        super().__init__(save_dir)
-        self._reported: set[str] = set()
-
-    def _report(self, name: str, error: Exception) -> None:
-        if name not in self._reported:
-            # Imported here, because slipstream.logging imports torch.
-            from slipstream.logging import print_log
-
-            self._reported.add(name)
-            message = f"Scalars cannot be written to {self.save_dir / name}: {error}"
-            print_log(message, "current", logging.WARNING)
-
-
 @VISBACKENDS.register_module()
-class LocalVisBackend(_FileBackend):
+class LocalVisBackend(BaseVisBackend):
     """Write files to `save_dir`: the configuration, one JSON line per set of scalars, and PNG images.
 
     Args:
@@ -150,13 +132,12 @@ class LocalVisBackend(_FileBackend):
         self._files.clear()
 
     def _append(self, name: str, line: str) -> None:
-        """Append a line. If the file cannot be written, report the problem once without ending the run."""
         try:
             self._file(name).write(line)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._files.pop(name).close()
-            self._report(name, error)
+        except OSError:
+            with contextlib.suppress(OSError, KeyError):
+                self._files.pop(name).close()  # a later line opens the file again
+            raise
 
     def _file(self, name: str) -> TextIO:
         if name not in self._files:

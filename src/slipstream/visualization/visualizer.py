@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class Visualizer:
     ) -> None:
         self.name = name
         self._backends: dict[str, Any] = {}
+        self._failed: set[str] = set()
         backends = vis_backends if isinstance(vis_backends, list | tuple) else [vis_backends]
         for index, backend in enumerate(backends):
             if backend is not None:
@@ -96,15 +98,13 @@ class Visualizer:
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
         """Record a scalar."""
-        for backend in self._backends.values():
-            backend.add_scalar(name, value, step)
+        self._call("add_scalar", name, value, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
         """Record several scalars for one step; `LocalVisBackend` also writes them to `file_path`."""
-        for backend in self._backends.values():
-            backend.add_scalars(scalar_dict, step, file_path)
+        self._call("add_scalars", scalar_dict, step, file_path)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Record an RGB image, uint8 (H, W, 3).
@@ -112,23 +112,35 @@ class Visualizer:
         Raises:
             DataError: if `image` has a different type or shape.
         """
-        for backend in self._backends.values():
-            backend.add_image(name, image, step)
+        self._call("add_image", name, image, step)
 
     def flush(self) -> None:
         """Flush every backend."""
-        for backend in self._backends.values():
-            if hasattr(backend, "flush"):
-                backend.flush()
+        self._call("flush")
 
     def end_run(self, failed: bool) -> None:
         """Flush every backend, and mark the run as finished or failed. The Runner calls this method after each run."""
         self.flush()
-        for backend in self._backends.values():
-            if hasattr(backend, "end_run"):
-                backend.end_run(failed)
+        self._call("end_run", failed)
 
     def close(self) -> None:
         """Close every backend."""
-        for backend in self._backends.values():
-            backend.close()
+        self._call("close")
+
+    def _call(self, method: str, *args: Any) -> None:
+        """Call a method of each backend; log one warning for each backend that fails, and let the run continue."""
+        for name, backend in self._backends.items():
+            try:
+                getattr(backend, method, lambda *_: None)(*args)
+            except SlipstreamError:
+                raise
+            except Exception as error:  # any library may write the log
+                if name not in self._failed:
+                    # Imported here, because slipstream.logging imports torch.
+                    from slipstream.logging import print_log
+
+                    self._failed.add(name)
+                    message = (
+                        f"{name} cannot record values ({type(error).__name__}: {error}); training continues"
+                    )
+                    print_log(message, "current", WARNING)
