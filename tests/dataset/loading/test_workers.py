@@ -87,6 +87,25 @@ def test_error_for_a_dead_worker_contains_a_remedy():
         read(loader)
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError, FileNotFoundError])
+def test_lost_batch_is_explained_after_torch_has_forgotten_its_workers(error):
+    class Iterator:  # torch raises these errors if a worker dies while it sends a batch
+        running = True
+
+        def __next__(self):
+            raise error
+
+        def _shutdown_workers(self):
+            self.running = False
+
+    loading = Loading(build(Samples(), num_workers=1), "train_dataloader")
+    loading.close()
+    loading._iterator = Iterator()
+    with pytest.raises(DataLoaderError, match="train_dataloader: a worker died"):
+        list(loading)
+    assert not loading._iterator.running
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_signal_during_the_start_of_a_worker_does_not_end_the_worker(monkeypatch, number):
     set_num_threads = torch.set_num_threads

@@ -184,12 +184,18 @@ class Loading:
                 batch = next(self._iterator)
             except StopIteration:
                 return
-            except (ConnectionError, EOFError) as error:
-                if not self.loader.num_workers or str(error).startswith("Caught "):  # raised in a worker
-                    raise
-                raise DataLoaderError(
-                    f"{self.name}: a worker died while sending a batch; set num_workers=0 to see the error"
-                ) from error
+            except Exception as error:
+                # While torch knows its workers, its signal handler may raise another error for a dead worker, even
+                # while this error is handled.
+                _stop_workers(self._iterator)
+                reads_batch = self.loader.num_workers and not str(error).startswith(
+                    "Caught "
+                )  # raised in a worker
+                if reads_batch and isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+                    raise DataLoaderError(
+                        f"{self.name}: a worker died while sending a batch; set num_workers=0 to see the error"
+                    ) from error
+                raise
             yield batch
 
     def close(self) -> None:
