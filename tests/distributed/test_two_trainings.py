@@ -6,6 +6,7 @@ from torch.utils.data import Dataset
 from two_processes import run_in_two
 
 from slipstream.evaluator import BaseMetric
+from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.runner import Runner
@@ -122,7 +123,25 @@ def modes(folder):
     return counted
 
 
-FUNCTIONS = [own_statistics, validation, modes]
+class Unfreezes(Hook):
+    def before_train_epoch(self, runner):
+        if runner.epoch == 1:
+            runner.model.requires_grad_(True)
+
+
+def unfreezing(folder, world=2):
+    """Return the weights after training with a layer that is frozen in the first epoch."""
+    results = []
+    for options in ({}, dict(parallel=dict(type="ddp", comm_hook="bf16")), dict(accumulate=3)):
+        net = Net()
+        net.net[0].requires_grad_(False)
+        speed = options if world > 1 or "accumulate" in options else {}
+        state = train(folder, world, net, custom_hooks=[Unfreezes()], speed=speed)[0]
+        results.append(torch.cat([value.flatten() for value in state.values()]).numpy())
+    return results
+
+
+FUNCTIONS = [own_statistics, validation, modes, unfreezing]
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +166,12 @@ def test_checkpoint_contains_the_validated_batchnorm_statistics(answers):
 
 def test_only_parts_of_a_model_stay_in_evaluation_mode(answers):
     assert answers["modes"] == [[EPOCHS * 20 // BATCH, 0]] * 2
+
+
+def test_gradients_of_parameters_that_a_hook_unfreezes_are_averaged(answers, tmp_path):
+    expected = unfreezing(tmp_path, world=1)
+    assert not (expected[0] == expected[2]).all()
+    for answer in answers["unfreezing"]:
+        assert not isinstance(answer, str), answer
+        for found, right, tolerance in zip(answer, expected, (1e-6, 1e-2, 1e-6), strict=True):
+            assert found == pytest.approx(right, rel=tolerance, abs=tolerance)

@@ -119,13 +119,15 @@ def test_longest_custom_key_replaces_all_other_options():
 # ---- frozen and shared parameters ---------------------------------------------------------------
 
 
-def test_frozen_parameters_are_excluded_but_match_custom_keys():
+def test_frozen_parameters_have_their_options_so_that_they_can_be_trained_later():
     model = Net()
     model.backbone.requires_grad_(False)
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     optimizer = build(model, {"custom_keys": {"backbone": {"lr_mult": 0.1}}})
     found = options_by_name(model, optimizer, "lr")
-    assert set(found) == {name for name, _ in model.named_parameters() if not name.startswith("backbone")}
-    assert len(optimizer.param_groups) == 1
+    assert set(found) == {name for name, _ in model.named_parameters()} - {"codes"}
+    assert len({lr for name, lr in found.items() if name.startswith("backbone")}) == 1
+    assert len(optimizer.param_groups) == 2
 
 
 def tied():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError
+from slipstream.errors import CheckpointError, ModelError
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
@@ -73,6 +73,36 @@ def test_load_checkpoint_before_training_equals_load_from(tmp_path, checkpoint, 
     called = evaluated(tmp_path / "called")
     called[0].load_checkpoint(checkpoint)
     assert_equal_training(expected, called)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"model": state, "optimizer": {"state": {}}, "epoch": 3},
+        lambda state: {"net": {f"module.{name}": value for name, value in state.items()}},
+        lambda state: {"module": {f"_orig_mod.{name}": value for name, value in state.items()}},
+        lambda state: {
+            "model": dict.fromkeys(state, torch.zeros(())),
+            "ema": {"module": state, "updates": 4},
+        },
+        lambda state: {"epoch": 3, **state},
+    ],
+    ids=["model", "net", "module", "ema", "flat"],
+)
+def test_weights_of_other_programs_load(tmp_path, checkpoint, wrap):
+    content = torch.load(checkpoint, weights_only=True)["state_dict"]
+    torch.save(wrap(content), tmp_path / "other.pth")
+    runner = Runner(**training(tmp_path))
+    runner.load_checkpoint(tmp_path / "other.pth", strict=True)
+    assert_same(weights(runner), content)
+
+
+def test_error_for_a_file_without_weights_names_its_keys(tmp_path):
+    torch.save({"encoder": {"weight": torch.ones(1)}, "step": 4}, tmp_path / "other.pth")
+    with pytest.raises(
+        CheckpointError, match=r"contains no weights: none of its entries \['encoder', 'step'\]"
+    ):
+        Runner(**training(tmp_path)).load_checkpoint(tmp_path / "other.pth")
 
 
 def complete(work_dir, **changes):

@@ -350,3 +350,38 @@ def test_resume_warns_if_a_schedule_depends_on_a_changed_length(tmp_path, schedu
     if expected is not None:
         assert expected in text
         assert "load_from" in text
+
+
+class Unfreezes(Hook):
+    """Train the first layer and the BatchNorm from the second epoch on."""
+
+    def before_train_epoch(self, runner):
+        if runner.epoch == 1:
+            runner.model.first.requires_grad_(True)
+            runner.model.norm.train()
+
+
+def frozen(bias=True):
+    torch.manual_seed(5)
+    model = Net(norm=True)
+    model.first.requires_grad_(False)
+    model.first.bias.requires_grad_(bias)
+    model.norm.eval()
+    return model
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_resumed_run_trains_what_hooks_have_unfrozen(tmp_path, epochs, capsys):
+    def train(folder, epochs, model=None, **changes):
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        hooks = dict(custom_hooks=[Unfreezes()])
+        return run(
+            tmp_path / folder, model=model or frozen(), train_cfg=cfg, **hooks, **validation(), **changes
+        )
+
+    whole = weights(train("whole", 3))
+    assert whole["norm.num_batches_tracked"] == 10
+    train("parts", epochs)
+    assert_same(weights(train("parts", 3, resume=True)), whole)
+    train("parts", 4, frozen(bias=False), resume=True, log_level="WARNING")
+    assert "started with other frozen parameters" in capsys.readouterr().out

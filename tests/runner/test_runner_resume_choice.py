@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 from slipstream.errors import CheckpointError
 from tiny_runs import (
@@ -94,3 +95,17 @@ def test_resume_raises_an_error_if_all_checkpoints_are_damaged(tmp_path):
         damage(path)
     with pytest.raises(CheckpointError, match=r"epoch_2\.pth is damaged"):
         run(tmp_path, resume=True)
+
+
+def test_a_restarted_run_resumes_instead_of_returning_to_load_from(tmp_path, capsys):
+    run(tmp_path / "first")
+    source = tmp_path / "first" / "epoch_2.pth"
+    torch.save(torch.load(source, weights_only=True)["state_dict"], tmp_path / "weights.pth")
+    whole = run(tmp_path / "whole", load_from=tmp_path / "weights.pth")
+    folder, options = tmp_path / "parts", dict(load_from=tmp_path / "weights.pth", resume=True)
+    part = run(folder, **options, train_cfg=dict(by_epoch=True, max_epochs=1))
+    assert part.iter == 5
+    resumed = run(folder, **options, log_level="WARNING")
+    assert "is not read" in capsys.readouterr().out
+    assert_same(weights(resumed), weights(whole))
+    assert run(tmp_path / "new", load_from=source, resume=True).checkpoints.resumed_from == source

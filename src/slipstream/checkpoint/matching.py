@@ -96,7 +96,8 @@ _COUNTS = dict.fromkeys(("epoch", "iter", "inner_samples", "num_workers"), NonNe
 _STATES = {"random_state": list[dict[str, Any]] | None, "sampler_generators": list[dict[str, Any]]}
 _TEXTS = {"run_id": str, "cfg": str | None, "seed": int | None, "validated": bool}
 _SIZES = {"samples_per_step": PositiveInt, "epoch_length": PositiveInt | None}
-META = Schema(optional={**_COUNTS, **_STATES, **_TEXTS, **_SIZES})
+_FROZEN = dict.fromkeys(("frozen", "frozen_at_start"), dict[str, list[str]] | None)
+META = Schema(optional={**_COUNTS, **_STATES, **_TEXTS, **_SIZES, **_FROZEN})
 """The `meta` entry of a checkpoint that a run resumes from."""
 DESCRIPTION = Schema(optional={"cfg": str | None, "dataset_meta": dict[str, Any] | None})
 """The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""

@@ -18,18 +18,36 @@ __all__ = ["compare_weights", "load_weights", "loaded_names", "revise", "step_av
 _MAX_LISTED_NAMES = 5
 
 
+_ENTRIES = ("state_dict", "ema_net", "model_ema", "state_dict_ema", "ema", "model", "net", "module")
+"""The entries in which training programs save weights. The first one that a file contains is used."""
+
+
+def _weights_entry(checkpoint: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the entry that contains the weights, such as `checkpoint["ema"]["module"]`, or `checkpoint` itself."""
+    entries = (checkpoint[key] for key in _ENTRIES if isinstance(checkpoint.get(key), Mapping))
+    return checkpoint if (entry := next(entries, None)) is None else _weights_entry(entry)
+
+
 def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
-    """Return the `state_dict` entry of a checkpoint, or the checkpoint itself if it has no such entry.
+    """Return the entry of a checkpoint that contains the weights, or the tensors in a checkpoint without such an entry.
 
     If a training step from `slipstream.accelerate` saved the file with an average of the weights that has been updated,
     the average is returned instead of the weights, as for a Runner's checkpoint, whose `state_dict` contains the
     average.
 
     Raises:
-        CheckpointError: the entry is not a dict, or one of its keys is not a string.
+        CheckpointError: the entry is not a dict, one of its keys is not a string, or there are no weights.
     """
-    state = checkpoint.get("state_dict", checkpoint)
+    state = checkpoint["state_dict"] if "state_dict" in checkpoint else _weights_entry(checkpoint)
     check({"state_dict": state}, Schema({"state_dict": dict[str, Any]}), source)
+    if "state_dict" not in checkpoint:
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        if state and not tensors:
+            raise CheckpointError(
+                f"{source} contains no weights: none of its entries {sorted(state, key=str)} is a tensor or one of "
+                f"{', '.join(_ENTRIES)}; use a checkpoint or a state dict"
+            )
+        state = tensors
     return {**state, **step_average(checkpoint)}
 
 

@@ -101,11 +101,8 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
     if args.resume is not None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
-        # With `resume=True`, a Runner resumes from `load_from`, if it is set, instead of from this run's checkpoints.
-        if next(newest_checkpoints(cfg.work_dir), None):
-            cfg.resume, cfg.load_from = True, None
-        else:
-            cfg.resume = not cfg.get("load_from")
+        # Without checkpoints of this run, a Runner with `resume=True` would continue at the position of `load_from`.
+        cfg.resume = not cfg.get("load_from") or next(newest_checkpoints(cfg.work_dir), None) is not None
 
 
 def summary(runner: Runner) -> str:

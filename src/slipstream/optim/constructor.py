@@ -56,8 +56,7 @@ class DefaultOptimWrapperConstructor:
     """Build the optimizer and its wrapper for a model.
 
     Parameters with the same options form one group, because the optimizer launches separate kernels for each group.
-    Frozen parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before the
-    optimizer is built, or add them with `optimizer.add_param_group`.
+    Frozen parameters (`requires_grad=False`) are included, so that a hook can unfreeze them later.
 
     A subclass may override `add_params` to set the options of every parameter (for example, for layer-wise learning
     rate decay). The override can read additional keys from `self.paramwise_cfg`.
@@ -97,7 +96,7 @@ class DefaultOptimWrapperConstructor:
         self.base_wd: float | None = self.optimizer_cfg.get("weight_decay")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Return the wrapper, with an optimizer for the trainable parameters of `model`.
+        """Return the wrapper, with an optimizer for the parameters of `model`.
 
         Raises:
             ModelError: the model has no trainable parameters, or a parameter occurs twice with different options.
@@ -186,15 +185,15 @@ class DefaultOptimWrapperConstructor:
         return self._merge(params, names)
 
     def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
-        """Group the trainable parameters by their options; each parameter occurs once."""
+        """Group the parameters by their options; each parameter occurs once."""
         groups: dict[Any, dict[str, Any]] = {}
         seen: dict[int, Any] = {}
         for single in params:
             options = {key: value for key, value in single.items() if key != "params"}
             key = _hashable(options)
             for parameter in single["params"]:
-                if not parameter.requires_grad:
-                    continue
+                if not (parameter.requires_grad or parameter.is_floating_point()):
+                    continue  # quantized weights
                 earlier = seen.setdefault(id(parameter), key)
                 if earlier != key and not self.paramwise.bypass_duplicate:
                     raise ModelError(

@@ -64,6 +64,8 @@ class Checkpoints:
         """The checkpoint from which the run was resumed, or None."""
         self.resumed_meta: Mapping[str, Any] = {}
         """The `meta` entry of this checkpoint."""
+        self._frozen: Mapping[str, Any] | None = None
+        self._frozen_at_start: Any = None
         self.random_state: dict[str, Any] | None = None
         """The random state to restore just before the next step."""
 
@@ -161,6 +163,7 @@ class Checkpoints:
             self.resuming = False
         self.resume_from = None
         self.resumed_meta = checkpoint["meta"]
+        self._frozen, self._frozen_at_start = map(self.resumed_meta.get, ("frozen", "frozen_at_start"))
         self.run_id = checkpoint["meta"].get("run_id", self.run_id)
 
     def _read(
@@ -209,6 +212,22 @@ class Checkpoints:
         runner.optim_wrapper.initialize_count_status(runner.model, runner.iter, runner.max_iters)
         resume.restore_counts(runner.optim_wrapper, *self._counts)
 
+    def restore_frozen(self) -> None:
+        """Freeze the parameters and modules that were frozen when the resumed checkpoint was saved.
+
+        A hook that freezes or unfreezes them in an earlier epoch does not run again. If the run does not start with the
+        same frozen parameters and modules as the run that saved the checkpoint, the user has changed them on purpose.
+        """
+        loop, saved, self._frozen = self._runner.train_loop, self._frozen, None
+        start, self._frozen_at_start = self._frozen_at_start, loop.frozen()
+        if saved is not None and start == self._frozen_at_start:
+            loop.freeze(saved)
+        elif saved is not None:
+            self._runner.logger.warning(
+                "The run that saved the checkpoint started with other frozen parameters, or with other modules in "
+                "evaluation mode. The resumed run freezes those that its model and hooks specify"
+            )
+
     def restore_random_state(self) -> None:
         """Restore `random_state` and set it to None. If it is already None, do nothing."""
         if self.random_state is not None:
@@ -245,6 +264,8 @@ class Checkpoints:
         states = all_gather_object((loop.random_state, resume.sampler_states(loader)))
         return {
             **loop.position(by_epoch),
+            "frozen": loop.frozen(),
+            "frozen_at_start": self._frozen_at_start,
             "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
             "run_id": self.run_id,

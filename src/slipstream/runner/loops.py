@@ -139,6 +139,8 @@ class _TrainLoop(BaseLoop):
         self._validation_start: dict[str, Any] | None = None
         # Modules that the model's `train` method puts into evaluation mode.
         self._frozen_by_model: set[torch.nn.Module] = set()
+        # Modules that were in evaluation mode before the validation.
+        self._kept_in_eval: list[torch.nn.Module] = []
         self._sizes, self._world_size = BatchSizes(self.dataloader), get_world_size()
         self.step_samples = 0
         """Number of samples in the latest step, summed over all processes."""
@@ -261,6 +263,7 @@ class _TrainLoop(BaseLoop):
         runner.call_hook("before_train")
         self._set_training_mode(kept := self._modules_in_eval_mode())
         self._report_eval_mode(kept)
+        runner.checkpoints.restore_frozen()
         with self._annotate_errors():
             self._train()
         runner.phases.switch("other")
@@ -309,13 +312,30 @@ class _TrainLoop(BaseLoop):
     def _validate(self, due: bool = False) -> None:
         if self._runner.val_loop is not None and (due or self._is_due(self._progress)):
             self._validated, self._validation_start = False, get_random_state()
-            modules = self._modules_in_eval_mode()
+            modules = self._kept_in_eval = self._modules_in_eval_mode()
             self._runner.val_loop.run()
             if not self._runner.model.training:  # a hook may have put some modules into training mode
                 modules = [module for module in modules if not module.training]
             self._set_training_mode(modules)
             self.end_validation()
         self._validated = True
+
+    def frozen(self) -> dict[str, list[str]]:
+        """Return the names of frozen parameters, and of modules that the user put into evaluation mode."""
+        model = unwrap_model(self._runner.model)
+        kept = set(self._modules_in_eval_mode() if model.training else self._kept_in_eval)
+        return {
+            "parameters": [name for name, param in model.named_parameters() if not param.requires_grad],
+            "modules": [name for name, module in model.named_modules() if module in kept],
+        }
+
+    def freeze(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Freeze the parameters and modules that `frozen` returned, and no others."""
+        model = unwrap_model(self._runner.model)
+        parameters, modules = (set(names[key]) for key in ("parameters", "modules"))
+        for name, param in model.named_parameters():
+            param.requires_grad_(name not in parameters)
+        self._set_training_mode([module for name, module in model.named_modules() if name in modules])
 
     def _modules_in_eval_mode(self) -> list[torch.nn.Module]:
         """Return the modules that the user, not the model's `train` method, put into evaluation mode.

@@ -55,8 +55,8 @@ from slipstream.sharding import is_sharded, local_shard, mesh_of, shard_like
 
 __all__ = ["STRIP_WRAPPER", "find_resume", "init_weights", "read_checkpoint"]
 
-STRIP_WRAPPER = ((r"^module\.", ""),)
-"""(pattern, replacement) pairs that remove a wrapper's prefix from weight names."""
+STRIP_WRAPPER = ((r"^((module|_orig_mod)\.)+", ""),)
+"""(pattern, replacement) pairs that remove the prefixes of DDP and `torch.compile` from weight names."""
 _OPTIONAL_META = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
 """Optional entries of `meta`. Without them, a resumed run differs from an uninterrupted run."""
 
@@ -69,18 +69,19 @@ def find_resume(
 ) -> tuple[Path | None, int | None, list[str]]:
     """Return the checkpoint to resume from, its seed, and warnings; (None, None, warnings) for a new run.
 
-    With `resume=True` and without `load_from`, the newest undamaged checkpoint in the work_dir is used. Rank 0 searches
-    for checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
+    With `resume=True`, the newest undamaged checkpoint in the work_dir is used, so that a restarted run resumes. If
+    there is none, and `load_from` contains a training position, it is used as in MMEngine. Rank 0 searches for
+    checkpoints and broadcasts the result, because the work_dir may exist only on the machine of rank 0.
 
     Raises:
         CheckpointError: none of the checkpoints can be read, or a rank cannot access the checkpoint.
     """
-    use_latest = resume is True and not load_from
+    use_latest = resume is True
     lines: list[str] = []
     if use_latest:
         paths = _newest(work_dir, lines)
     else:
-        paths = iter([Path(str(load_from if resume is True else resume))] if resume else [])
+        paths = iter([Path(str(resume))] if resume else [])
     problems: list[CheckpointError] = []
     for path in paths:
         position, problem = _check_intact(path)
@@ -91,9 +92,15 @@ def find_resume(
             if lines:
                 step = position["iter"]
                 lines.append(f"Resuming from {path}; all steps after iteration {step} will be repeated")
+            if use_latest and load_from and Path(str(load_from)).absolute() != path.absolute():
+                lines.append(f"Resuming from {path}, so load_from={str(load_from)!r} is not read")
             return path, position.get("seed"), lines
     if problems:
         raise problems[0]
+    if use_latest and load_from:
+        position, problem = _check_intact(path := Path(str(load_from)))
+        if problem is None and "iter" in position:
+            return path, position.get("seed"), lines
     return None, None, lines
 
 
@@ -176,7 +183,6 @@ def read_checkpoint(
     The entry `state_dict` contains the weights that `weights_in` selects.
     """
     checkpoint = load_checkpoint(path, map_location, mesh_of(model))
-    checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
     state = weights_in(checkpoint, path)
     # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."

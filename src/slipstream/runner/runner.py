@@ -71,8 +71,8 @@ class Runner:
         custom_hooks: additional hooks.
         data_preprocessor: data preprocessor for a model that is built from a configuration or used with `loss_fn`.
         load_from: a checkpoint to load weights from.
-        resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
-            that checkpoint.
+        resume: True resumes from the latest checkpoint in work_dir. If there is none, it resumes from `load_from`, or
+            only loads its weights if the file contains no training position. A path resumes from that checkpoint.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
         env_cfg, randomness: the fields of `EnvOptions` and `Randomness`.
         log_processor, log_level, visualizer: options for logging and visualization.

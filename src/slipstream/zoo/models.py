@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slipstream.checkpoint import load_checkpoint, load_weights, local_checkpoint, redacted_source, revise
+from slipstream.checkpoint import (
+    load_checkpoint,
+    load_weights,
+    local_checkpoint,
+    redacted_source,
+    revise,
+    weights_in,
+)  # fmt: skip
 from slipstream.errors import (
     CheckpointError,
     ConfigError,
@@ -202,7 +209,8 @@ def load(
     with local_checkpoint(checkpoint_path, checkpoint_sha256) as file:
         checkpoint = load_checkpoint(file)
     source = redacted_source(checkpoint_path)
-    state = _weights(checkpoint, source)
+    weights = weights_in(checkpoint, source)
+    state = {key: value for key, value in weights.items() if isinstance(value, Tensor)}
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
@@ -264,19 +272,3 @@ def _in_order(
             )
     rest = dict(list(state.items())[len(own) :])
     return {**dict(zip(own, state.values(), strict=False)), **rest}
-
-
-def _weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor]:
-    for key in ("ema_net", "net", "state_dict"):
-        if isinstance(checkpoint.get(key), dict):
-            checkpoint = checkpoint[key]
-            break
-    tensors = {
-        key: value for key, value in checkpoint.items() if isinstance(value, Tensor) and isinstance(key, str)
-    }
-    if not tensors:
-        raise CheckpointError(
-            f"{source} contains no weights: none of its entries {sorted(checkpoint, key=str)} is a tensor; "
-            "use a checkpoint or a state dict"
-        )
-    return tensors

@@ -71,6 +71,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
             # The replacement that torch recommends for this argument still synchronizes buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
+        self._frozen = [param for param in module.parameters() if not param.requires_grad]
         self.comm_hook: HalfPrecision | None = None
         if comm_hook is not None:
             if comm_hook not in _HALVES:
@@ -81,6 +82,17 @@ class MMDistributedDataParallel(DistributedDataParallel):
                 )
             self.comm_hook = HalfPrecision(self.process_group, _HALVES[comm_hook])
             self.register_comm_hook(self.comm_hook, run_comm_hook)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model. Gradients of parameters that were frozen and are now trained are synchronized, too."""
+        if any(param.requires_grad for param in self._frozen):
+            # torch's reducer synchronizes only the parameters that required gradients when it was created.
+            parameters, sparse = self._build_params_for_reducer()
+            self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
+            if self.comm_hook is not None:
+                torch._C._distributed_c10d._register_comm_hook(self.reducer, self.comm_hook, run_comm_hook)
+            self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
+        return super().forward(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

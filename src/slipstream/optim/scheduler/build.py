@@ -130,8 +130,8 @@ def build_param_scheduler(
     begin: Any = cfg.get("begin")
     if cfg.get("end") is None and end is not None and is_number(begin) and begin >= end:
         raise ConfigError(
-            f"is {begin}, but the run is only {float(end):g} long; train longer, reduce begin (and the `end` of the preceding "
-            "scheduler), or set param_scheduler=null to train with a constant learning rate",
+            f"is {begin}, but the run is only {float(end):g} long; train longer, reduce begin (and the `end` of the "
+            "preceding scheduler), or set param_scheduler=null to train with a constant learning rate",
             "begin",
         )
     default_args = {"optimizer": optimizer, "end": INF if end is None else end}
