@@ -1,5 +1,7 @@
 """Tests of the conversion to SyncBN and back, and of SyncBN in one process."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,46 @@ def test_conversion_keeps_keys_tensors_and_options_and_is_reversible():
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
     assert type(revert_sync_batchnorm(converted)[1]) is nn.BatchNorm2d
+
+
+class Act(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class Own(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d, this class does not call the forward of its base class."""
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, None, None, training=True).relu()
+
+
+def test_conversion_keeps_hooks_attributes_and_subclasses():
+    model = nn.Sequential(nn.BatchNorm2d(4), Act(4, momentum=0.3)).double()
+    model[0].register_forward_hook(lambda module, inputs, output: output + module.shift)
+    model[0].shift = 2.0
+    layers, x = list(model), torch.randn(3, 4, 5, 5, dtype=torch.float64)
+    expected = copy.deepcopy(model)(x)
+    converted = convert_sync_batchnorm(model)
+    assert list(converted) == layers
+    assert all(isinstance(layer, SyncBatchNorm) for layer in converted)
+    assert isinstance(copy.deepcopy(converted)[1], Act)
+    assert torch.equal(converted(x), expected)
+    assert [type(layer) for layer in revert_sync_batchnorm(converted)] == [nn.BatchNorm2d, Act]
+
+
+def test_layers_whose_statistics_cannot_be_synchronized_are_refused_by_name():
+    replaced = nn.BatchNorm2d(4)
+    replaced.forward = lambda x: x
+    for layer, kind in (
+        (Own(4), "Own"),
+        (replaced, "BatchNorm2d"),
+        (nn.LazyBatchNorm2d(), "LazyBatchNorm2d"),
+    ):
+        model = nn.Sequential(nn.BatchNorm2d(4), layer)
+        with pytest.raises(ModelError, match=rf"the layer '1' \({kind}\)"):
+            convert_sync_batchnorm(model)
+        assert type(model[0]) is nn.BatchNorm2d
 
 
 def test_sync_batchnorm_matches_batchnorm_in_one_process():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from slipstream.dist import all_reduce, get_dist_info, get_world_size, traceable_sum
 from slipstream.errors import ModelError
@@ -143,14 +145,50 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module with a `SyncBatchNorm` that shares its tensors; return the module."""
-    if isinstance(module, SyncBatchNorm):
-        return module
-    if isinstance(module, _BatchNorm):
-        return _convert_batchnorm(SyncBatchNorm, module, original_class=type(module))
-    for name, child in module.named_children():
-        setattr(module, name, convert_sync_batchnorm(child))
+    """Make every BatchNorm in the module a `SyncBatchNorm`, in place, and return the module.
+
+    Tensors, hooks and attributes are kept. A subclass whose `forward` calls `super().forward` keeps its `forward`.
+    Subclasses of torch's SyncBatchNorm already synchronize and are not changed.
+
+    Raises:
+        ModelError: a BatchNorm computes its output itself, or its parameters are not initialized.
+    """
+    layers = [
+        (layer, _synchronized(type(layer), layer, name))
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if type(layer) is nn.SyncBatchNorm or not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    for layer, kind in layers:
+        layer.original_class = type(layer)  # type: ignore[assignment]
+        layer.__class__ = kind
     return module
+
+
+def _synchronized(kind: type[_BatchNorm], layer: _BatchNorm, name: str) -> type[SyncBatchNorm]:
+    """Return `SyncBatchNorm`, or a subclass of `kind` in which `super().forward` is that of `SyncBatchNorm`."""
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm) and "forward" not in vars(
+        layer
+    ):
+        return SyncBatchNorm
+    lazy = isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params()
+    methods = [
+        each["forward"]
+        for each in map(vars, kind.__mro__[: kind.__mro__.index(_BatchNorm)])
+        if "forward" in each
+    ]
+    code = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+    if lazy or "forward" in vars(layer) or not all(each and "super" in each.co_names for each in code):
+        reason = "its parameters are not initialized" if lazy else "its forward does not call super().forward"
+        remedy = (
+            "run one batch first"
+            if lazy
+            else "use a BatchNorm of torch.nn, call super().forward, or remove sync_bn"
+        )
+        raise ModelError(
+            f"sync_bn does not support the layer '{name}' ({kind.__name__}), because {reason}; {remedy}"
+        )
+    return type(kind.__name__, (kind, SyncBatchNorm), {})
 
 
 @torch.no_grad()
@@ -175,17 +213,17 @@ def average_batchnorm(model: nn.Module) -> None:
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module.
+    """Give every `SyncBatchNorm` in the module its original class, in place, and return the module.
 
-    torch's `nn.SyncBatchNorm` does not store the original class, so it is replaced with a BatchNorm that accepts
-    inputs with any number of dimensions.
+    torch's `nn.SyncBatchNorm` does not store the original class, so it becomes a BatchNorm that accepts inputs with any
+    number of dimensions.
     """
-    if isinstance(module, SyncBatchNorm):
-        return _convert_batchnorm(module.original_class or nn.BatchNorm2d, module)
-    if isinstance(module, nn.SyncBatchNorm):
-        return _convert_batchnorm(_AnyBatchNorm, module)
-    for name, child in module.named_children():
-        setattr(module, name, revert_sync_batchnorm(child))
+    layer: Any
+    for layer in module.modules():
+        if isinstance(layer, SyncBatchNorm):
+            layer.__class__ = vars(layer).pop("original_class", nn.BatchNorm2d)
+        if type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = _AnyBatchNorm
     return module
 
 
@@ -194,15 +232,3 @@ class _AnyBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         return
-
-
-def _convert_batchnorm(
-    kind: type[_BatchNorm], module: _BatchNorm, original_class: type[_BatchNorm] | None = None
-) -> _BatchNorm:
-    """Return a module of class `kind` with the tensors of `module`."""
-    options = {"affine": module.affine, "track_running_stats": module.track_running_stats}
-    new = kind(module.num_features, module.eps, module.momentum, **options)
-    new._parameters, new._buffers, new.training = module._parameters, module._buffers, module.training
-    if original_class is not None:
-        new.original_class = original_class  # type: ignore[assignment]
-    return new
