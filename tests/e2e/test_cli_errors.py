@@ -19,6 +19,8 @@ RECIPE = "street_scenes_pp_lite_t"
         (["trian"], ["'trian'", "choose from 'new', 'check', 'train'"]),
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
         (["train", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["train", "x" * 300], ["no recipe is named"]),
+        (["val", RECIPE, "model=null", "--checkpoint=x.pth"], ["model: must be"]),
         (["submit", RECIPE], ["`submit` was removed; use the scripts in examples/cluster"]),
         (["train", RECIPE, "--sweep=lr=1,2"], ["`train --sweep` was removed; use"]),
         (["train", RECIPE, "train_cfg.max_epoch=3"], ["train_cfg", "did you mean 'max_epochs'"]),

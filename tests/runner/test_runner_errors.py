@@ -10,6 +10,7 @@ from torch import nn
 from slipstream.config import Config
 from slipstream.errors import (
     CheckpointError,
+    ConfigError,
     LossError,
     NonFiniteLossError,
     SlipstreamError,
@@ -178,6 +179,14 @@ def test_checkpoint_with_only_weights_cannot_be_resumed(tmp_path):
     still = dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)))
     loaded = run(tmp_path, load_from=tmp_path / "weights.pth", **still)
     assert_same(twin.state_dict(), loaded.model.state_dict())
+
+
+def test_from_cfg_reads_a_file(tmp_path):
+    (tmp_path / "config.py").write_text(f"work_dir = {str(tmp_path)!r}\nmodel = dict(type='Nett')")
+    with pytest.raises(UnknownNameError, match="model: 'Nett'"):
+        Runner.from_cfg(tmp_path / "config.py")
+    with pytest.raises(ConfigError, match=r"other\.json does not exist"):
+        Runner.from_cfg(str(tmp_path / "other.json"))
 
 
 def test_run_that_cannot_start_does_not_write_its_configuration(tmp_path):

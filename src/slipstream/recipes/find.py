@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
         raise ConfigError(f"folder not found: {config_dir}", "--config-dir")
     for folder in _folders(config_dir):
         path = folder / f"{name.removesuffix('.yaml')}.yaml"
-        if "/" not in name and path.is_file():
-            return path
+        with suppress(OSError):  # the name is too long for a file
+            if "/" not in name and path.is_file():
+                return path
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
         return Path(name)  # Config.fromfile reports missing and invalid files
     raise UnknownNameError(

@@ -184,13 +184,15 @@ class Runner:
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
-        """Build a Runner from a configuration whose keys are the constructor's arguments.
+        """Build a Runner from a configuration, or its file, whose keys are the constructor's arguments.
 
         Other keys (variables in the file, `compile`, `model_wrapper_cfg`) remain in `runner.cfg`.
 
         Raises:
             ConfigError: the configuration has no `model` or `work_dir`, or a value is invalid.
         """
+        if isinstance(cfg, str | Path):
+            cfg = Config.fromfile(cfg)
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
         for required in ("model", "work_dir"):
             if required not in cfg:

@@ -98,7 +98,7 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
 
 def has_full_checkpoint(cfg: Mapping[str, Any]) -> bool:
     """Return whether the network starts from a checkpoint of the whole network rather than a backbone."""
-    params = cfg.get("model", {}).get("pretrained") or {}
+    params = (cfg.get("model") or {}).get("pretrained") or {}
     return bool(params.get("checkpoint_path")) and not params.get("load_backbone")
 
 
