@@ -159,8 +159,12 @@ def validation_weights(runner: Runner, average: bool = True) -> Iterator[nn.Modu
     """Context manager that yields the unwrapped model with its validation weights.
 
     These are the averaged weights if the run has an `EMAHook` and `average` is True; otherwise, the training weights.
+    An optimizer with modes (schedule-free) is in evaluation mode.
     """
     hook = next((hook for hook in runner.hooks if isinstance(hook, EMAHook)), None)
-    model = unwrap_model(runner.model)
-    with nullcontext() if hook is None else hook.ema_model.swapped_in(model, average):
+    model, optim = unwrap_model(runner.model), runner.optim_wrapper
+    with (
+        nullcontext() if optim is None else optim.evaluating(),
+        nullcontext() if hook is None else hook.ema_model.swapped_in(model, average),
+    ):
         yield model

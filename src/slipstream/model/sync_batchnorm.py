@@ -218,12 +218,11 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     torch's `nn.SyncBatchNorm` does not store the original class, so it becomes a BatchNorm that accepts inputs with any
     number of dimensions.
     """
-    layer: Any
     for layer in module.modules():
-        if isinstance(layer, SyncBatchNorm):
-            layer.__class__ = vars(layer).pop("original_class", nn.BatchNorm2d)
-        if type(layer) is nn.SyncBatchNorm:
-            layer.__class__ = _AnyBatchNorm
+        if isinstance(layer, _BatchNorm):
+            default = nn.BatchNorm2d if type(layer) is SyncBatchNorm else type(layer)
+            kind: Any = vars(layer).pop("original_class", default)
+            layer.__class__ = _AnyBatchNorm if kind is nn.SyncBatchNorm else kind
     return module
 
 

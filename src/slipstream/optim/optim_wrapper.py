@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -178,6 +178,8 @@ class OptimWrapper:
     """The loss scale; always None in this class."""
     dtype: torch.dtype | None = None
     """Autocast dtype; always None in this class."""
+    training = False
+    """Whether `switch_mode` has put the optimizer into training mode."""
 
     def __init__(
         self,
@@ -369,6 +371,28 @@ class OptimWrapper:
     @batches.setter
     def batches(self, count: int) -> None:
         self.accumulation.move_to(count, any(param.grad is not None for param in self.parameters()))
+
+    # ---- optimizers with modes, such as schedule-free ones -------------------------------------------------
+
+    def switch_mode(self, training: bool) -> None:
+        """Call `train()` or `eval()` of an optimizer that has both; in evaluation mode, the weights are averages."""
+        self.training = training
+        for wrapper in self.values() if isinstance(self, OptimWrapperDict) else [self]:
+            optimizer: Any = wrapper.optimizer
+            if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+                optimizer.train() if training else optimizer.eval()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager within which an optimizer with modes is in evaluation mode."""
+        was_training = self.training
+        if was_training:
+            self.switch_mode(training=False)
+        try:
+            yield
+        finally:
+            if was_training:
+                self.switch_mode(training=True)
 
     # ---- properties that compiled steps and checkpoints read --------------------------------------------
 

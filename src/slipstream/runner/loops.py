@@ -572,7 +572,9 @@ class _EvalLoop(BaseLoop):
 
     def run(self) -> dict[str, float]:
         """Evaluate and return the metrics."""
-        with self._runner.phases.during(self.phase), torch.no_grad():
+        optim = self._runner.optim_wrapper
+        evaluating = nullcontext() if optim is None else optim.evaluating()
+        with self._runner.phases.during(self.phase), torch.no_grad(), evaluating:
             return self._run()
 
     def _run(self) -> dict[str, float]:

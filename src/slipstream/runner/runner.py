@@ -331,7 +331,11 @@ class Runner:
             # A run that cannot start does not replace the configuration of an earlier run.
             write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
             self._compiled = self.is_training = True
-            self.train_loop.run()
+            self.optim_wrapper.switch_mode(training=True)
+            try:
+                self.train_loop.run()
+            finally:
+                self.optim_wrapper.switch_mode(training=False)
             with self.phases.during("checkpoint"):
                 self.checkpoints.wait()
             self.read_logs()
