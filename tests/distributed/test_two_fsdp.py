@@ -56,7 +56,7 @@ def shards(folder):
     model = Net()
     own = model.stem.weight.detach().clone()  # random values, different on each rank
     runner = make(folder, FSDP, world=2, model=model)
-    blocks = [name for name, module in runner.model.named_modules() if hasattr(module, "unshard")]
+    blocks = [name for name, module in runner.model.named_modules() if hasattr(type(module), "unshard")]
     sizes = {name: p.to_local().shape[0] for name, p in model.named_parameters()}
     return blocks, sizes, runner.model.forward_needs_all_ranks, own, model.stem.weight.full_tensor().detach()
 

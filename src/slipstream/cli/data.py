@@ -24,7 +24,7 @@ from slipstream.cli.tables import print_table
 from slipstream.config import Config
 from slipstream.cores import cores
 from slipstream.dataset import DecodeCache, SegmentationDataset, default_palette
-from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.dataset.loading.loader import build_dataloader, order_of, set_epoch
 from slipstream.dataset.transforms.device_transforms import NUM_COLOR_PARAMS, transform_images
 from slipstream.errors import ConfigError, DataError
 from slipstream.recipes import find_recipe, is_composed
@@ -327,7 +327,7 @@ def _show(args: argparse.Namespace, cfg: Config) -> int:
         loader = build_dataloader(loader, seed, f"{split}_dataloader", training=split == "train")
     _check_map_style(loader.dataset, f"{split}_dataloader.dataset")
     set_epoch(loader, args.epoch)
-    indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
+    indices: list[Any] = list(islice(chain.from_iterable(order_of(loader) or ()), args.count))
     if not indices:
         raise ConfigError("yields no batches; check the dataset length and drop_last", f"{split}_dataloader")
     samples = [loader.dataset[index] for index in indices]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -20,11 +19,12 @@ from slipstream.dataset.loading.loader import (
     batch_size,
     build_dataloader,
     can_start_inside_batch,
-    count_samples,
+    dataset_size,
     is_infinite,
     length,
+    order_of,
     samples_per_epoch,
-    set_epoch,
+    set_dataset_epoch,
 )
 from slipstream.dataset.loading.lockstep import (
     agree_on_length,
@@ -32,7 +32,6 @@ from slipstream.dataset.loading.lockstep import (
     until_all_end,
     until_one_ends,
 )
-from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
@@ -105,6 +104,8 @@ class _TrainLoop(BaseLoop):
 
     counts_epochs = True
     """Whether training is epoch-based."""
+    max_epochs: int
+    max_iters: int
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class _TrainLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
         """Number of batches per epoch, the same on every rank; None if it is unknown on any rank."""
+        self._length = length(self.dataloader)
         check(val_begin, NonNegativeInt, "val_begin")
         check(val_interval, PositiveInt, "val_interval")
         self.val_begin = val_begin
@@ -378,9 +380,10 @@ class _TrainLoop(BaseLoop):
         if start == 0:
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
-        set_epoch(self.dataloader, self._epoch, start, used_samples)
+        if (order := order_of(self.dataloader)) is not None:
+            order.set_epoch(self._epoch, start, used_samples)
         batches: Iterator[Any] = iter(self._load(self._epoch))
-        if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
+        if start and order is None:
             # This sampler cannot seek, so load and discard the finished batches.
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
@@ -393,6 +396,13 @@ class _TrainLoop(BaseLoop):
         """Check the number of batches in the completed pass."""
         self._runner.phases.switch("hooks")
         check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length or 1)
+
+    def _update_length(self) -> None:
+        """Update the length of the epoch if a hook has changed the loader's batch size or the size of the dataset."""
+        previous, self._length = self._length, length(self.dataloader)
+        if self._length != previous and self._length is not None and self.epoch_length is not None:
+            self.epoch_length = self._length
+            self.max_iters = self._iter + self.epoch_length * (self.max_epochs - self._epoch)
 
     def _count_pass(self) -> None:
         self._epoch += 1
@@ -471,7 +481,9 @@ class EpochBasedTrainLoop(_TrainLoop):
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
         runner = self._runner
+        set_dataset_epoch(self.dataloader, self._epoch)
         runner.call_hook("before_train_epoch")
+        self._update_length()
         self._set_training_mode(self._modules_in_eval_mode())
         for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
@@ -519,6 +531,7 @@ class IterBasedTrainLoop(_TrainLoop):
         return self.max_iters
 
     def _train(self) -> None:
+        set_dataset_epoch(self.dataloader, self._epoch)
         self._runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         self._set_training_mode(self._modules_in_eval_mode())
         self._begin()
@@ -539,6 +552,7 @@ class IterBasedTrainLoop(_TrainLoop):
                 raise DataError("the training loader yields no batches; check batch_size and drop_last")
             self._end_pass()
             self._count_pass()
+            set_dataset_epoch(self.dataloader, self._epoch)
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""
@@ -566,6 +580,7 @@ class _EvalLoop(BaseLoop):
         if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
             self.evaluator.dataset_meta = meta
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
+        self._sizes = BatchSizes(self.dataloader)
         self.batches = 0
         """Number of batches in this rank's last evaluation."""
         self.phase: Phase = "test" if self.mode == "test" else "validation"
@@ -586,21 +601,20 @@ class _EvalLoop(BaseLoop):
         runner.model.eval()
         with explain_worker_errors(self._name):
             self._run_batches(self._predict)
-        dataset: Any = self.dataloader.dataset
-        metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
+        metrics = self.evaluator.evaluate(dataset_size(self.dataloader))
         if mode == "val" and runner.is_training and isinstance(runner.train_loop, _TrainLoop):
             runner.train_loop.end_validation()
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics
 
-    def _predict(self, batch: Any) -> Any:
+    def _predict(self, batch: Any, index: int) -> Any:
         interface = self._runner.interface
         if self._by_loss:
-            return interface.evaluate_losses(batch), count_samples(batch) or batch_size(self.dataloader) or 1
+            return interface.evaluate_losses(batch), self._sizes.get(index, batch)
         return interface.predict(batch, self.mode)
 
-    def _run_batches(self, predict: Callable[[Any], Any]) -> None:
+    def _run_batches(self, predict: Callable[[Any, int], Any]) -> None:
         runner, mode = self._runner, self.mode
         before, after = (runner.hooks_at(f"{when}_{mode}_iter") for when in ("before", "after"))
         self.evaluator.reset()
@@ -609,7 +623,7 @@ class _EvalLoop(BaseLoop):
             for hook in before if is_real else ():
                 hook(runner, batch_idx=idx, data_batch=data_batch)
             with self._autocast:
-                outputs = predict(data_batch)
+                outputs = predict(data_batch, idx)
             if not is_real:
                 continue
             self.batches = idx + 1
@@ -620,6 +634,8 @@ class _EvalLoop(BaseLoop):
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Iterate over pairs (batch, is_real); `is_real` is False for batches that only keep the ranks synchronized."""
+        if (order := order_of(self.dataloader)) is not None and order.is_padded:
+            order.draw_without_repeats()
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self._load(), self.dataloader)
         return ((batch, True) for batch in self._load())

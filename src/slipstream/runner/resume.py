@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
     META,
@@ -29,7 +29,7 @@ from slipstream.checkpoint import (
     verify_checkpoint,
     weights_in,
 )
-from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.dataset.loading.loader import is_iterable, order_of
 from slipstream.dist import (
     all_gather_object,
     all_reduce,
@@ -254,8 +254,8 @@ def _match_layout(param: nn.Parameter, gradient: Tensor) -> Tensor:
 
 def sampler_states(loader: Any) -> dict[str, Any]:
     """Return the state of the loader's sampler, to save in a checkpoint."""
-    batches = getattr(loader, "batch_sampler", None)
-    return batches.state_dict() if isinstance(batches, EpochBatchSampler) else {}
+    order = order_of(loader)
+    return {} if order is None else order.state_dict()
 
 
 def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any]) -> None:
@@ -264,10 +264,10 @@ def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any]) -> None:
     The checkpoint contains the states that `sampler_states` returned on each rank. If the number of processes has
     changed, all processes use the states of rank 0.
     """
-    states, batches = meta.get("sampler_generators"), loader.batch_sampler
-    if not states or not isinstance(batches, EpochBatchSampler):
+    states, order = meta.get("sampler_generators"), order_of(loader)
+    if not states or order is None:
         return
-    batches.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
+    order.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
@@ -501,7 +501,7 @@ def check_stream(meta: Mapping[str, Any], loop: Any, source: Any) -> None:
         CheckpointError: the order of the samples has changed.
     """
     loader = loop.dataloader
-    if not isinstance(loader.dataset, IterableDataset) or not meta.get("inner_samples"):
+    if not is_iterable(loader) or not meta.get("inner_samples"):
         return
     names = ("train_dataloader.num_workers", "samples per step", "processes")
     now = loader.num_workers, loop.samples_per_step, get_world_size()

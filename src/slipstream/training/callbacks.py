@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import OPTIMIZER, check
-from slipstream.dataset.loading.loader import build_dataloader
-from slipstream.dataset.loading.samples import SeededDataset
+from slipstream.dataset.loading.loader import build_dataloader, copied_loader
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
@@ -493,16 +492,11 @@ class SlidingWindowValidationCallback(Hook):
 
 def _rebuild_loader(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
     """Return a new loader with these transforms. In the old loader, running workers would keep the old transforms."""
-    names = ("batch_sampler", "num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator")
-    options = {name: getattr(loader, name) for name in (*names, "multiprocessing_context")}
-    return DataLoader(_replace_transforms(loader.dataset, transforms), **options)
+    return copied_loader(loader, dataset=_replace_transforms(loader.dataset, transforms))
 
 
 def _replace_transforms(dataset: Any, transforms: Sequence[Any]) -> Any:
     changed = copy.copy(dataset)
-    if isinstance(dataset, SeededDataset):
-        changed.dataset = _replace_transforms(dataset.dataset, transforms)
-        return changed
     if not isinstance(dataset, SegmentationDataset):
         raise ConfigError(f"SlidingWindowValidationCallback requires a SegmentationDataset, not {dataset!r}")
     final_transforms = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.checkpoint import set_random_state
 from slipstream.config import Config
-from slipstream.dataset.loading.loader import RunLoader, copied_loader, length
+from slipstream.dataset.loading.loader import copied_loader, length, order_of
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks import CheckpointHook, Hook, PreemptionHook, ProfilerHook, ReportHook
@@ -30,9 +30,6 @@ __all__ = ["ObjectsJob", "RepeatedBatches", "RunnerJob", "Setting", "keep_traini
 _NUM_REPEATED_BATCHES = 6
 """Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples."""
 
-_LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
-                   "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
-                   "in_order")  # fmt: skip
 _WRITING_HOOKS = (CheckpointHook, PreemptionHook, ProfilerHook, ReportHook)
 
 
@@ -221,8 +218,9 @@ class _FirstBatches(EpochBatchSampler):
 
     def __init__(self, batches: EpochBatchSampler, size: int | None) -> None:
         super().__init__(
-            batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit
-        )
+            batches.batch_sampler, batches.seed, batches.samples, batches.use_sample_index, batches.limit,
+            batches.shard,
+        )  # fmt: skip
         self._size = size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -239,11 +237,9 @@ def _repeat_first_batches(loader: DataLoader[Any], size: int | None) -> DataLoad
 
     Without a batch sampler, batches are not repeated; with a `size`, incomplete batches are then dropped.
     """
-    batches = loader.batch_sampler
-    if not isinstance(batches, EpochBatchSampler):
+    if (order := order_of(loader)) is None:
         return loader if size is None else copied_loader(loader, drop_last=True)
-    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
-    return RunLoader(loader.dataset, batch_sampler=_FirstBatches(batches, size), **options)
+    return copied_loader(loader, order=_FirstBatches(order, size))
 
 
 @dataclass(frozen=True)

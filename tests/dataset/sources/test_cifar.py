@@ -136,7 +136,9 @@ def test_generators_are_seeded_only_for_datasets_that_can_use_them(tmp_path):
         return image
 
     def loaded(dataset, **options):
-        return build_dataloader({"dataset": dataset, **options}, 0, "train_dataloader", True).dataset
+        loader = build_dataloader({"dataset": dataset, **options}, 0, "train_dataloader", True)
+        assert loader.dataset is dataset
+        return iter(loader)._dataset
 
     own = CIFAR10(tmp_path, transforms=TRANSFORMS)
     assert loaded(own) is own

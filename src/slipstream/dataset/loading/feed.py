@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.dataset.loading.loader import order_of
 from slipstream.dataset.loading.workers import prepared_workers
 from slipstream.devices import default_device
 from slipstream.errors import ConfigError
@@ -54,8 +54,7 @@ def can_draw_ahead(loader: Any) -> bool:
     iterable dataset without workers may draw from the global generators, so drawing its batches early could change the
     random numbers of a resumed run.
     """
-    restores_state = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)
-    return restores_state or getattr(loader, "num_workers", 0) > 0
+    return order_of(loader) is not None or getattr(loader, "num_workers", 0) > 0
 
 
 class CopyStream(Protocol):

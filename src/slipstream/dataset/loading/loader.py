@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
@@ -17,7 +18,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -34,7 +34,7 @@ from slipstream.dataset.loading.samplers import (
 )
 from slipstream.dataset.loading.samples import SeededDataset, TensorBatches
 from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
-from slipstream.dataset.loading.workers import worker_init
+from slipstream.dataset.loading.workers import has_changed, record_attributes, worker_init
 from slipstream.dist import get_local_size, get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
@@ -42,7 +42,8 @@ from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule,
 
 __all__ = [
     "BatchSizes", "RunLoader", "batch_size", "build_dataloader", "can_start_inside_batch", "copied_loader",
-    "count_samples", "is_infinite", "length", "limit_batches", "samples_per_epoch", "set_epoch",
+    "count_samples", "dataset_size", "is_infinite", "is_iterable", "length", "limit_batches", "order_of",
+    "samples_per_epoch", "set_dataset_epoch", "set_epoch",
 ]  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def build_dataloader(
             raise ConfigError("does not support iterable datasets; remove this option", f"{name}.skip_errors")
         return RunLoader(dataset, **_defaults(_functions(options, name), seed))
     batches = _batch_sampler(options, dataset, seed, training, name)
-    return _loader(dataset, batches, seed, name, training, _functions(options, name))
+    return _run_loader(dataset, batches, seed, name, training, _functions(options, name))
 
 
 def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
@@ -100,7 +101,7 @@ def _list_loader(batches: Sequence[Any], seed: int, name: str) -> RunLoader:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, skip: int = 0) -> None:
-    """Set the epoch of the next iteration over the loader, and the batch at which it starts.
+    """Set the epoch of the next iteration over the loader and of its dataset, and the batch at which it starts.
 
     Args:
         loader: a loader.
@@ -109,31 +110,43 @@ def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0, skip: int = 0
         skip: number of samples to skip at the beginning of this batch; must be 0 unless
             `can_start_inside_batch(loader)` is True.
     """
-    if isinstance(loader.batch_sampler, EpochBatchSampler):
-        loader.batch_sampler.set_epoch(epoch, start, skip)
-    elif hasattr(loader.dataset, "set_epoch"):
-        loader.dataset.set_epoch(epoch)
+    set_dataset_epoch(loader, epoch)
+    if (order := order_of(loader)) is not None:
+        order.set_epoch(epoch, start, skip)
+
+
+def set_dataset_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    """Call the dataset's `set_epoch` method, if there is one. Hooks that run afterwards may call it again."""
+    dataset: Any = loader.dataset
+    if hasattr(dataset, "set_epoch"):
+        # The readers of persistent workers also call this method, so these workers need not be replaced.
+        current = order_of(loader) is not None and not has_changed(loader)
+        dataset.set_epoch(epoch)
+        if current:
+            record_attributes(loader)
+
+
+def order_of(loader: DataLoader[Any]) -> EpochBatchSampler | None:
+    """Return the sampler that determines the order of a loader, or None if the loader has its own order."""
+    return getattr(loader, "order", None)
 
 
 def batch_size(loader: DataLoader[Any]) -> int | None:
     """Return the number of samples per batch, or None if a custom batch sampler determines it."""
-    batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
-    size: int | None = getattr(batches, "batch_size", loader.batch_size)
+    size: int | None = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
     return size
 
 
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
     """Return whether an iteration can start in the middle of a batch."""
-    batches = loader.batch_sampler
-    return isinstance(batches, EpochBatchSampler) and type(batches.batch_sampler) is BatchSampler
+    return order_of(loader) is not None and type(loader.batch_sampler) is BatchSampler
 
 
 def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
     """Return the total number of samples per epoch across all ranks, or None if it is unknown or infinite."""
-    batches = loader.batch_sampler
-    if is_infinite(loader) or not can_start_inside_batch(loader):
+    batches = order_of(loader)
+    if batches is None or is_infinite(loader) or not can_start_inside_batch(loader):
         return None
-    assert isinstance(batches, EpochBatchSampler)
     size: int = batches.batch_sampler.batch_size
     full = batches.samples
     if batches.limit is not None and isinstance(batches.sampler, InfiniteSampler):
@@ -153,7 +166,19 @@ def length(loader: DataLoader[Any]) -> int | None:
 
 def is_infinite(loader: DataLoader[Any]) -> bool:
     """Return whether an iteration over the loader never ends."""
-    return isinstance(loader.batch_sampler, EpochBatchSampler) and loader.batch_sampler.endless
+    order = order_of(loader)
+    return order is not None and order.endless
+
+
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    """Return whether the loader iterates over its dataset, instead of reading samples by index."""
+    return isinstance(loader.dataset, IterableDataset) and order_of(loader) is None
+
+
+def dataset_size(loader: DataLoader[Any]) -> int:
+    """Return the number of samples in the dataset, or a very large number if it has no length."""
+    dataset: Any = loader.dataset if order_of(loader) is None else as_map_style(loader.dataset)
+    return len(dataset) if hasattr(dataset, "__len__") else sys.maxsize
 
 
 class BatchSizes:
@@ -167,20 +192,18 @@ class BatchSizes:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._size = batch_size(loader)
-        self._batches = loader.batch_sampler if isinstance(loader.batch_sampler, EpochBatchSampler) else None
+        self._loader = loader
 
     def get(self, batch_index: int, batch: Any) -> int:
         """Return the number of samples in the batch with index `batch_index` (from 0) of the pass in progress.
 
         If this number cannot be determined, return the loader's batch size, or 1 if that is not known either.
         """
-        if self._batches is not None:
-            drawn = self._batches.recent.get((self._batches.epoch, batch_index))
-            if drawn is not None:
-                return len(drawn)
-        count = count_samples(batch)
-        return self._size or 1 if count is None else min(count, self._size or count)
+        order = order_of(self._loader)
+        if order is not None and (drawn := order.recent.get((order.epoch, batch_index))) is not None:
+            return len(drawn)
+        count, size = count_samples(batch), batch_size(self._loader)
+        return size or 1 if count is None else min(count, size or count)
 
 
 def count_samples(batch: Any) -> int | None:
@@ -204,9 +227,25 @@ def count_samples(batch: Any) -> int | None:
 
 
 class RunLoader(DataLoader[Any]):
-    """A `DataLoader` with an optional `limit` on the number of batches per pass over an iterable dataset."""
+    """A loader of a run.
 
-    limit: int | None = None
+    Its `dataset`, `sampler`, `batch_sampler` and `collate_fn` are the user's objects. `order` draws from
+    `batch_sampler`, and the samples are read with seeded generators. If the user passes a loader, this loader shares
+    all its attributes except those in `__slots__`, and its class is a subclass of the user's class.
+    """
+
+    __slots__ = ("_failed", "_iterator", "generator", "limit", "order", "skip_errors")
+    order: EpochBatchSampler | None
+    """The order of the batches; None if the dataset is iterable or has no batch sampler."""
+    limit: int | None
+    """The maximum number of batches in a pass without an `order`."""
+    skip_errors: int
+    """See `SeededDataset`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._iterator = self.limit = self.order = None
+        self.skip_errors = 0
+        super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -216,6 +255,39 @@ class RunLoader(DataLoader[Any]):
         count = super().__len__()
         return count if self.limit is None else min(count, self.limit)
 
+    @property
+    def _index_sampler(self) -> Any:
+        return super()._index_sampler if self.order is None else self.order
+
+    def _get_iterator(self) -> Any:
+        if self.order is None:
+            return super()._get_iterator()
+        reader, collate = self._reader(self.order)
+        init = worker_init(self.worker_init_fn)
+        # torch's iterator reads all attributes of the loader when it is created.
+        copied: Any = copied_loader(self, dataset=reader, collate_fn=collate, worker_init_fn=init)
+        if isinstance(reader, TensorBatches) and any(t.device.type != "cpu" for t in reader.dataset.tensors):
+            copied.pin_memory = False  # only CPU memory can be pinned
+        return super(RunLoader, copied)._get_iterator()
+
+    def _reader(self, order: EpochBatchSampler) -> tuple[Any, Any]:
+        """Return the object from which samples are read, and the function that collates them."""
+        dataset: Any = as_map_style(self.dataset)
+        collate = default_collate if self.collate_fn is torch_default_collate else self.collate_fn
+        indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
+        order.use_sample_index = not indexes_tensors
+        if indexes_tensors:
+            return TensorBatches(dataset), _identity
+        needs_seeds = not getattr(dataset, "independent_of_global_rng", False) or hasattr(
+            dataset, "set_epoch"
+        )
+        if not (self.skip_errors or collate is not default_collate or needs_seeds):
+            return dataset, collate
+        if self.skip_errors and not hasattr(self, "_failed"):
+            self._failed = torch.zeros(len(dataset), dtype=torch.bool).share_memory_()
+        failed = self._failed if self.skip_errors else None
+        return SeededDataset(dataset, collate, self.skip_errors, failed, order.epoch), _identity
+
 
 def copied_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """Return a shallow copy of a loader with the given attributes changed. The copy does not share persistent workers.
@@ -223,15 +295,32 @@ def copied_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]
     A loader that is passed to a run may also be used elsewhere, for example by another run, and must not be changed.
     """
     copied = copy(loader)
-    # `DataLoader` forbids setting attributes such as `batch_sampler`.
-    vars(copied).update(attributes, _iterator=None)
+    for name, value in {**attributes, "_iterator": None}.items():
+        # `DataLoader` forbids setting attributes such as `batch_sampler`.
+        object.__setattr__(copied, name, value)
     return copied
+
+
+def _shared_loader(loader: DataLoader[Any], order: EpochBatchSampler, seed: int = 0) -> RunLoader:
+    """Return a loader for a run that shares the attributes of `loader`, a loader of the user or of another run."""
+    kind: Any = type(loader)
+    if not issubclass(RunLoader, kind):  # a subclass of `DataLoader`, which may override `__iter__`
+        kind = (
+            kind if issubclass(kind, RunLoader) else type(kind.__name__, (RunLoader, kind), {"__slots__": ()})
+        )
+    shared: RunLoader = object.__new__(RunLoader if kind is DataLoader else kind)
+    object.__setattr__(shared, "__dict__", vars(loader))
+    own = isinstance(loader, RunLoader)
+    shared.generator = loader.generator if own else torch.Generator().manual_seed(seed)
+    shared._iterator, shared.order, shared.limit = None, order, None
+    shared.skip_errors = getattr(loader, "skip_errors", 0)
+    return shared
 
 
 def limit_batches(
     loader: DataLoader[Any], count: int, option: str, name: str, repeat: bool = False
 ) -> DataLoader[Any]:
-    """Return a copy of `loader` with at most `count` batches per epoch.
+    """Return a loader with the attributes of `loader` and at most `count` batches per epoch.
 
     Args:
         loader: a loader returned by `build_dataloader`; it is not changed.
@@ -243,14 +332,13 @@ def limit_batches(
     Raises:
         ConfigError: `repeat` is set for an iterable dataset, or the loader is a subclass of `DataLoader`.
     """
-    batches: Any = loader.batch_sampler
     dataset: Any = loader.dataset
-    if isinstance(batches, EpochBatchSampler):
-        limited = copy(batches)
-        limited.limit = count if batches.limit is None else min(count, batches.limit)
+    if (order := order_of(loader)) is not None:
+        limited = copy(order)
+        limited.limit = count if order.limit is None else min(count, order.limit)
         limited.repeats = repeat
-        return copied_loader(loader, batch_sampler=limited)
-    if batches is None and isinstance(dataset, list):
+        return _shared_loader(loader, limited)
+    if loader.batch_sampler is None and isinstance(dataset, list):
         return build_dataloader(dataset[:count], 0, name, training=False)
     if repeat or not isinstance(dataset, IterableDataset) or type(loader) not in (DataLoader, RunLoader):
         raise ConfigError(
@@ -323,7 +411,7 @@ def _dataset(cfg: Any, name: str) -> Any:
 
 
 def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: bool, name: str) -> Any:
-    shuffle = options.pop("shuffle", isinstance(dataset, StreamingSamples) and dataset.stream.shuffle)
+    shuffle = options.pop("shuffle", isinstance(dataset, StreamingSamples) and dataset.dataset.shuffle)
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
     if isinstance(sampler, Mapping):
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
@@ -377,29 +465,44 @@ def _function(cfg: Any, path: str) -> Any:
     return cfg
 
 
-def _loader(
-    dataset: Any, batch_sampler: Any, seed: int, name: str, training: bool, options: dict[str, Any]
-) -> RunLoader:
-    collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
-    skip_errors = options.pop("skip_errors", 0)
-    indexes_tensors = type(dataset) is TensorDataset and collate is default_collate
-    sampler = getattr(batch_sampler, "sampler", None)
+def _order(
+    dataset: Any,
+    batch_sampler: Any,
+    seed: int,
+    name: str,
+    training: bool,
+    limit: int | None,
+    shard: Any = None,
+) -> EpochBatchSampler:
+    sampler = getattr(batch_sampler, "sampler", None) if shard is None else shard
     # This rank's number of samples in one pass over the dataset.
     samples = len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
-    batches = EpochBatchSampler(
-        batch_sampler, seed, samples, use_sample_index=not indexes_tensors, limit=limit
-    )
-    drops = training and not batches.endless and getattr(batch_sampler, "drop_last", False)
-    if drops and len(batch_sampler) == 0:
+    order = EpochBatchSampler(batch_sampler, seed, samples, limit=limit, shard=shard)
+    drops = training and not order.endless and getattr(batch_sampler, "drop_last", False)
+    if drops and len(order) == 0:
         raise DataError(f"{name}: drop_last=True drops all {samples} samples (per process); lower batch_size")
-    needs_seeds = not getattr(dataset, "independent_of_global_rng", False)
-    if indexes_tensors:
-        if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
-            options["pin_memory"] = False  # only CPU memory can be pinned
-        dataset, options["collate_fn"] = TensorBatches(dataset), _identity
-    elif skip_errors or collate is not default_collate or needs_seeds:
-        dataset, options["collate_fn"] = SeededDataset(dataset, collate, skip_errors), _identity
-    return RunLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
+    return order
+
+
+def _run_loader(
+    dataset: Any, batches: Any, seed: int, name: str, training: bool, options: dict[str, Any]
+) -> RunLoader:
+    limit, skip_errors = options.pop("num_batch_per_epoch", None), options.pop("skip_errors", 0)
+    order = _order(dataset, batches, seed, name, training, limit)
+    if type(batches) is BatchSampler:  # then torch sets the loader's `batch_size`
+        options |= {
+            "sampler": batches.sampler,
+            "batch_size": batches.batch_size,
+            "drop_last": batches.drop_last,
+        }
+    else:
+        options["batch_sampler"] = batches
+    loader = RunLoader(dataset, **_defaults(options, seed))
+    if isinstance(dataset, StreamingSamples):
+        object.__setattr__(loader, "dataset", dataset.dataset)
+    order.batch_sampler = loader.batch_sampler
+    loader.order, loader.skip_errors = order, skip_errors
+    return loader
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -419,17 +522,16 @@ def _identity(batch: Any) -> Any:
 
 
 def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
-    """Return a batch sampler for this rank's shard of the data; distributed samplers are returned unchanged.
+    """Return a sampler for this rank's shard of the data, or None if the loader's sampler is distributed.
 
     Raises:
         ConfigError: the sampler is not distributed and cannot be replaced.
     """
     sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, DefaultSampler | InfiniteSampler | DistributedSampler):
-        return batches
+    if isinstance(sampler, DefaultSampler | InfiniteSampler) or hasattr(sampler, "num_replicas"):
+        return None
     if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
-        shard = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
-        return BatchSampler(shard, batches.batch_size, batches.drop_last)
+        return DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
     raise ConfigError(
         f"{type(sampler or batches).__name__} yields the same batches in all processes; use a distributed sampler "
         "(DefaultSampler or torch's DistributedSampler)"
@@ -439,24 +541,24 @@ def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 def _wrap_loader(
     loader: DataLoader[Any], seed: int, name: str, training: bool, limit: int | None
 ) -> DataLoader[Any]:
-    """Return a copy of `loader` that can start at any batch and whose order depends only on the seed and epoch.
+    """Return a loader that shares the attributes of `loader`, and whose order depends only on the seed and epoch.
 
     Some loaders are returned unchanged: loaders for iterable datasets (except supported MosaicML datasets), loaders
-    without a batch sampler and, if `limit` is None, loaders that `build_dataloader` has already wrapped.
+    without a batch sampler, subclasses with an endless batch sampler and, if `limit` is None, loaders that
+    `build_dataloader` has already returned.
     """
     batches: Any = loader.batch_sampler
     dataset = as_map_style(loader.dataset)
-    if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
-        return loader if limit is None else limit_batches(loader, limit, f"{name}.num_batch_per_epoch", name)
-    if isinstance(dataset, StreamingSamples) and loader.batch_size is not None:
-        sampler = DefaultSampler(dataset, dataset.stream.shuffle, seed, round_up=training)
+    keeps_workers = type(loader).__iter__ is not DataLoader.__iter__ and not isinstance(batches, Sized)
+    if isinstance(dataset, StreamingSamples) and loader.batch_size is not None and order_of(loader) is None:
+        sampler = DefaultSampler(dataset, dataset.dataset.shuffle, seed, round_up=training)
         batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    elif isinstance(dataset, IterableDataset) or batches is None:
+        options = {**_copied_options(loader), "num_batch_per_epoch": limit}
+        return _run_loader(dataset, batches, seed, name, training, options)
+    if order_of(loader) or isinstance(dataset, IterableDataset) or batches is None or keeps_workers:
         return loader if limit is None else limit_batches(loader, limit, f"{name}.num_batch_per_epoch", name)
-    elif get_world_size() > 1:
-        batches = _shard(batches, dataset, seed, training)
-    options = {**_copied_options(loader), "num_batch_per_epoch": limit}
-    return _loader(dataset, batches, seed, name, training, options)
+    shard = _shard(batches, dataset, seed, training) if get_world_size() > 1 else None
+    return _shared_loader(loader, _order(dataset, batches, seed, name, training, limit, shard), seed)
 
 
 def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from slipstream.dataset.loading.loader import is_infinite, length
-from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
+from slipstream.dataset.loading.loader import is_infinite, is_iterable, length, order_of
+from slipstream.dataset.loading.samplers import DefaultSampler, InfiniteSampler
 from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.dist.info import flag_device
 from slipstream.errors import DataError
@@ -27,7 +27,7 @@ _END = object()
 def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int | None:
     """Return the smallest number of batches per epoch across all ranks.
 
-    If the loader has an `EpochBatchSampler`, the sampler is limited to this number. The result is None if the length of
+    If the loader has an `order`, it is limited to this number. The result is None if the length of
     the loader is unknown on at least one rank. Every rank must call this function.
     """
     lengths = all_gather_object(length(loader))
@@ -36,8 +36,8 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
     shortest = min(lengths)
     if shortest < max(lengths):
         warn(f"The ranks have {lengths[:8]} batches per epoch; each rank uses {shortest} and skips the rest")
-        if isinstance(loader.batch_sampler, EpochBatchSampler):
-            loader.batch_sampler.limit = shortest
+        if (order := order_of(loader)) is not None:
+            order.limit = shortest
     return int(shortest)
 
 
@@ -47,7 +47,7 @@ def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: i
     A pass must have at least `expected` batches, unless `expected` is None. With an endless sampler, a pass must not
     end.
     """
-    streamed = isinstance(loader.dataset, IterableDataset)
+    streamed = is_iterable(loader)
     # With `drop_last`, each worker drops the incomplete last batch of its own shard of an iterable dataset.
     tolerance = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
     if not is_infinite(loader) and (expected is None or batches >= expected - tolerance):
@@ -109,9 +109,10 @@ def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[t
 
 
 def _any_batch(loader: DataLoader[Any]) -> Any:
-    if isinstance(loader.dataset, IterableDataset):
+    if is_iterable(loader):
         raise DataError(f"rank {get_rank()} has no data; a sharded model requires a batch on each rank")
-    return next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))
+    dataset: Any = loader.dataset
+    return loader.collate_fn([dataset[0]])
 
 
 def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
@@ -131,10 +132,9 @@ def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
 
 
 def _has_equal_lengths(loader: DataLoader[Any]) -> bool:
-    batches = loader.batch_sampler
-    inner = batches.batch_sampler if isinstance(batches, EpochBatchSampler) else batches
-    if type(inner) is not BatchSampler:
+    if type(loader.batch_sampler) is not BatchSampler:
         return False
-    sampler = inner.sampler
+    order = order_of(loader)
+    sampler = loader.sampler if order is None else order.sampler
     equal = isinstance(sampler, InfiniteSampler | DistributedSampler)
     return equal or (isinstance(sampler, DefaultSampler) and sampler.round_up)

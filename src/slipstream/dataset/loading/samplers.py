@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
-from itertools import islice
+from collections.abc import Hashable, Iterator, Mapping, Sized
+from itertools import chain, islice, zip_longest
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -21,7 +23,7 @@ from torch.utils.data import (
 )
 
 from slipstream.dataset.loading.generators import SampleIndex, isolate_random_state
-from slipstream.dist import get_dist_info
+from slipstream.dist import all_gather_object, get_dist_info, get_rank, get_world_size
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
 
@@ -39,8 +41,13 @@ class _EpochSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
-        self.dataset, self.size = dataset, len(dataset)
+        self.dataset = dataset
         self.shuffle, self.seed, self.epoch = shuffle, seed or 0, 0
+
+    @property
+    def size(self) -> int:
+        """Number of samples in the dataset, which a hook may change."""
+        return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that determines the order of the next iteration."""
@@ -187,6 +194,8 @@ _SAMPLERS_WITH_OWN_GENERATOR = (
     WeightedRandomSampler,
 )
 _MAX_RECORDED_BATCHES = 1024
+_beginnings: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
+"""For each batch sampler with a state: copies from the beginning of the first and of the latest epoch."""
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -201,6 +210,9 @@ class EpochBatchSampler(Sampler[list[int]]):
     these methods continues from one epoch to the next. When a run resumes, the completed epochs are drawn from it once
     more, which gives the same order if the sampler seeds its generators.
 
+    The epoch after `set_epoch` is drawn from the user's sampler, once. Other iterations, such as those of hooks, draw
+    from a copy of a sampler with a state, and a new run with the same sampler starts from its initial state.
+
     Args:
         batch_sampler: iterable of lists of indices.
         seed: seed of the run.
@@ -208,6 +220,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         use_sample_index: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the
             epoch.
         limit: maximum number of batches in an epoch; None for no limit.
+        shard: sampler for this rank that replaces the sampler of `batch_sampler`, a `BatchSampler`; None if
+            `batch_sampler` yields the batches of this rank.
     """
 
     def __init__(
@@ -217,9 +231,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         samples: int,
         use_sample_index: bool = True,
         limit: int | None = None,
+        shard: Any = None,
     ) -> None:
         self.batch_sampler = batch_sampler
-        self.sampler: Any = getattr(batch_sampler, "sampler", None)
+        self.shard = shard
+        self.sampler: Any = getattr(batch_sampler, "sampler", None) if shard is None else shard
         self.seed = seed
         self.samples = max(samples, 1)
         self.use_sample_index = use_sample_index
@@ -227,19 +243,21 @@ class EpochBatchSampler(Sampler[list[int]]):
         # Whether every epoch consists of the batches of epoch 0.
         self.repeats = False
         self.epoch = self.start = self.skip = 0
-        self._repeated: list[list[int]] | None = None
-        self._next_epoch = 0
+        self._fixed: list[list[int]] | None = None
+        self._begins = False
+        # None before the first epoch, and -1 if the states must be loaded before the next epoch.
+        self._next_epoch: int | None = None
         self._states: dict[int, list[Any]] = {}
         self.recent: dict[tuple[int, int], list[int]] = {}
         """The sample indices of the batches drawn last, by epoch (0 if every epoch is epoch 0) and index."""
 
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
         """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""
-        epoch = 0 if self.repeats else epoch
-        self.epoch, self.start, self.skip = epoch, start, skip
-        for sampler in self._parts():
+        self.epoch, self.start, self.skip = 0 if self.repeats else epoch, start, skip
+        self._begins = True
+        for sampler in _parts(self._sharded(self.batch_sampler)):
             if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+                sampler.set_epoch(self.epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states that samplers with `state_dict` had at the beginning of the latest epochs."""
@@ -248,12 +266,37 @@ class EpochBatchSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self._states = dict(state["states"])
-        self._next_epoch = -1  # the states must be loaded before the next iteration
+        self._next_epoch = -1
 
     @property
     def endless(self) -> bool:
         """Whether an iteration never ends."""
         return isinstance(self.sampler, InfiniteSampler) and self.limit is None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether ranks may draw samples that other ranks draw as well."""
+        unpadded = isinstance(self.sampler, DefaultSampler) and not self.sampler.round_up
+        return get_world_size() > 1 and not (unpadded and type(self.batch_sampler) is BatchSampler)
+
+    def draw_without_repeats(self) -> None:
+        """Draw the batches of the following iterations, without samples that other ranks or earlier batches contain.
+
+        Distributed samplers repeat samples so that all ranks get the same number of samples. Every rank must call this
+        method.
+        """
+        batches = list(islice(self._draw(self.epoch, self._copy()), self.limit))
+        drawn = all_gather_object([_key(index) for batch in batches for index in batch])
+        seen: set[Any] = set()
+        kept: list[bool] = []
+        for indices in zip_longest(*drawn, fillvalue=_MISSING):
+            for rank, index in enumerate(indices):
+                if rank == get_rank() and index is not _MISSING:
+                    kept.append(index not in seen)
+                seen.add(index)
+        keeps = iter(kept)
+        real = ([index for index in batch if next(keeps)] for batch in batches)
+        self._fixed = [batch for batch in real if batch]
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
@@ -271,13 +314,12 @@ class EpochBatchSampler(Sampler[list[int]]):
             yield [self._sample_index(sample, epoch) for sample in batch] if self.use_sample_index else batch
 
     def __len__(self) -> int:
-        if self.limit is None:
-            return len(self.batch_sampler)
-        endless = isinstance(self.sampler, InfiniteSampler)
-        return self.limit if endless else min(self.limit, len(self.batch_sampler))
-
-    def _parts(self) -> list[Any]:
-        return [part for part in (self.sampler, self.batch_sampler) if part is not None]
+        if self._fixed is not None:
+            return len(self._fixed)
+        if self.limit is not None and isinstance(self.sampler, InfiniteSampler):
+            return self.limit
+        count = len(self._sharded(self.batch_sampler))
+        return count if self.limit is None else min(self.limit, count)
 
     def _record(self, epoch: int, index: int, batch: list[int]) -> None:
         self.recent[epoch, index] = batch
@@ -286,48 +328,105 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def _batches(self) -> Iterator[list[int]]:
         """Return an iterator over the batches of the current epoch."""
-        if not self.repeats:
-            self._restore_epoch()
-            return self._draw(self.epoch)
-        if self._repeated is None:
-            self._repeated = list(islice(self._draw(0), self.limit))
-        return iter(self._repeated)
+        if self.repeats and self._fixed is None:
+            self._fixed = list(islice(self._draw(0, self.batch_sampler), self.limit))
+        if self._fixed is not None:
+            return iter(self._fixed)
+        if not self._begins:
+            return self._draw(self.epoch, self._copy())
+        self._begins = False
+        self._restore_epoch()
+        return self._draw(self.epoch, self.batch_sampler)
 
-    def _draw(self, epoch: int) -> Iterator[list[int]]:
-        """Seed the generators and iterate over the user's batch sampler."""
-        for sampler in self._parts():
+    def _sharded(self, batches: Any) -> Any:
+        """Return the batch sampler of this rank. A hook may have changed the batch size of `batches`."""
+        if self.shard is None:
+            return batches
+        return BatchSampler(self.shard, batches.batch_size, batches.drop_last)
+
+    def _draw(self, epoch: int, batches: Any) -> Iterator[list[int]]:
+        """Seed the generators and iterate over the user's batch sampler, or over a copy of it."""
+        batches = self._sharded(batches)
+        for sampler in _parts(batches):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
             if getattr(sampler, "generator", 0) is None:
                 sampler.generator = torch.Generator()
             if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
                 generator.manual_seed(self.seed + epoch)
-        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _SAMPLERS_WITH_OWN_GENERATOR:
-            return iter(self.batch_sampler)
-        return isolate_random_state(self.batch_sampler, (self.seed, epoch))
+        if type(batches) is BatchSampler and type(batches.sampler) in _SAMPLERS_WITH_OWN_GENERATOR:
+            return iter(batches)
+        return isolate_random_state(batches, (self.seed, epoch))
+
+    def _stateful(self) -> list[Any]:
+        """Return the samplers whose order may depend on earlier epochs."""
+        known = (BatchSampler, *_SAMPLERS_WITH_OWN_GENERATOR)
+        parts = [part for part in _parts(self.batch_sampler) if type(part) not in known]
+        return [part for part in parts if hasattr(part, "__dict__") and not hasattr(part, "set_epoch")]
+
+    def _copy(self) -> Any:
+        """Return a copy of the batch sampler, from the beginning of the current epoch if that epoch has begun."""
+        if not self._stateful():
+            return self.batch_sampler
+        saved = None if self._next_epoch is None else _beginnings.get(self.batch_sampler, {}).get(self.epoch)
+        return _copied(self.batch_sampler if saved is None else saved)
 
     def _restore_epoch(self) -> None:
         """Bring samplers whose order depends on earlier epochs to the beginning of the current epoch."""
-        known = (BatchSampler, *_SAMPLERS_WITH_OWN_GENERATOR)
-        parts = [part for part in self._parts() if type(part) not in known and hasattr(part, "__dict__")]
-        parts = [part for part in parts if not hasattr(part, "set_epoch")]
-        stateful = [
-            part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-        ]
-        if parts and self.epoch != self._next_epoch:
-            begin = max(self._next_epoch, 0)
+        if not (parts := self._stateful()):
+            return
+        saves = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
+        earlier = _beginnings.setdefault(self.batch_sampler, {})
+        if self.epoch != self._next_epoch:
+            begin = max(self._next_epoch or 0, 0)
             if saved := [epoch for epoch in self._states if epoch <= self.epoch]:
                 begin = max(saved)
-                for part, state in zip(stateful, self._states[begin], strict=True):
+                for part, state in zip(saves, self._states[begin], strict=True):
                     part.load_state_dict(copy.deepcopy(state))
+            elif saved := [epoch for epoch in earlier if epoch <= self.epoch and self._next_epoch is None]:
+                begin = max(saved)  # an earlier run has drawn from this sampler
+                _restore(self.batch_sampler, _copied(earlier[begin]))
             for epoch in range(begin, self.epoch):
-                deque(islice(self._draw(epoch), self.limit), maxlen=0)
+                deque(islice(self._draw(epoch, self.batch_sampler), self.limit), maxlen=0)
         self._next_epoch = self.epoch + 1
-        if stateful:
-            self._states = {self.epoch: [copy.deepcopy(part.state_dict()) for part in stateful]}
+        if saves:
+            self._states = {self.epoch: [copy.deepcopy(part.state_dict()) for part in saves]}
+        first = min([*earlier, self.epoch])
+        latest = _copied(self.batch_sampler)
+        _beginnings[self.batch_sampler] = {first: earlier.get(first, latest), self.epoch: latest}
 
     def _sample_index(self, index: Any, epoch: int) -> Any:
         if not hasattr(index, "__index__"):
             return index
         return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
+
+
+_MISSING = object()
+
+
+def _key(index: Any) -> Any:
+    return index if isinstance(index, Hashable) else repr(index)
+
+
+def _parts(batches: Any) -> list[Any]:
+    return [part for part in (getattr(batches, "sampler", None), batches) if part is not None]
+
+
+def _copied(batches: Any) -> Any:
+    """Return a deep copy of a batch sampler that shares the dataset, or the same object if it cannot be copied."""
+    values = chain.from_iterable(vars(part).items() for part in _parts(batches) if hasattr(part, "__dict__"))
+    shared = {id(v): v for name, v in values if name in ("dataset", "data_source") or isinstance(v, Dataset)}
+    try:
+        return copy.deepcopy(batches, shared)
+    except (TypeError, copy.Error):  # for example, an open file or a generator
+        return batches
+
+
+def _restore(batches: Any, saved: Any) -> None:
+    """Restore the state of a batch sampler and its sampler in place, except the options of the batches."""
+    for part, old in zip(_parts(batches), _parts(saved), strict=True):
+        state = vars(old).items() if hasattr(part, "__dict__") else ()
+        vars(part).update({k: v for k, v in state if k not in ("sampler", "batch_size", "drop_last")})
 
 
 def check_not_empty(dataset: Any, name: str) -> None:

@@ -19,11 +19,14 @@ from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
 from slipstream.logging import print_log
 
-__all__ = ["SeededDataset", "TensorBatches"]
+__all__ = ["DatasetReader", "SeededDataset", "TensorBatches"]
 
 
-class _Wrapper(Dataset[Any]):
-    """A wrapper of a map-style dataset. Attributes that it does not have are read from `dataset`."""
+class DatasetReader(Dataset[Any]):
+    """Base class of the objects through which a loader reads the samples of a map-style dataset.
+
+    Users do not see these objects: `loader.dataset` and `get_worker_info().dataset` are the user's dataset.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -31,14 +34,9 @@ class _Wrapper(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling accesses `dataset` before it is set
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
-
-class TensorBatches(_Wrapper):
-    """`TensorDataset` wrapper that indexes a whole batch at once, which is many times faster than collating samples."""
+class TensorBatches(DatasetReader):
+    """`TensorDataset` reader that indexes a whole batch at once, which is many times faster than collating samples."""
 
     dataset: TensorDataset
 
@@ -52,11 +50,12 @@ class TensorBatches(_Wrapper):
         return [tensor[positions] for tensor in self.dataset.tensors]
 
 
-class SeededDataset(_Wrapper):
-    """Dataset wrapper that seeds the global generators of Python, NumPy and torch for each sample.
+class SeededDataset(DatasetReader):
+    """Dataset reader that seeds the global generators of Python, NumPy and torch for each sample.
 
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may also draw random numbers.
+    is collated, so a `collate_fn` may also draw random numbers. The dataset's `set_epoch` is called before the first
+    sample of an epoch, except for the epoch in which the reader is created.
 
     If reading a sample raises an error, a note with the sample's index is added to the error.
 
@@ -65,15 +64,25 @@ class SeededDataset(_Wrapper):
         collate: function that returns the batch for a list of samples.
         skip_errors: maximum number of different samples that may raise an error in this process and its workers.
             A failing sample is replaced by a different one, which depends only on (seed, epoch, index).
+        failed: one flag per sample, in memory shared with the workers; required if `skip_errors` is not 0.
+        epoch: the current epoch.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], skip_errors: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        skip_errors: int = 0,
+        failed: torch.Tensor | None = None,
+        epoch: int = 0,
+    ) -> None:
         super().__init__(dataset)
         self.collate = collate
         self.skip_errors = skip_errors
-        # One flag per sample, in memory shared with the workers.
-        self._failed = torch.zeros(len(dataset), dtype=torch.bool).share_memory_() if skip_errors else None
+        self._failed = failed
         self._generators = IsolatedGenerators()
+        self._set_epoch = getattr(dataset, "set_epoch", None)
+        self._epoch = epoch
 
     def __getitem__(self, index: Any) -> Any:
         with self._generators:
@@ -105,6 +114,9 @@ class SeededDataset(_Wrapper):
     def _read(self, index: Any) -> Any:
         if hasattr(index, "__index__"):  # a key that is not an integer cannot seed the generators
             seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
+            if self._set_epoch is not None and epoch != self._epoch:
+                self._epoch = epoch
+                self._set_epoch(epoch)
             seed_generators((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 

@@ -6,8 +6,7 @@ import logging
 import sys
 from typing import Any
 
-from torch.utils.data import Dataset
-
+from slipstream.dataset.loading.samples import DatasetReader
 from slipstream.extras import extra
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
@@ -30,30 +29,22 @@ def streaming_dataset(**options: Any) -> Any:
     return StreamingDataset(**options)
 
 
-class StreamingSamples(Dataset[Any]):
+class StreamingSamples(DatasetReader):
     """The samples of a MosaicML `StreamingDataset` as a map-style dataset.
 
     A `StreamingDataset` is iterable: it divides its samples among the processes and workers, and counts its epochs. Its
     samples can also be read by index. This class uses the order of the loader's sampler, so a run can resume after any
-    batch, and augmentation depends only on (seed, epoch, index). All other attributes are read from `stream`.
+    batch, and augmentation depends only on (seed, epoch, index).
 
     Args:
-        stream: a `StreamingDataset`. A subclass can override `__getitem__`, for example to apply transforms.
+        dataset: a `StreamingDataset`. A subclass can override `__getitem__`, for example to apply transforms.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
     def __len__(self) -> int:
-        return int(self.stream.size)  # `len(stream)` is the number of samples per process
+        return int(self.dataset.size)  # `len(dataset)` is the number of samples per process
 
     def __getitem__(self, index: int) -> Any:
-        return self.stream[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "stream":  # unpickling accesses `stream` before it is set
-            raise AttributeError(name)
-        return getattr(self.stream, name)
+        return self.dataset[index]
 
 
 def as_map_style(dataset: Any) -> Any:

@@ -11,27 +11,36 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.queues import Queue
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 
 from slipstream.dataset.loading.generators import hash_numbers
+from slipstream.dataset.loading.samples import DatasetReader
 from slipstream.dist import get_rank
 from slipstream.errors import DataLoaderError
 
-__all__ = ["Loading", "end_workers", "explain_worker_errors", "prepared_workers", "worker_init"]
+__all__ = [
+    "Loading", "end_workers", "explain_worker_errors", "has_changed", "prepared_workers", "record_attributes",
+    "worker_init",
+]  # fmt: skip
 
 _IGNORED_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 # Interval in seconds at which a worker checks whether the training process is alive.
 _POLL_INTERVAL = 1.0
+# Limits on the attributes of a dataset that are compared.
+_MAX_ATTRIBUTES, _MAX_ITEMS = 10_000, 1000
 _SHARED_MEMORY = (
     "the worker processes have no shared memory left for their batches; increase the size of /dev/shm (docker run "
     "--shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set num_workers=0"
@@ -64,6 +73,7 @@ class WorkerInit:
       process is alive, so they do not exit if loading a sample hangs.
     - The worker exits if it cannot send a batch, for example because shared memory is full or the batch cannot be
       pickled. torch's workers would lose the batch, and the run would wait for the batch forever.
+    - `get_worker_info().dataset` is the user's dataset.
 
     Args:
         user_init: the user's `worker_init_fn`, or None.
@@ -75,6 +85,9 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Prepare this worker process."""
+        info = get_worker_info()
+        while info is not None and isinstance(info.dataset, DatasetReader):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # the class is frozen
         if os.getpid() != self.owner:  # a worker may also be a thread of the owner
             self._prepare()
         if self.user_init is not None:
@@ -168,8 +181,10 @@ class Loading:
         generator = loader.generator
         own_seed = 0 if generator is None else generator.initial_seed()
         loader.generator = torch.Generator().manual_seed(hash_numbers((*numbers, own_seed, get_rank())))
+        if has_changed(loader):
+            end_workers(loader)
         try:
-            with _signals_blocked(loader):
+            with prepared_workers(loader):
                 self._iterator: Any = iter(loader)
         except OSError as error:  # the workers' queues and locks are also in shared memory
             if error.errno != errno.ENOSPC:
@@ -177,6 +192,7 @@ class Loading:
             raise DataLoaderError(f"{name}: {_SHARED_MEMORY}") from error
         finally:
             loader.generator = generator
+        record_attributes(loader)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -213,6 +229,42 @@ def end_workers(loader: DataLoader[Any]) -> None:
     if getattr(loader, "_iterator", None) is not None:
         _stop_workers(loader._iterator)
         loader._iterator = None
+
+
+def has_changed(loader: DataLoader[Any]) -> bool:
+    """Return whether attributes of the dataset have changed since `record_attributes`.
+
+    Persistent workers have copies of the dataset and would not use the new values.
+    """
+    recorded = getattr(loader._iterator, "dataset_attributes", None)
+    return recorded is not None and recorded != _attributes(loader.dataset, set())
+
+
+def record_attributes(loader: DataLoader[Any]) -> None:
+    """Record the attributes of the dataset, if the loader has persistent workers."""
+    if loader._iterator is not None:
+        loader._iterator.dataset_attributes = _attributes(loader.dataset, set())  # type: ignore[attr-defined]
+
+
+def _attributes(value: Any, seen: set[int]) -> Any:
+    """Return the identities and values of an object's attributes, and of their items and attributes.
+
+    Containers with more than 1000 items are compared by their identity and length.
+    """
+    if isinstance(value, str | bytes | int | float):
+        return value
+    nested: Any = ()
+    if id(value) not in seen and len(seen) < _MAX_ATTRIBUTES:
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            nested = (value._version,)
+        elif isinstance(value, Mapping | list | tuple | set | deque):
+            few = len(value) <= _MAX_ITEMS
+            items = value.items() if isinstance(value, Mapping) else value
+            nested = tuple(_attributes(item, seen) for item in items) if few else (len(value),)
+        elif hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | ModuleType):
+            nested = _attributes(vars(value), seen)
+    return id(value) if not isinstance(value, tuple) else 0, nested
 
 
 def _stop_workers(iterator: Any) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
-    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "device_ids", "is_model_wrapper",
-    "train_wrapped", "unwrap_model",
+    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "ModelAttributes", "device_ids",
+    "is_model_wrapper", "train_wrapped", "unwrap_model",
 ]  # fmt: skip
 
 MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
@@ -41,8 +41,38 @@ def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[
     return EagerStep(loss_of, wrapper, optim_wrapper)(data)
 
 
+_OWN_ATTRIBUTES = ("_authoritative_rank", "buffer_hook")
+"""Attributes that torch's DDP sets after its constructor."""
+
+
+class ModelAttributes(nn.Module):
+    """Base class of wrappers that read and write all attributes except their own in the wrapped model.
+
+    A hook that sets an attribute of `runner.model` thus has the same effect in one and in several processes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if (module := vars(self).get("_modules", {}).get("module")) is None:
+                raise
+            return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = [vars(self), *(vars(self).get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))]
+        if (
+            "_complete" in vars(self)
+            and name not in _OWN_ATTRIBUTES
+            and not any(name in part for part in own)
+        ):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
 @MODEL_WRAPPERS.register_module()
-class MMDistributedDataParallel(DistributedDataParallel):
+class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
     """torch's `DistributedDataParallel` with a `train_step`, `val_step` and `test_step`.
 
     Args:
@@ -82,6 +112,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
                 )
             self.comm_hook = HalfPrecision(self.process_group, _HALVES[comm_hook])
             self.register_comm_hook(self.comm_hook, run_comm_hook)
+        self._complete = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model. Gradients of parameters that were frozen and are now trained are synchronized, too."""
@@ -123,7 +154,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
 
 @MODEL_WRAPPERS.register_module()
-class MMSeparateDistributedDataParallel(BaseModel):
+class MMSeparateDistributedDataParallel(ModelAttributes, BaseModel):
     """Wrap each trainable child with DDP separately, for models that train their children alternately (such as GANs).
 
     The model must override `train_step(data, optim_wrapper)` and call the children in this method.
@@ -138,6 +169,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
                 wrapped.register_state_dict_post_hook(_without_wrapper)
                 wrapped.register_load_state_dict_pre_hook(_with_wrapper)
                 setattr(module, name, wrapped)
+        self._complete = True
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
         """Run the model's training step."""

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slipstream.config import options
 from slipstream.dist import broadcast, get_local_size, get_world_size
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.model.wrappers.distributed import train_wrapped
+from slipstream.model.wrappers.distributed import ModelAttributes, train_wrapped
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, mesh_of, shard_like
 
@@ -59,7 +59,7 @@ class FullyShardedOptions:
 
 
 @MODEL_WRAPPERS.register_module()
-class MMFullyShardedDataParallel(nn.Module):
+class MMFullyShardedDataParallel(ModelAttributes):
     """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP if `shard_size` is less than the world size).
 
     See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). As in
@@ -83,6 +83,7 @@ class MMFullyShardedDataParallel(nn.Module):
             broadcast(tensor.detach())
         self.mesh = _mesh(module, config.shard_size)
         self._units = _shard(module, self.mesh, config)
+        self._complete = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; as in DDP, `no_sync` around the forward pass disables gradient synchronization."""
@@ -164,7 +165,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     """
     grads: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        if hasattr(module, "unshard") and mesh_of(module) is not None:
+        if hasattr(type(module), "unshard") and mesh_of(module) is not None:
             module.unshard()
             for key, param in module.named_parameters(name):
                 if param.grad is not None and not is_sharded(param):

@@ -22,6 +22,8 @@ __all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler", "
 class TorchSchedulerAdapter:
     """Adapt a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
 
+    All other attributes are those of the scheduler.
+
     Args:
         scheduler: the scheduler, built for the torch optimizer; it is active from step 0.
         by_epoch: whether the caller calls `step` after each epoch; otherwise, `step` is called after each iteration.
@@ -42,6 +44,15 @@ class TorchSchedulerAdapter:
         self._offset = getattr(scheduler, "last_epoch", 0)
         # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":  # unpickling accesses it before it is set
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("scheduler", "by_epoch", "end", "_global_step", "_offset")
+        object.__setattr__(self if own else self.scheduler, name, value)
 
     def step(self) -> None:
         """Advance by one step, and update the learning rates if the step is before `end`."""
