@@ -62,6 +62,28 @@ def test_best_checkpoint_contains_the_average(tmp_path):
     assert_close(average(history.steps[: 2 * epoch], 0.2), saved["state_dict"])
 
 
+class SeenWeights(Hook):
+    """Stores the weights that a hook of the lowest priority sees after each validation."""
+
+    priority = "LOWEST"
+
+    def __init__(self):
+        self.seen = []
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.seen.append(weights(runner))
+
+
+def test_hooks_after_validation_and_the_averaged_model_have_the_validated_weights(tmp_path):
+    hook = SeenWeights()
+    runner, history = ema_run(tmp_path, hook)
+    for found, expected in zip(hook.seen, history.validated, strict=True):
+        assert_same(found, expected)
+    assert_same(weights(runner), history.steps[-1])
+    assert_same(dict(runner.averaged_model().state_dict()), history.validated[-1])
+    assert_same(weights(runner), history.steps[-1])
+
+
 class Save(Hook):
     """A hook that saves a checkpoint at a stage of each validation."""
 

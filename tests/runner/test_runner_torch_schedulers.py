@@ -150,3 +150,64 @@ def test_scheduler_objects_are_rejected_with_auto_scale_lr(tmp_path):
     changed = arguments(tmp_path, cosine, auto_scale_lr=dict(enable=True, base_batch_size=16))
     with pytest.raises(ConfigError, match="created before auto_scale_lr"):
         Runner(**changed).train()
+
+
+class Rates(Hook):
+    def __init__(self):
+        self.rates = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.rates.append(runner.optim_wrapper.get_lr()["lr"][0])
+
+
+class EndsEarly(Hook):
+    def after_train_epoch(self, runner):
+        runner.train_loop.stop_training = True
+
+
+UPDATES = 8  # windows of two batches, and a last window of one batch
+PER_UPDATE = {
+    "cosine": lambda schedule: dict(scheduler=schedule, interval="update"),
+    "own": lambda _: dict(type="CosineAnnealingLR", interval="update"),
+}
+
+
+@pytest.mark.parametrize("speed", [{}, {"compile": {"backend": "eager"}}], ids=["eager", "compiled"])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("name", PER_UPDATE)
+def test_schedules_can_step_once_per_update(tmp_path, name, resumed, speed):
+    rates = Rates()
+
+    def train(*hooks, **changes):
+        net, optimizer, schedule = parts(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, UPDATES))
+        options = dict(optim_wrapper=optimizer, param_scheduler=PER_UPDATE[name](schedule))
+        options |= dict(train_dataloader=loader(data(), shuffle=False), speed=dict(accumulate=2, **speed))
+        cfg, hooks = dict(by_epoch=True, max_epochs=3), [rates, *hooks]
+        Runner(
+            **training(tmp_path, model=net, train_cfg=cfg, custom_hooks=hooks, **options, **changes)
+        ).train()
+
+    if resumed:
+        train(EndsEarly())
+        assert len(rates.rates) == 5
+    train(resume=resumed)
+    plain = lr_scheduler.CosineAnnealingLR(torch.optim.SGD(Net().parameters(), lr=0.1), UPDATES)
+    expected = []
+    for batch in range(STEPS):
+        expected.append(plain.get_last_lr()[0])
+        if batch % 2 == 1:
+            plain.optimizer.step()
+            plain.step()
+    assert rates.rates == pytest.approx(expected)
+
+
+def test_a_schedule_that_may_count_updates_is_reported(tmp_path, capfd):
+    for interval, reported in (({}, True), ({"interval": "update"}, False), ({"interval": "batch"}, False)):
+        changes = arguments(tmp_path, inverse, False, speed=dict(accumulate=2), log_level="WARNING")
+        scheduler = {
+            key: value
+            for key, value in changes["param_scheduler"].items()
+            if key != "by_epoch" or not interval
+        }
+        Runner(**{**changes, "param_scheduler": {**scheduler, **interval}}).train()
+        assert ("set interval='update'" in capfd.readouterr().out) == reported

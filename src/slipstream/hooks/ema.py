@@ -114,11 +114,11 @@ class EMAHook(Hook):
         """Swap in the averaged weights."""
         self.ema_model.swap_in(self.model, average=True)
 
-    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Swap the training weights back."""
+    def after_val(self, runner: Runner) -> None:
+        """Swap the training weights back, after all hooks have received the metrics of the averaged weights."""
         self.ema_model.swap_in(self.model, average=False)
 
-    before_test_epoch, after_test_epoch = before_val_epoch, after_val_epoch
+    before_test_epoch, after_test = before_val_epoch, after_val
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """After the first update, save the average as `state_dict` and the training weights as `ema_state_dict`."""
@@ -165,6 +165,8 @@ def validation_weights(runner: Runner, average: bool = True) -> Iterator[nn.Modu
     model, optim = unwrap_model(runner.model), runner.optim_wrapper
     with (
         nullcontext() if optim is None else optim.evaluating(),
-        nullcontext() if hook is None else hook.ema_model.swapped_in(model, average),
+        nullcontext()
+        if hook is None or hook.ema_model is None
+        else hook.ema_model.swapped_in(model, average),
     ):
         yield model

@@ -41,7 +41,15 @@ class ParamSchedulerHook(Hook):
         schedulers = all_schedulers(runner.param_schedulers)
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
         self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes metric-based schedulers
-        self._by_iter = [s for s in schedulers if not s.by_epoch]
+        self._by_iter = [s for s in schedulers if not (s.by_epoch or getattr(s, "per_update", False))]
+        # Each optimizer has its own accumulation windows.
+        optim, parts = runner.optim_wrapper, runner.param_schedulers
+        parts = parts if isinstance(parts, dict) else {"": parts or []}
+        windows = {name: (optim[name] if name else optim).accumulation for name in parts}  # type: ignore[index,union-attr]
+        self._per_update = [
+            (s, windows[name]) for name in parts for s in parts[name] if getattr(s, "per_update", False)
+        ]
+        self._updates = [window.start for _, window in self._per_update]
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -49,6 +57,10 @@ class ParamSchedulerHook(Hook):
         """Step the iteration-based schedulers."""
         for scheduler in self._by_iter:
             scheduler.step()
+        for index, (scheduler, window) in enumerate(self._per_update):
+            if window.start != self._updates[index]:  # the batch has ended an accumulation window
+                self._updates[index] = window.start
+                scheduler.step()
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Step the epoch-based schedulers."""

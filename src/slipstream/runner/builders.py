@@ -166,6 +166,7 @@ def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any
 
 
 def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
+    updates = optim.accumulation.windows_between(0, loop.max_iters) if loop.max_iters < INF else None
     try:
         scheduler = build_param_scheduler(
             cfg,
@@ -173,8 +174,9 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
             epoch_length=loop.epoch_length,
             max_epochs=loop.max_epochs,
             max_iters=loop.max_iters,
+            max_updates=updates,
         )
-        if message := _check_length(scheduler, loop):
+        if message := _check_length(scheduler, loop, updates):
             loop.runner.logger.warning(f"{path}: {message}")
         return scheduler
     except ConfigError as error:
@@ -183,8 +185,8 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
         raise
 
 
-def _check_length(scheduler: Any, loop: Any) -> str:
-    """Return a warning if `scheduler` never steps, or if its schedule is longer than the run; otherwise ''.
+def _check_length(scheduler: Any, loop: Any, updates: int | None) -> str:
+    """Return a warning if `scheduler` never steps, or if its schedule probably has another length; otherwise ''.
 
     Raises:
         ConfigError: a torch scheduler never steps, or torch would raise an error before the end of the run.
@@ -200,11 +202,20 @@ def _check_length(scheduler: Any, loop: Any) -> str:
         if isinstance(scheduler, TorchSchedulerAdapter):
             raise ConfigError(message)
         return "" if getattr(scheduler, "need_val_args", False) else message
-    change, steps = last_change(inner), loop.max_epochs if by_epoch else loop.max_iters
+    per_update = getattr(scheduler, "per_update", None)
+    change = last_change(inner)
+    steps = loop.max_epochs if by_epoch else updates if per_update else loop.max_iters
+    of_torch = isinstance(scheduler, TorchSchedulerAdapter)
+    if of_torch and not by_epoch and per_update is None and change is None and updates not in (None, steps):
+        return (
+            f"{name} steps after each of the {steps} batches, but with accumulation, the run has {updates} updates; "
+            "set interval='update' if the schedule counts updates, as in Lightning and Accelerate, or interval='batch'"
+        )
     if change is None or steps is None or steps >= INF:
         return ""
     argument, count = change
-    text = f"{name} has {argument}={count}, but the run has {steps} {'epochs' if by_epoch else 'iterations'}"
+    unit = "epochs" if by_epoch else "updates" if per_update else "iterations"
+    text = f"{name} has {argument}={count}, but the run has {steps} {unit}"
     if isinstance(inner, OneCycleLR) and count < steps and getattr(scheduler, "end", steps) >= steps:
         raise ConfigError(f"{text}, and torch raises an error after the schedule; set {argument}={steps}")
     # A short run tests the schedule of the full run.

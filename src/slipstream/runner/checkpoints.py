@@ -25,6 +25,7 @@ from slipstream.config import config_text
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
 from slipstream.errors import CheckpointError
 from slipstream.hooks import CheckpointHook, PreemptionHook
+from slipstream.hooks.ema import validation_weights
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.model.weight_init import skip_pretrained
@@ -174,7 +175,7 @@ class Checkpoints:
     def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, source: str | Path) -> None:
         logger, state = self._runner.logger, checkpoint["state_dict"]
         core = unwrap_model(self._runner.model)
-        with restoring("state_dict", source):
+        with restoring("state_dict", source), validation_weights(self._runner, average=False):
             for line in load_weights(core, state, strict, str(source)):
                 logger.warning(f"Loading {source}: {line}")
         self._loaded = True

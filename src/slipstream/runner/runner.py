@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -352,6 +353,14 @@ class Runner:
     def test(self) -> dict[str, float]:
         """Test the model and return the metrics; see `val`."""
         return self._evaluate("test")
+
+    def averaged_model(self) -> nn.Module:
+        """Return a copy of the unwrapped model with the weights that are validated: the average if the run has one.
+
+        `model` contains the weights that further training continues from.
+        """
+        with validation_weights(self) as model:
+            return copy.deepcopy(model).eval()
 
     def tune(self, *_: Any, **__: Any) -> NoReturn:
         """Raise an error that names the replacement of this method."""

@@ -83,6 +83,8 @@ class _ParamScheduler(metaclass=_SchedulerType):
     need_val_args: ClassVar[bool] = False
     # Whether the length of the schedule is the length of the run, because no argument sets it.
     ends_with_run = False
+    # Whether the scheduler steps once per accumulation window; None if the user has not specified it.
+    per_update: bool | None = None
     # Arguments that each determine the length of the schedule.
     _length_arguments: ClassVar[tuple[str, ...]] = ()
     # Arguments that `build_iter_from_epoch` converts from epochs to iterations.
@@ -187,7 +189,7 @@ class _ParamScheduler(metaclass=_SchedulerType):
 
     def _own_attributes(self) -> dict[str, Any]:
         """Return copies of the attributes of subclasses that can be stored in a checkpoint."""
-        others = (*self._state_keys, "optimizer", "_values", "_initial", "ends_with_run")
+        others = (*self._state_keys, "optimizer", "_values", "_initial", "ends_with_run", "per_update")
         return {
             name: copy.deepcopy(value)
             for name, value in vars(self).items()

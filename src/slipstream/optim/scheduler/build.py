@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -31,6 +31,7 @@ class TorchSchedulerAdapter:
     """
 
     need_val_args = False
+    per_update: bool | None = None
 
     def __init__(self, scheduler: LRScheduler, by_epoch: bool = True, end: int = INF) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -94,6 +95,7 @@ def build_param_scheduler(
     epoch_length: int | None = None,
     max_epochs: int | None = None,
     max_iters: int | None = None,
+    max_updates: int | None = None,
 ) -> _ParamScheduler | TorchSchedulerAdapter:
     """Build a scheduler from its configuration, or adapt a scheduler object.
 
@@ -109,11 +111,28 @@ def build_param_scheduler(
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default `end` of epoch-based schedulers.
         max_iters: default `end` of iteration-based schedulers and, with `convert_to_iter_based`, of the others.
+        max_updates: default `end` of schedulers with `interval="update"`, which step once per accumulation window. The
+            intervals "epoch" and "batch" have the meaning of `by_epoch=True` and `by_epoch=False`.
 
     Raises:
         ConfigError: a key is invalid (the message names it), a scheduler object belongs to a different
             optimizer, or `by_epoch` is required but not set.
     """
+    if isinstance(cfg, Mapping) and "interval" in cfg:
+        interval = check(cfg["interval"], Literal["epoch", "batch", "update"], "interval")
+        if cfg.get("by_epoch", interval == "epoch") != (interval == "epoch"):
+            raise ConfigError(
+                f"'{interval}' contradicts by_epoch={cfg['by_epoch']}; remove by_epoch", "interval"
+            )
+        arguments = {key: value for key, value in cfg.items() if key != "interval"} | {
+            "by_epoch": interval == "epoch"
+        }
+        steps = max_updates if interval == "update" else max_iters
+        made = build_param_scheduler(
+            arguments, optimizer, epoch_length=epoch_length, max_epochs=max_epochs, max_iters=steps
+        )
+        made.per_update = interval == "update"
+        return made
     if isinstance(cfg, LRScheduler) or (
         isinstance(cfg, Mapping) and isinstance(cfg.get("scheduler"), LRScheduler)
     ):
@@ -164,7 +183,7 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
     if other := sorted(set(cfg) - {"scheduler", "by_epoch", "end"}):
         raise ConfigError(
             f"'{other[0]}' cannot be changed for an existing scheduler; remove this key. The dict may only contain "
-            "scheduler, by_epoch and end"
+            "scheduler, by_epoch, interval and end"
         )
     _check_owner(cfg["scheduler"], optimizer)
     return _adapted(cfg["scheduler"], cfg, (None, None))
