@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from slipstream import checkpoint
 from slipstream.checkpoint.matching import MismatchError
 from slipstream.checkpoint.weights import compare_weights
+from slipstream.dataset.loading.lockstep import equal_on_all_ranks
 from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed
 from slipstream.dist.placement import unused_launcher
@@ -187,6 +188,7 @@ class TrainStep:
                 f"{launcher} started several processes, but there is no process group, so each process trains its own "
                 f"model independently. Call slipstream.dist.init_dist('{launcher}') before accelerate()"
             )
+        self._compares_ranks = get_world_size() > 1
         self._exit = ExitStack()
         self._exit.enter_context(running(plan, device, logger))
         self._close = weakref.finalize(self, self._exit.close)
@@ -205,6 +207,13 @@ class TrainStep:
             ModelError: the step was called within `averaged`.
         """
         self._check_not_averaged("the step", ModelError)
+        if self._compares_ranks:
+            self._compares_ranks = False
+            if equal_on_all_ranks(batch):
+                self._warn(
+                    "All processes train on the same batch, so they repeat each other's work. Pass a "
+                    "torch.utils.data.DistributedSampler to the loader, and call its set_epoch before each epoch"
+                )
         if self._total_steps is not None and self.steps >= self._total_steps:
             self._warn_once(
                 f"Training continues past total_steps={self._total_steps} batches, for which the schedule of ema and "

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from two_processes import run_in_two
 
+from slipstream import accelerate
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
@@ -141,7 +142,19 @@ def unfreezing(folder, world=2):
     return results
 
 
-FUNCTIONS = [own_statistics, validation, modes, unfreezing]
+def own_loops(folder):
+    """Return whether `accelerate` warns of equal batches, without and with a distributed sampler."""
+    warned = []
+    for sampler in (None, DistributedSampler(Samples(20))):
+        net = nn.Sequential(nn.Linear(3, 1))
+        step = accelerate(net, torch.optim.SGD(net.parameters(), lr=0.1), nn.functional.mse_loss, {})
+        for batch in DataLoader(Samples(20), 4, sampler=sampler, shuffle=sampler is None):
+            step(batch[:2])
+        warned.append("train on the same batch" in step.summary())
+    return warned
+
+
+FUNCTIONS = [own_statistics, validation, modes, unfreezing, own_loops]
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +188,7 @@ def test_gradients_of_parameters_that_a_hook_unfreezes_are_averaged(answers, tmp
         assert not isinstance(answer, str), answer
         for found, right, tolerance in zip(answer, expected, (1e-6, 1e-2, 1e-6), strict=True):
             assert found == pytest.approx(right, rel=tolerance, abs=tolerance)
+
+
+def test_own_loops_without_a_distributed_sampler_are_reported(answers):
+    assert answers["own_loops"] == [[True, False]] * 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from slipstream.dataset.loading.loader import is_infinite, is_iterable, length, order_of
@@ -19,7 +20,7 @@ from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.dist.info import flag_device
 from slipstream.errors import DataError
 
-__all__ = ["agree_on_length", "check_complete", "until_all_end", "until_one_ends"]
+__all__ = ["agree_on_length", "check_complete", "equal_on_all_ranks", "until_all_end", "until_one_ends"]
 
 _END = object()
 
@@ -39,6 +40,16 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
         if (order := order_of(loader)) is not None:
             order.limit = shortest
     return int(shortest)
+
+
+def equal_on_all_ranks(batch: Any) -> bool:
+    """Return whether all ranks have the same batch, by checksums of its tensors. Every rank must call this function."""
+    sums = []
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
+            values = leaf.detach().cpu().double().flatten()
+            sums.append(float(values @ torch.arange(1, len(values) + 1, dtype=torch.float64)))
+    return bool(sums) and len(set(map(tuple, all_gather_object(sums)))) == 1
 
 
 def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
