@@ -19,6 +19,7 @@ __all__ = [
     "Number",
     "Positive",
     "PositiveInt",
+    "PositiveIntOrFraction",
     "Probability",
     "Rule",
     "check",
@@ -48,6 +49,9 @@ PositiveInt = Annotated[int, Rule(lambda value: value >= 1, "of at least 1")]
 NonNegativeInt = Annotated[int, Rule(lambda value: value >= 0, "of at least 0")]
 AllOrPositiveInt = Annotated[int, Rule(lambda value: value == -1 or value >= 1, "of at least 1, or -1")]
 Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "above 0")]
+PositiveIntOrFraction = (
+    PositiveInt | Annotated[float, Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")]
+)
 NonNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "of at least 0")]
 Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "between 0 and 1")]
 Number = Annotated[float, Rule(lambda value: value == value, "other than NaN")]

@@ -12,7 +12,20 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from slipstream import Runner
 from slipstream.errors import ConfigError
 from slipstream.hooks import CheckpointHook, Hook
-from tiny_runs import Accuracy, loader, samples, scalars, training, validation
+from tiny_runs import (
+    Accuracy,
+    Net,
+    Stop,
+    StoppedError,
+    assert_same,
+    loader,
+    run,
+    samples,
+    scalars,
+    training,
+    validation,
+    weights,
+)
 
 
 def net():
@@ -197,7 +210,7 @@ def test_limit_of_an_iterable_dataset_ends_each_epoch(tmp_path, workers):
     ("changes", "message"),
     [
         (dict(limit_train_batches=0), "limit_train_batches"),
-        (dict(limit_val_batches=0.5), "limit_val_batches"),
+        (dict(limit_val_batches=1.5), "limit_val_batches"),
         (
             dict(overfit_batches=2, limit_train_batches=3),
             "overfit_batches: cannot be combined with limit_train",
@@ -209,3 +222,65 @@ def test_limit_of_an_iterable_dataset_ends_each_epoch(tmp_path, workers):
 def test_options_for_short_runs_are_checked(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**arguments(tmp_path, **changes)).train()
+
+
+class Validations(Hook):
+    """Store the number of steps before each validation."""
+
+    def __init__(self):
+        self.steps = []
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.steps.append(runner.iter)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        (dict(val_interval=0.5), [3, 5, 8, 10]),
+        (dict(val_interval=0.34, val_begin=2), [7, 9, 10]),
+        (dict(val_interval=0.1), list(range(1, 11))),
+    ],
+    ids=str,
+)
+def test_validation_runs_within_epochs(tmp_path, cfg, expected):
+    runs, plain = Validations(), Validations()
+    options = dict(model=dict(type=Net, dropout=0.3), **validation())
+    runner = run(
+        tmp_path / "a", train_cfg=dict(by_epoch=True, max_epochs=2, **cfg), custom_hooks=[runs], **options
+    )
+    assert runs.steps == expected
+    whole = run(tmp_path / "b", custom_hooks=[plain], **options)
+    assert plain.steps == [5, 10]
+    assert_same(weights(runner), weights(whole))
+    assert [line["step"] for line in scalars(runner) if "acc" in line] == expected
+
+
+@pytest.mark.parametrize("stage", ["after_train_iter", "after_val_iter"])
+def test_a_run_that_stops_before_a_validation_within_an_epoch_validates_on_resume(tmp_path, stage):
+    runs = Validations()
+    options = dict(
+        model=dict(type=Net, dropout=0.3), train_cfg=dict(by_epoch=True, max_epochs=2, val_interval=0.5)
+    )
+    options |= dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=1)))
+    whole = run(tmp_path / "whole", **options, **validation())
+    with pytest.raises(StoppedError):
+        run(
+            tmp_path / "parts",
+            custom_hooks=[runs, Stop(2 if stage == "after_train_iter" else 3, stage)],
+            **options,
+            **validation(),
+        )
+    resumed = run(tmp_path / "parts", custom_hooks=[runs], resume=True, **options, **validation())
+    assert runs.steps == [3, 5, 8, 10]
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_limits_may_be_fractions(tmp_path):
+    batches = Seen()
+    limits = dict(limit_train_batches=0.5, limit_val_batches=0.2, val_evaluator="loss", val_cfg={})
+    limits["val_dataloader"] = loader(data(), shuffle=False)
+    runner = Runner(**arguments(tmp_path, custom_hooks=[batches], **limits))
+    runner.train()
+    assert len(batches.batches) == 4  # two of five batches in each epoch
+    assert runner.val_loop.batches == 1

@@ -102,7 +102,9 @@ class LoggerHook(Hook):
         """Log the validation metrics."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.batches, "val")
         runner.logger.info(line)
-        step = runner.epoch if self.log_metric_by_epoch and runner.by_epoch else runner.iter
+        within_epochs = getattr(runner.loops.get_if_built("train"), "inner_validations", None)
+        by_epoch = self.log_metric_by_epoch and runner.by_epoch and not within_epochs
+        step = runner.epoch if by_epoch else runner.iter
         runner.visualizer.add_scalars(tag, step=step, file_path=runner.json_log)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:

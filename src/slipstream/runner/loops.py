@@ -43,7 +43,7 @@ from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
 from slipstream.runner.user_config import add_config_path
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check, short_repr
+from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFraction, check, short_repr
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -104,6 +104,8 @@ class _TrainLoop(BaseLoop):
 
     counts_epochs = True
     """Whether training is epoch-based."""
+    inner_validations: frozenset[int] = frozenset()
+    """Numbers of batches in an epoch after which to validate, in addition to the end of the epoch."""
     max_epochs: int
     max_iters: int
 
@@ -177,6 +179,10 @@ class _TrainLoop(BaseLoop):
         on_schedule = progress % self._interval_at(progress) == 0 or progress == self._goal
         return self._runner.val_loop is not None and progress >= self.val_begin and on_schedule
 
+    def _is_due_within_epoch(self) -> bool:
+        """Return whether to validate after the last batch, before the epoch ends."""
+        return self.inner_iter in self.inner_validations and self._epoch + 1 >= self.val_begin
+
     @property
     def _progress(self) -> int:
         raise NotImplementedError
@@ -199,13 +205,16 @@ class _TrainLoop(BaseLoop):
         """
         ends_epoch = bool(by_epoch) and self.counts_epochs
         before_validation = by_epoch is self.counts_epochs  # at the end of an epoch or step
+        validated = not self._is_due(self._progress + 1) if before_validation else self._validated
+        if by_epoch is False and self._is_due_within_epoch():
+            validated = False
         return {
             "epoch": self._epoch + ends_epoch,
             "iter": self._iter + (1 if by_epoch is False else 0),
             "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
             "samples_per_step": self.samples_per_step,
             "epoch_length": self.epoch_length,
-            "validated": not self._is_due(self._progress + 1) if before_validation else self._validated,
+            "validated": validated,
         }
 
     @property
@@ -436,7 +445,8 @@ class EpochBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
-        val_interval: number of epochs between validation runs; validation also runs after the last epoch.
+        val_interval: number of epochs between validation runs; validation also runs after the last epoch. With a
+            fraction such as 0.5, the number of validation runs per epoch is 1 / val_interval.
         dynamic_intervals: pairs (epoch, val_interval); each interval takes effect at its epoch.
     """
 
@@ -446,11 +456,19 @@ class EpochBasedTrainLoop(_TrainLoop):
         dataloader: Loadable,
         max_epochs: PositiveInt,
         val_begin: NonNegativeInt = 1,
-        val_interval: PositiveInt = 1,
+        val_interval: PositiveIntOrFraction = 1,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
         check(max_epochs, PositiveInt, "max_epochs")
-        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        check(val_interval, PositiveIntOrFraction, "val_interval")
+        interval = val_interval if isinstance(val_interval, int) else 1
+        super().__init__(runner, dataloader, val_begin, interval, dynamic_intervals)
+        if (runs := round(1 / val_interval)) > 1:
+            if self.epoch_length is None or dynamic_intervals:
+                message = "a fraction requires a loader that has a length, and no dynamic_intervals"
+                raise ConfigError(message, "val_interval")
+            ends = {-(-run * self.epoch_length // runs) for run in range(1, runs)}
+            self.inner_validations = frozenset(ends - {self.epoch_length})
         if is_infinite(self.dataloader):
             raise ConfigError(
                 "an epoch with InfiniteSampler never ends; use DefaultSampler, or iteration-based training "
@@ -487,6 +505,8 @@ class EpochBasedTrainLoop(_TrainLoop):
         self._set_training_mode(self._modules_in_eval_mode())
         for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
+            if self.inner_validations and self._is_due_within_epoch():
+                self._validate(due=True)
         self._end_pass()
         runner.call_hook("after_train_epoch")
         self._count_pass()

@@ -83,7 +83,7 @@ class Runner:
         speed: `'auto'`, or a dict of `SpeedPlan`'s fields; the default is `cfg['speed']`.
         loss_fn: for a plain `nn.Module`, a function `loss_fn(outputs, targets)` (as in `accelerate`), the
             configuration of such a function, or `'model'` if the model returns the loss.
-        limit_train_batches: maximum number of batches per training epoch.
+        limit_train_batches: maximum number of batches per training epoch; a float is a fraction of the loader.
         limit_val_batches: maximum number of batches per validation or test run.
         overfit_batches: train on only this many batches, the same ones in every epoch.
         fast_dev_run: run this many steps, validate on the same number of batches, and save no checkpoints; True means
@@ -121,9 +121,9 @@ class Runner:
         cfg: Any = None,
         speed: str | SpeedPlan | Mapping[str, Any] | None = None,
         loss_fn: LossArgument = None,
-        limit_train_batches: int | None = None,
-        limit_val_batches: int | None = None,
-        overfit_batches: int | None = None,
+        limit_train_batches: float | None = None,
+        limit_val_batches: float | None = None,
+        overfit_batches: float | None = None,
         fast_dev_run: bool | int = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from slipstream.config import options
-from slipstream.dataset.loading.loader import limit_batches
+from slipstream.dataset.loading.loader import length, limit_batches
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import MonitorCheckHook
 from slipstream.registry.registry import locate
 from slipstream.speed import SpeedPlan
-from slipstream.typecheck import NonNegativeInt, PositiveInt, check, is_number
+from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFraction, check, is_number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -146,10 +146,10 @@ _LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum number of batches per epoch for each loader; None for no limit."""
+    """The maximum number of batches per epoch for each loader, as an int or a fraction; None for no limit."""
 
-    train: int | None = None
-    evaluation: int | None = None
+    train: float | None = None
+    evaluation: float | None = None
     overfit: bool = False
     """Whether every epoch uses the batches of the first epoch."""
     options: tuple[str, str] = ("limit_train_batches", "limit_val_batches")
@@ -166,6 +166,12 @@ class Limits:
         if count is None:
             return loader
         option = self.options[0 if training else 1]
+        if isinstance(count, float):
+            if (total := length(loader)) is None:
+                raise ConfigError(
+                    "a fraction requires a loader that has a length; set a number of batches", option
+                )
+            count = max(1, int(total * count))
         return limit_batches(loader, count, option, name, repeat=training and self.overfit)
 
 
@@ -176,7 +182,7 @@ def read_limits(arguments: Mapping[str, Any]) -> tuple[Limits, dict[str, Any]]:
         ConfigError: an option is invalid, or two mutually exclusive options are set.
     """
     for name in _LIMIT_OPTIONS:
-        check(arguments[name], PositiveInt | None, name)
+        check(arguments[name], PositiveIntOrFraction | None, name)
     fast = arguments["fast_dev_run"]
     if not isinstance(fast, bool):
         check(fast, PositiveInt, "fast_dev_run")
