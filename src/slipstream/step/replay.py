@@ -279,10 +279,17 @@ class CapturedGraph:
             return [*values, *_tensors(outputs), *gradients(_tensors(outputs), self._gradients, leaves)]
 
         with recording.copied():
-            # torch's compiler may compute values again in backward, from inputs that the call has changed.
-            kept = _kept(self.run, copies(inputs)) if changed and torch.is_grad_enabled() else set[int]()
-            for i in changed & kept:
-                raise NotCapturedError(f"its backward pass may read {self._names[i]} after it has changed")
+            if changed and torch.is_grad_enabled():
+                # torch's compiler may compute values again in backward, from inputs that a later call has changed. If
+                # eager code also keeps an input, autograd does not allow such a change, or does not read the input.
+                kept, by_eager = (
+                    _kept(code, copies(inputs))
+                    for code in (self.run, lambda *values: run_captured(self.graph, values))
+                )
+                for i in changed & kept - by_eager:
+                    raise NotCapturedError(
+                        f"its backward pass may read {self._names[i]} after it has changed"
+                    )
             reached = _reached(_tensors(run_captured(self.graph, values := copies(inputs))), values, trained)
             names = [
                 *self._names,
