@@ -101,7 +101,7 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
             # The replacement that torch recommends for this argument still synchronizes buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
-        self._frozen = [param for param in module.parameters() if not param.requires_grad]
+        self._unsynchronized = [param for param in module.parameters() if not param.requires_grad]
         self.comm_hook: HalfPrecision | None = None
         if comm_hook is not None:
             if comm_hook not in _HALVES:
@@ -116,13 +116,13 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model. Gradients of parameters that were frozen and are now trained are synchronized, too."""
-        if any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._unsynchronized):
             # torch's reducer synchronizes only the parameters that required gradients when it was created.
             parameters, sparse = self._build_params_for_reducer()
             self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
             if self.comm_hook is not None:
                 torch._C._distributed_c10d._register_comm_hook(self.reducer, self.comm_hook, run_comm_hook)
-            self._frozen = [param for param in self.module.parameters() if not param.requires_grad]
+            self._unsynchronized = [param for param in self.module.parameters() if not param.requires_grad]
         return super().forward(*inputs, **kwargs)
 
     @contextmanager
