@@ -143,8 +143,7 @@ class TorchMetric(BaseMetric):
     name, such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as
     `<name>/0`, `<name>/1` and so on. The values of a collection keep their names.
 
-    torchmetrics reduces the metric's state across ranks. Every processed sample is counted, so the sampler must not pad
-    ranks with repeated samples (Slipstream's sampler does not do this during evaluation). Many torchmetrics classes
+    torchmetrics reduces the metric's state across ranks. Many torchmetrics classes
     validate each batch on the host, which synchronizes with the device; `validate_args=False` prevents this.
 
     Args:

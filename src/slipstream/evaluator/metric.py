@@ -115,8 +115,7 @@ class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
     Counts are updated on the device of the predictions, without a device synchronization. At the end, `evaluate` sums
-    the counts across ranks and copies them to the host once. Every processed sample is counted, so the sampler must
-    not pad ranks with repeated samples (Slipstream's sampler does not do this during evaluation).
+    the counts across ranks and copies them to the host once.
 
     Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """

@@ -121,6 +121,7 @@ class _TrainLoop(BaseLoop):
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
         """Number of batches per epoch, the same on every rank; None if it is unknown on any rank."""
         self._length = length(self.dataloader)
+        self._resumed_at: Mapping[str, Any] | None = None
         check(val_begin, NonNegativeInt, "val_begin")
         check(val_interval, PositiveInt, "val_interval")
         self.val_begin = val_begin
@@ -224,6 +225,7 @@ class _TrainLoop(BaseLoop):
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
         """Continue at a saved position. If the number of samples per step has changed, convert the position."""
+        self._resumed_at = position
         samples, warn = self.samples_per_step, self._runner.logger.warning
         saved_samples = position.get("samples_per_step", samples)
         epoch, iteration = position["epoch"], position["iter"]
@@ -411,7 +413,11 @@ class _TrainLoop(BaseLoop):
         previous, self._length = self._length, length(self.dataloader)
         if self._length != previous and self._length is not None and self.epoch_length is not None:
             self.epoch_length = self._length
-            self.max_iters = self._iter + self.epoch_length * (self.max_epochs - self._epoch)
+            if self._resumed_at is not None:
+                self.resume_at(self._resumed_at)
+                self._validated = True  # a missed validation has run before this epoch
+            self.max_iters = self._iter - self._start + self.epoch_length * (self.max_epochs - self._epoch)
+        self._resumed_at = None
 
     def _count_pass(self) -> None:
         self._epoch += 1

@@ -209,6 +209,33 @@ def test_sampler_with_its_own_state_continues_and_is_replayed_after_a_resume(gro
     assert epochs(resumed, 3) == epochs(made, 3)
 
 
+@pytest.mark.parametrize("limit", [None, 3])
+def test_batch_sampler_with_leftovers_is_drawn_once(limit):
+    def fresh(sampler):
+        return EpochBatchSampler(sampler, 7, 40, limit=limit)
+
+    whole = epochs(fresh(Buckets(DefaultSampler(range(40), seed=7))), 0, 1, 2)
+    if limit is None:
+        inner = DefaultSampler(range(40), seed=7)
+        plain = Buckets(inner)
+        for epoch, order in enumerate(whole):
+            inner.set_epoch(epoch)
+            assert order == list(plain)
+    used = Buckets(DefaultSampler(range(40), seed=7))
+    made = fresh(used)
+    next(iter(made))  # a hook may read the loader at any time
+    assert epochs(made, 0) == whole[:1]
+    next(iter(made))
+    made.set_epoch(1)
+    next(iter(made))
+    for sampler in (used, Buckets(DefaultSampler(range(40), seed=7))):
+        resumed = fresh(sampler)
+        assert epochs(resumed, 1, start=2) == [whole[1][2:]]
+        next(iter(resumed))
+        assert epochs(resumed, 2) == whole[2:]
+    assert epochs(fresh(used), 0, 1, 2) == whole, "a new run does not start from the sampler's initial state"
+
+
 @pytest.mark.parametrize("saved_after", ["in epoch 1", "epoch 1"])
 def test_state_dict_of_a_sampler_is_restored_in_another_process(saved_after, tmp_path):
     made = EpochBatchSampler(BatchSampler(Stateful(), 8, False), 7, 40)

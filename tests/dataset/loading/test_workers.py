@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from slipstream.dataset.loading import loader as loader_module
 from slipstream.dataset.loading import workers
 from slipstream.dataset.loading.collate import pseudo_collate
-from slipstream.dataset.loading.loader import build_dataloader, limit_batches
-from slipstream.dataset.loading.workers import Loading, explain_worker_errors
+from slipstream.dataset.loading.loader import build_dataloader, limit_batches, set_epoch
+from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.errors import DataError, DataLoaderError
 from slipstream.preemption import SIGNALS
 
@@ -155,7 +155,7 @@ def test_batch_that_cannot_be_sent_raises_an_error_instead_of_waiting_forever(ca
 IN_SMALL_SHARED_MEMORY = """
 import torch
 from slipstream.dataset.loading.loader import build_dataloader
-from slipstream.dataset.loading.workers import Loading, explain_worker_errors
+from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.errors import DataLoaderError
 
 class Big(torch.utils.data.Dataset):
@@ -205,3 +205,38 @@ def test_seed_of_the_workers_depends_on_the_epoch_the_rank_and_the_seed_of_the_g
     seeds = [base_seed(*case) for case in cases]
     assert len(set(seeds)) == len(cases)
     assert [base_seed(*case) for case in cases] == seeds
+
+
+class Tagged(Dataset):
+    tag, epoch = 0.0, 0
+
+    def __len__(self):
+        return 8
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        assert type(get_worker_info().dataset) is Tagged
+        return torch.tensor([self.tag, self.epoch])
+
+
+def _tag(worker_id):
+    get_worker_info().dataset.tag = 7.0
+
+
+def test_worker_init_fn_and_set_epoch_change_the_users_dataset_in_persistent_workers():
+    options = dict(batch_size=4, num_workers=1, persistent_workers=True, worker_init_fn=_tag)
+    loader = build_dataloader(DataLoader(Tagged(), **options), 0, "train_dataloader", training=True)
+    workers = set()
+    for epoch in range(4):
+        set_epoch(loader, epoch)
+        if epoch == 3:
+            loader.dataset.epoch = 9.0  # workers that have copied the dataset are replaced
+        batches = list(Loading(loader, "train_dataloader"))
+        assert torch.equal(
+            torch.cat(batches), torch.tensor([[7.0, 9.0 if epoch == 3 else epoch]]).repeat(8, 1)
+        )
+        workers.add(loader._iterator._workers[0].pid)
+    end_workers(loader)
+    assert len(workers) == 2

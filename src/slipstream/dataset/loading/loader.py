@@ -139,7 +139,8 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
     """Return whether an iteration can start in the middle of a batch."""
-    return order_of(loader) is not None and type(loader.batch_sampler) is BatchSampler
+    order = order_of(loader)
+    return order is not None and type(order.batch_sampler) is BatchSampler
 
 
 def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
@@ -252,7 +253,7 @@ class RunLoader(DataLoader[Any]):
         return batches if self.limit is None else islice(batches, self.limit)
 
     def __len__(self) -> int:
-        count = super().__len__()
+        count = super().__len__() if self.order is None else len(self.order)
         return count if self.limit is None else min(count, self.limit)
 
     @property
@@ -264,8 +265,16 @@ class RunLoader(DataLoader[Any]):
             return super()._get_iterator()
         reader, collate = self._reader(self.order)
         init = worker_init(self.worker_init_fn)
-        # torch's iterator reads all attributes of the loader when it is created.
-        copied: Any = copied_loader(self, dataset=reader, collate_fn=collate, worker_init_fn=init)
+        # torch's iterator reads all attributes of the loader when it is created. The dataset may be a StreamingDataset,
+        # which is iterable.
+        copied: Any = copied_loader(
+            self,
+            dataset=reader,
+            collate_fn=collate,
+            worker_init_fn=init,
+            batch_sampler=self.order,
+            _dataset_kind=0,
+        )
         if isinstance(reader, TensorBatches) and any(t.device.type != "cpu" for t in reader.dataset.tensors):
             copied.pin_memory = False  # only CPU memory can be pinned
         return super(RunLoader, copied)._get_iterator()
@@ -301,7 +310,9 @@ def copied_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]
     return copied
 
 
-def _shared_loader(loader: DataLoader[Any], order: EpochBatchSampler, seed: int = 0) -> RunLoader:
+def _shared_loader(
+    loader: DataLoader[Any], order: EpochBatchSampler | None, seed: int | None = None
+) -> RunLoader:
     """Return a loader for a run that shares the attributes of `loader`, a loader of the user or of another run."""
     kind: Any = type(loader)
     if not issubclass(RunLoader, kind):  # a subclass of `DataLoader`, which may override `__iter__`
@@ -310,8 +321,7 @@ def _shared_loader(loader: DataLoader[Any], order: EpochBatchSampler, seed: int 
         )
     shared: RunLoader = object.__new__(RunLoader if kind is DataLoader else kind)
     object.__setattr__(shared, "__dict__", vars(loader))
-    own = isinstance(loader, RunLoader)
-    shared.generator = loader.generator if own else torch.Generator().manual_seed(seed)
+    shared.generator = loader.generator if seed is None else torch.Generator().manual_seed(seed)
     shared._iterator, shared.order, shared.limit = None, order, None
     shared.skip_errors = getattr(loader, "skip_errors", 0)
     return shared
@@ -330,7 +340,7 @@ def limit_batches(
         repeat: whether every epoch uses the batches of the first epoch, with the same augmentation.
 
     Raises:
-        ConfigError: `repeat` is set for an iterable dataset, or the loader is a subclass of `DataLoader`.
+        ConfigError: `repeat` is set for an iterable dataset, or the loader has no batch sampler.
     """
     dataset: Any = loader.dataset
     if (order := order_of(loader)) is not None:
@@ -340,13 +350,12 @@ def limit_batches(
         return _shared_loader(loader, limited)
     if loader.batch_sampler is None and isinstance(dataset, list):
         return build_dataloader(dataset[:count], 0, name, training=False)
-    if repeat or not isinstance(dataset, IterableDataset) or type(loader) not in (DataLoader, RunLoader):
+    if repeat or not isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"does not support the loader in {name}, of class {type(loader).__name__}; pass a list of batches",
             option,
         )
-    options = {**_copied_options(loader), "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    stream = RunLoader(dataset, generator=loader.generator, **options)
+    stream = _shared_loader(loader, None)
     stream.limit = min(count, getattr(loader, "limit", None) or count)
     return stream
 
@@ -550,21 +559,11 @@ def _wrap_loader(
     batches: Any = loader.batch_sampler
     dataset = as_map_style(loader.dataset)
     keeps_workers = type(loader).__iter__ is not DataLoader.__iter__ and not isinstance(batches, Sized)
-    if isinstance(dataset, StreamingSamples) and loader.batch_size is not None and order_of(loader) is None:
+    streams = isinstance(dataset, StreamingSamples) and loader.batch_size is not None
+    if streams and order_of(loader) is None:
         sampler = DefaultSampler(dataset, dataset.dataset.shuffle, seed, round_up=training)
-        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-        options = {**_copied_options(loader), "num_batch_per_epoch": limit}
-        return _run_loader(dataset, batches, seed, name, training, options)
-    if order_of(loader) or isinstance(dataset, IterableDataset) or batches is None or keeps_workers:
+        batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)  # type: ignore[arg-type]  # not None
+    elif order_of(loader) or isinstance(dataset, IterableDataset) or batches is None or keeps_workers:
         return loader if limit is None else limit_batches(loader, limit, f"{name}.num_batch_per_epoch", name)
-    shard = _shard(batches, dataset, seed, training) if get_world_size() > 1 else None
+    shard = _shard(batches, dataset, seed, training) if get_world_size() > 1 and not streams else None
     return _shared_loader(loader, _order(dataset, batches, seed, name, training, limit, shard), seed)
-
-
-def _copied_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a loader's arguments for `DataLoader`, except the dataset, the generator and those that select samples."""
-    names = (
-        "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-        "persistent_workers", "prefetch_factor", "in_order",
-    )  # fmt: skip
-    return {name: getattr(loader, name) for name in names}

@@ -143,9 +143,9 @@ def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
 
 
 def _has_equal_lengths(loader: DataLoader[Any]) -> bool:
-    if type(loader.batch_sampler) is not BatchSampler:
+    owner: Any = order_of(loader) or loader
+    if type(owner.batch_sampler) is not BatchSampler:
         return False
-    order = order_of(loader)
-    sampler = loader.sampler if order is None else order.sampler
+    sampler = owner.sampler
     equal = isinstance(sampler, InfiniteSampler | DistributedSampler)
     return equal or (isinstance(sampler, DefaultSampler) and sampler.round_up)

@@ -216,7 +216,7 @@ class EpochBatchSampler(Sampler[list[int]]):
     Args:
         batch_sampler: iterable of lists of indices.
         seed: seed of the run.
-        samples: number of this rank's samples in one pass over the dataset.
+        samples: this rank's number of samples in one pass over the dataset, if the sampler has no length.
         use_sample_index: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the
             epoch.
         limit: maximum number of batches in an epoch; None for no limit.
@@ -237,7 +237,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.shard = shard
         self.sampler: Any = getattr(batch_sampler, "sampler", None) if shard is None else shard
         self.seed = seed
-        self.samples = max(samples, 1)
+        self._samples = samples
         self.use_sample_index = use_sample_index
         self.limit = limit
         # Whether every epoch consists of the batches of epoch 0.
@@ -267,6 +267,11 @@ class EpochBatchSampler(Sampler[list[int]]):
         """Restore the result of `state_dict`."""
         self._states = dict(state["states"])
         self._next_epoch = -1
+
+    @property
+    def samples(self) -> int:
+        """This rank's number of samples in one pass over the dataset, at least 1."""
+        return max(len(self.sampler) if isinstance(self.sampler, Sized) else self._samples, 1)
 
     @property
     def endless(self) -> bool:
@@ -302,7 +307,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         start, self.start = self.start, 0
         skip, self.skip = self.skip, 0
         first, drawn = self.epoch, 0
-        for index, batch in enumerate(islice(self._batches(), self.limit)):
+        for index, batch in enumerate(self._batches()):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
@@ -327,16 +332,23 @@ class EpochBatchSampler(Sampler[list[int]]):
             del self.recent[next(iter(self.recent))]
 
     def _batches(self) -> Iterator[list[int]]:
-        """Return an iterator over the batches of the current epoch."""
+        """Return an iterator over the batches of the current epoch, up to the limit."""
         if self.repeats and self._fixed is None:
             self._fixed = list(islice(self._draw(0, self.batch_sampler), self.limit))
         if self._fixed is not None:
             return iter(self._fixed)
-        if not self._begins:
-            return self._draw(self.epoch, self._copy())
+        if not self._begins or not self._stateful():
+            return islice(self._draw(self.epoch, self._copy()), self.limit)
         self._begins = False
         self._restore_epoch()
-        return self._draw(self.epoch, self.batch_sampler)
+        return self._draw_to_end(self.epoch)
+
+    def _draw_to_end(self, epoch: int) -> Iterator[list[int]]:
+        """Yield the batches up to the limit, and draw the others, so that the user's sampler completes the epoch."""
+        batches = self._draw(epoch, self.batch_sampler)
+        yield from islice(batches, self.limit)
+        if self.limit is not None and isinstance(self.batch_sampler, Sized):
+            deque(islice(batches, len(self.batch_sampler)), maxlen=0)
 
     def _sharded(self, batches: Any) -> Any:
         """Return the batch sampler of this rank. A hook may have changed the batch size of `batches`."""
@@ -373,8 +385,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def _restore_epoch(self) -> None:
         """Bring samplers whose order depends on earlier epochs to the beginning of the current epoch."""
-        if not (parts := self._stateful()):
-            return
+        parts = self._stateful()
         saves = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
         earlier = _beginnings.setdefault(self.batch_sampler, {})
         if self.epoch != self._next_epoch:
@@ -387,7 +398,7 @@ class EpochBatchSampler(Sampler[list[int]]):
                 begin = max(saved)  # an earlier run has drawn from this sampler
                 _restore(self.batch_sampler, _copied(earlier[begin]))
             for epoch in range(begin, self.epoch):
-                deque(islice(self._draw(epoch, self.batch_sampler), self.limit), maxlen=0)
+                deque(self._draw_to_end(epoch), maxlen=0)
         self._next_epoch = self.epoch + 1
         if saves:
             self._states = {self.epoch: [copy.deepcopy(part.state_dict()) for part in saves]}
