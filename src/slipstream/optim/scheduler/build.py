@@ -52,8 +52,9 @@ class TorchSchedulerAdapter:
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("scheduler", "by_epoch", "end", "_global_step", "_offset")
-        object.__setattr__(self if own else self.scheduler, name, value)
+        inner = vars(self).get("scheduler")
+        own = name in vars(self) or hasattr(type(self), name) or not hasattr(inner, name)
+        object.__setattr__(self if own else inner, name, value)
 
     def step(self) -> None:
         """Advance by one step, and update the learning rates if the step is before `end`."""
