@@ -37,7 +37,7 @@ from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
 from slipstream.dataset.loading.workers import has_changed, record_attributes, worker_init
 from slipstream.dist import get_local_size, get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
-from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, Registry
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
 __all__ = [
@@ -424,7 +424,7 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
     if isinstance(sampler, Mapping):
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
-        sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted_defaults(sampler, defaults))
+        sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted_defaults(sampler, defaults, name))
     batch_sampler = options.pop("batch_sampler", None)
     for value, key in ((sampler, "sampler"), (batch_sampler, "batch_sampler")):
         if isinstance(value, str | bytes) or not (value is None or hasattr(value, "__iter__")):
@@ -435,14 +435,22 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
 
 
-def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the defaults that the sampler's constructor accepts. torch's samplers call the dataset `data_source`."""
     kind = sampler.get("type")
     if kind is None:
         return {}  # the registry raises the error
-    target = DATA_SAMPLERS.resolve(kind) if isinstance(kind, str) else kind
+    target = _resolve(DATA_SAMPLERS, kind, f"{name}.sampler")
     known = inspect.signature(target).parameters
     return {key: value for key, value in defaults.items() if key in known}
+
+
+def _resolve(registry: Registry, kind: Any, path: str) -> Any:
+    try:
+        return registry.resolve(kind) if isinstance(kind, str) else kind
+    except ConfigError as error:
+        error.path = path
+        raise
 
 
 def _functions(options: dict[str, Any], name: str) -> dict[str, Any]:
@@ -466,7 +474,7 @@ def _function(cfg: Any, path: str) -> Any:
         kind = rest.pop("type", None)
         if kind is None:
             raise BuildError("the key 'type' is missing; set it to the name of a function in FUNCTIONS", path)
-        function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
+        function = _resolve(FUNCTIONS, kind, path)
         check(function, Callable[..., Any], f"{path}.type")
         cfg = partial(function, **rest) if rest else function
     if not callable(cfg):
