@@ -115,3 +115,14 @@ def test_separate_wrapper_does_not_change_checkpoint_keys():
     assert not any(wrapped.load_state_dict(state, strict=True))
     assert wrapped.generator.module[0].weight.unique().tolist() == [5]
     assert not any(plain.load_state_dict(wrapped.state_dict(), strict=True))
+
+
+def test_attributes_are_those_of_the_model_except_those_of_the_wrappers_class():
+    wrapped = MMDistributedDataParallel(Net())
+    wrapped.scale, forward = 0.5, wrapped.forward
+    wrapped.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    wrapped.compile(backend="eager")
+    assert (wrapped.module.scale, wrapped.module._compiled_call_impl) == (0.5, None)
+    assert vars(wrapped).keys() >= {"forward", "_compiled_call_impl"}
+    data = (torch.ones(2, 2), torch.zeros(2, 1))
+    assert torch.equal(wrapped(*data, mode="tensor"), wrapped.module(*data, mode="tensor"))

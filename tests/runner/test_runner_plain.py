@@ -196,6 +196,13 @@ def test_a_hook_after_validation_can_end_the_evaluation_mode(tmp_path, capfd):
     assert "stay in evaluation mode" in capfd.readouterr().out
 
 
+def test_modules_that_the_train_method_freezes_cause_no_warning(tmp_path, capfd):
+    model = FreezesFirst(*net()).train()
+    assert not all(module.training for module in model)
+    Runner(**arguments(tmp_path, model, log_level="WARNING")).train()
+    assert "stay in evaluation mode" not in capfd.readouterr().out
+
+
 def test_a_module_that_the_train_method_freezes_is_trained_once_the_method_unfreezes_it(tmp_path):
     class Counts(Hook):
         def after_train_epoch(self, runner):

@@ -274,8 +274,8 @@ class _TrainLoop(BaseLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
-        self._set_training_mode(kept := self._modules_in_eval_mode())
-        self._report_eval_mode(kept)
+        self._set_training_mode(self._modules_in_eval_mode())
+        self._report_eval_mode()
         runner.checkpoints.restore_frozen()
         with self._annotate_errors():
             self._train()
@@ -365,9 +365,13 @@ class _TrainLoop(BaseLoop):
         for module in except_modules:
             module.training = False
 
-    def _report_eval_mode(self, modules: list[torch.nn.Module]) -> None:
-        """Warn about modules with trainable parameters that stay in evaluation mode during training."""
-        kept = {module for module in modules if any(param.requires_grad for param in module.parameters())}
+    def _report_eval_mode(self) -> None:
+        """Warn about modules with trainable parameters that the user has put into evaluation mode."""
+        kept = {
+            module
+            for module in self._modules_in_eval_mode()
+            if any(param.requires_grad for param in module.parameters())
+        }
         names = [name for name, module in unwrap_model(self._runner.model).named_modules() if module in kept]
         if names:
             self._runner.logger.warning(

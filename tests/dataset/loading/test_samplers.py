@@ -1,5 +1,6 @@
 import itertools
 import random
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -207,6 +208,31 @@ def test_sampler_with_its_own_state_continues_and_is_replayed_after_a_resume(gro
     resumed = EpochBatchSampler(group(Shuffled()), 7, 40)
     assert epochs(resumed, 2, start=2) == [orders[2][2:]]
     assert epochs(resumed, 3) == epochs(made, 3)
+
+
+@dataclass
+class Unhashable:
+    """A batch sampler that cannot be a key of a dict."""
+
+    rest: list[int] = field(default_factory=lambda: list(range(4)))
+
+    def __iter__(self):
+        self.rest = self.rest[1:] + self.rest[:1]
+        return iter([self.rest])
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_batch_sampler_without_a_hash_has_a_state_and_a_beginning():
+    used = Unhashable()
+    for _ in range(2):
+        made = EpochBatchSampler(used, 7, 4)
+        assert epochs(made, 0, 1) == [[[1, 2, 3, 0]], [[2, 3, 0, 1]]]
+        assert made.state_dict() == {"states": {1: [{"rest": [1, 2, 3, 0]}]}}
 
 
 @pytest.mark.parametrize("limit", [None, 3])

@@ -221,6 +221,24 @@ class Tagged(Dataset):
         return torch.tensor([self.tag, self.epoch])
 
 
+def test_every_changed_attribute_of_a_dataset_is_found():
+    class Node:
+        pass
+
+    dataset, node = Node(), Node()
+    for name in "abcdef":
+        setattr(dataset, name, 1.5)
+    dataset.options = {"first": node, "last": [Node()]}
+    for _ in range(2000):  # deeper than Python's recursion limit
+        node.next = Node()
+        node = node.next
+    for owner, name in [*((dataset, name) for name in "abcdef"), (dataset.options["last"][0], "new")]:
+        before = workers._attributes(dataset)
+        assert workers._attributes(dataset) == before
+        setattr(owner, name, 2.5)
+        assert workers._attributes(dataset) != before, name
+
+
 def _tag(worker_id):
     get_worker_info().dataset.tag = 7.0
 

@@ -120,8 +120,9 @@ def set_dataset_epoch(loader: DataLoader[Any], epoch: int) -> None:
     dataset: Any = loader.dataset
     if hasattr(dataset, "set_epoch"):
         # The readers of persistent workers also call this method, so these workers need not be replaced.
-        current = order_of(loader) is not None and not has_changed(loader)
-        dataset.set_epoch(epoch)
+        order = order_of(loader)
+        current = order is not None and not has_changed(loader)
+        dataset.set_epoch(0 if order is not None and order.repeats else epoch)
         if current:
             record_attributes(loader)
 

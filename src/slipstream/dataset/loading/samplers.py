@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sized
 from itertools import chain, islice, zip_longest
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import (
@@ -194,8 +193,8 @@ _SAMPLERS_WITH_OWN_GENERATOR = (
     WeightedRandomSampler,
 )
 _MAX_RECORDED_BATCHES = 1024
-_beginnings: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
-"""For each batch sampler with a state: copies from the beginning of the first and of the latest epoch."""
+_BEGINNINGS = "_slipstream_beginnings"
+"""The attribute of a sampler with a state: copies from the beginning of the first and of the latest epoch."""
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -378,16 +377,16 @@ class EpochBatchSampler(Sampler[list[int]]):
 
     def _copy(self) -> Any:
         """Return a copy of the batch sampler, from the beginning of the current epoch if that epoch has begun."""
-        if not self._stateful():
+        if not (parts := self._stateful()):
             return self.batch_sampler
-        saved = None if self._next_epoch is None else _beginnings.get(self.batch_sampler, {}).get(self.epoch)
+        saved = None if self._next_epoch is None else vars(parts[0]).get(_BEGINNINGS, {}).get(self.epoch)
         return _copied(self.batch_sampler if saved is None else saved)
 
     def _restore_epoch(self) -> None:
         """Bring samplers whose order depends on earlier epochs to the beginning of the current epoch."""
         parts = self._stateful()
         saves = [part for part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")]
-        earlier = _beginnings.setdefault(self.batch_sampler, {})
+        earlier: dict[int, Any] = vars(parts[0]).pop(_BEGINNINGS, {})  # neither saved nor copied
         if self.epoch != self._next_epoch:
             begin = max(self._next_epoch or 0, 0)
             if saved := [epoch for epoch in self._states if epoch <= self.epoch]:
@@ -404,7 +403,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             self._states = {self.epoch: [copy.deepcopy(part.state_dict()) for part in saves]}
         first = min([*earlier, self.epoch])
         latest = _copied(self.batch_sampler)
-        _beginnings[self.batch_sampler] = {first: earlier.get(first, latest), self.epoch: latest}
+        vars(parts[0])[_BEGINNINGS] = {first: earlier.get(first, latest), self.epoch: latest}
 
     def _sample_index(self, index: Any, epoch: int) -> Any:
         if not hasattr(index, "__index__"):

@@ -237,34 +237,43 @@ def has_changed(loader: DataLoader[Any]) -> bool:
     Persistent workers have copies of the dataset and would not use the new values.
     """
     recorded = getattr(loader._iterator, "dataset_attributes", None)
-    return recorded is not None and recorded != _attributes(loader.dataset, set())
+    return recorded is not None and recorded != _attributes(loader.dataset)
 
 
 def record_attributes(loader: DataLoader[Any]) -> None:
     """Record the attributes of the dataset, if the loader has persistent workers."""
     if loader._iterator is not None:
-        loader._iterator.dataset_attributes = _attributes(loader.dataset, set())  # type: ignore[attr-defined]
+        loader._iterator.dataset_attributes = _attributes(loader.dataset)  # type: ignore[attr-defined]
 
 
-def _attributes(value: Any, seen: set[int]) -> Any:
-    """Return the identities and values of an object's attributes, and of their items and attributes.
+def _attributes(dataset: Any) -> list[Any]:
+    """Return the identities and values of the dataset's attributes, and of their items and attributes.
 
     Containers with more than 1000 items are compared by their identity and length.
     """
-    if isinstance(value, str | bytes | int | float):
-        return value
-    nested: Any = ()
-    if id(value) not in seen and len(seen) < _MAX_ATTRIBUTES:
+    found: list[Any] = []
+    seen: set[int] = set()
+    values: list[Any] = [dataset]
+    while values:
+        value = values.pop()
+        if isinstance(value, str | bytes | int | float):
+            found.append(value)
+            continue
+        found.append(type(value) if isinstance(value, tuple) else id(value))
+        if id(value) in seen or len(seen) >= _MAX_ATTRIBUTES:
+            continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            nested = (value._version,)
-        elif isinstance(value, Mapping | list | tuple | set | deque):
-            few = len(value) <= _MAX_ITEMS
-            items = value.items() if isinstance(value, Mapping) else value
-            nested = tuple(_attributes(item, seen) for item in items) if few else (len(value),)
+            found.append(value._version)
+        elif isinstance(value, dict | list | tuple | set | deque):
+            found.append(len(value))
+            if len(value) <= _MAX_ITEMS:
+                values += value
+                # Not `items()`, whose tuples are temporary, so that two of them may have the same identity.
+                values += value.values() if isinstance(value, dict) else ()
         elif hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | ModuleType):
-            nested = _attributes(vars(value), seen)
-    return id(value) if not isinstance(value, tuple) else 0, nested
+            values.append(vars(value))
+    return found
 
 
 def _stop_workers(iterator: Any) -> None:

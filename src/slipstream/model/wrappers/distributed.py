@@ -48,7 +48,8 @@ _OWN_ATTRIBUTES = ("_authoritative_rank", "buffer_hook")
 class ModelAttributes(nn.Module):
     """Base class of wrappers that read and write all attributes except their own in the wrapped model.
 
-    A hook that sets an attribute of `runner.model` thus has the same effect in one and in several processes.
+    A hook that sets an attribute of `runner.model` thus has the same effect in one and in several processes. The
+    attributes of the wrapper's class, such as `forward`, are its own.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -64,6 +65,7 @@ class ModelAttributes(nn.Module):
         if (
             "_complete" in vars(self)
             and name not in _OWN_ATTRIBUTES
+            and not hasattr(type(self), name)
             and not any(name in part for part in own)
         ):
             setattr(self.module, name, value)
