@@ -36,7 +36,6 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(train_dataloader=loader(batch_siz=3)), "train_dataloader: ", "did you mean 'batch_size'"),
         (dict(train_dataloader=loader(batch_size=50, drop_last=True)), "", "drop_last"),
         (dict(train_dataloader=loader() | dict(collate_fn="defalt")), "train_dataloader.collate_fn: ", "defalt"),
-        (dict(train_dataloader=loader(sampler=dict(type="DefaultSample"))), "train_dataloader.sampler: ", "Sampler'"),
         (dict(train_dataloader=3), "train_dataloader: ", "DataLoader, a dict or a list of batches"),
         (dict(optim_wrapper=dict(optimizer=dict(type="SDG", lr=1))), "optim_wrapper.optimizer: ", "'SGD'"),
         (dict(optim_wrapper=dict(optimizer=SGD, clip_grad=dict(max_nrm=1))), "optim_wrapper.clip_grad.max_nrm", "did"),
