@@ -10,6 +10,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any, cast
 
 import torch
+from torch.nn import Module
 from torch.utils.data import (
     BatchSampler,
     Dataset,
@@ -423,12 +424,16 @@ def _parts(batches: Any) -> list[Any]:
 
 
 def _copied(batches: Any) -> Any:
-    """Return a deep copy of a batch sampler that shares the dataset, or the same object if it cannot be copied."""
+    """Return a deep copy of a batch sampler that shares datasets and models, or itself if it cannot be copied."""
     values = chain.from_iterable(vars(part).items() for part in _parts(batches) if hasattr(part, "__dict__"))
-    shared = {id(v): v for name, v in values if name in ("dataset", "data_source") or isinstance(v, Dataset)}
+    shared = {
+        id(v): v
+        for name, v in values
+        if name in ("dataset", "data_source") or isinstance(v, Dataset | Module)
+    }
     try:
         return copy.deepcopy(batches, shared)
-    except (TypeError, copy.Error):  # for example, an open file or a generator
+    except Exception:  # for example, an open file, a generator, or a tensor with a history
         return batches
 
 
