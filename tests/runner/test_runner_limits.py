@@ -276,6 +276,18 @@ def test_a_run_that_stops_before_a_validation_within_an_epoch_validates_on_resum
     assert_same(weights(resumed), weights(whole))
 
 
+def test_validation_within_epochs_of_a_changed_length(tmp_path):
+    class Halves(Hook):
+        def before_train_epoch(self, runner):
+            if runner.epoch == 1:
+                runner.train_dataloader.batch_sampler.batch_size //= 2
+
+    runs = Validations()
+    cfg = dict(by_epoch=True, max_epochs=2, val_interval=0.5)
+    run(tmp_path, train_cfg=cfg, custom_hooks=[Halves(), runs], **validation())
+    assert runs.steps == [3, 5, 10, 15]
+
+
 def test_limits_may_be_fractions(tmp_path):
     batches = Seen()
     limits = dict(limit_train_batches=0.5, limit_val_batches=0.2, val_evaluator="loss", val_cfg={})

@@ -102,7 +102,7 @@ class LoggerHook(Hook):
         """Log the validation metrics."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.batches, "val")
         runner.logger.info(line)
-        within_epochs = getattr(runner.loops.get_if_built("train"), "inner_validations", None)
+        within_epochs = getattr(runner.loops.get_if_built("train"), "validations_per_epoch", 1) > 1
         by_epoch = self.log_metric_by_epoch and runner.by_epoch and not within_epochs
         step = runner.epoch if by_epoch else runner.iter
         runner.visualizer.add_scalars(tag, step=step, file_path=runner.json_log)

@@ -104,8 +104,8 @@ class _TrainLoop(BaseLoop):
 
     counts_epochs = True
     """Whether training is epoch-based."""
-    inner_validations: frozenset[int] = frozenset()
-    """Numbers of batches in an epoch after which to validate, in addition to the end of the epoch."""
+    validations_per_epoch = 1
+    """Number of validation runs in an epoch, including the one at its end."""
     max_epochs: int
     max_iters: int
 
@@ -182,7 +182,10 @@ class _TrainLoop(BaseLoop):
 
     def _is_due_within_epoch(self) -> bool:
         """Return whether to validate after the last batch, before the epoch ends."""
-        return self.inner_iter in self.inner_validations and self._epoch + 1 >= self.val_begin
+        batch, runs, total = self.inner_iter, self.validations_per_epoch, self.epoch_length
+        if runs == 1 or total is None or batch >= total or self._epoch + 1 < self.val_begin:
+            return False
+        return batch * runs // total > (batch - 1) * runs // total
 
     @property
     def _progress(self) -> int:
@@ -477,8 +480,7 @@ class EpochBasedTrainLoop(_TrainLoop):
             if self.epoch_length is None or dynamic_intervals:
                 message = "a fraction requires a loader that has a length, and no dynamic_intervals"
                 raise ConfigError(message, "val_interval")
-            ends = {-(-run * self.epoch_length // runs) for run in range(1, runs)}
-            self.inner_validations = frozenset(ends - {self.epoch_length})
+            self.validations_per_epoch = runs
         if is_infinite(self.dataloader):
             raise ConfigError(
                 "an epoch with InfiniteSampler never ends; use DefaultSampler, or iteration-based training "
@@ -515,7 +517,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         self._set_training_mode(self._modules_in_eval_mode())
         for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
-            if self.inner_validations and self._is_due_within_epoch():
+            if self._is_due_within_epoch():
                 self._validate(due=True)
         self._end_pass()
         runner.call_hook("after_train_epoch")

@@ -43,11 +43,14 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
 
 
 def equal_on_all_ranks(batch: Any) -> bool:
-    """Return whether all ranks have the same batch, by checksums of its tensors. Every rank must call this function."""
+    """Return whether all ranks have the same batch, by checksums of its tensors. Every rank must call this function.
+
+    In large tensors, only every n-th value is read, because the checksum needs 16 bytes for each value.
+    """
     sums = []
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_complex():
-            values = leaf.detach().cpu().double().flatten()
+            values = leaf.detach().flatten()[:: max(1, leaf.numel() // 10**6)].cpu().double()
             sums.append(float(values @ torch.arange(1, len(values) + 1, dtype=torch.float64)))
     return bool(sums) and len(set(map(tuple, all_gather_object(sums)))) == 1
 
