@@ -85,9 +85,10 @@ def test_load_checkpoint_before_training_equals_load_from(tmp_path, checkpoint, 
             "model": dict.fromkeys(state, torch.zeros(())),
             "ema": {"module": state, "updates": 4},
         },
+        lambda state: {"model": state, "ema": {"decay": 0.9, "updates": 4}},
         lambda state: {"epoch": 3, **state},
     ],
-    ids=["model", "net", "module", "ema", "flat"],
+    ids=["model", "net", "module", "ema", "settings", "flat"],
 )
 def test_weights_of_other_programs_load(tmp_path, checkpoint, wrap):
     content = torch.load(checkpoint, weights_only=True)["state_dict"]

@@ -19,13 +19,16 @@ _MAX_LISTED_NAMES = 5
 
 
 _ENTRIES = ("state_dict", "ema_net", "model_ema", "state_dict_ema", "ema", "model", "net", "module")
-"""The entries in which training programs save weights. The first one that a file contains is used."""
+"""The entries in which training programs save weights. The first one that contains a tensor is used."""
 
 
 def _weights_entry(checkpoint: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the entry that contains the weights, such as `checkpoint["ema"]["module"]`, or `checkpoint` itself."""
     entries = (checkpoint[key] for key in _ENTRIES if isinstance(checkpoint.get(key), Mapping))
-    return checkpoint if (entry := next(entries, None)) is None else _weights_entry(entry)
+    found = map(_weights_entry, entries)
+    return next(
+        (entry for entry in found if any(isinstance(v, torch.Tensor) for v in entry.values())), checkpoint
+    )
 
 
 def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:

@@ -117,13 +117,19 @@ def avoid_incorrect_kernels(model: nn.Module) -> None:
 
 
 def _convolve(
-    forward: Any, stride: tuple[int, ...], kernel: tuple[int, ...], image: Tensor, *weights: Tensor | None
+    forward: Any,
+    stride: tuple[int, ...],
+    kernel: tuple[int, ...],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
-    size = image.shape[-len(stride) :]
+    size = input.shape[-len(stride) :]
     narrow = size[-1] < stride[-1]
     if narrow or (len(size) == 3 and (kernel[0] > size[0] or kernel[1] > size[1])):
         with torch.autocast("cpu", enabled=False):
-            result: Tensor = forward(image.float(), *(w if w is None else w.float() for w in weights))
+            bias = None if bias is None else bias.float()
+            result: Tensor = forward(input.float(), weight.float(), bias)
     else:
-        result = forward(image, *weights)
+        result = forward(input, weight, bias)
     return result
