@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
             weight.data = _convert(weight.data)
     forward = model.forward
     if not (isinstance(forward, partial) and forward.func is _call_converted):
-        model.forward = update_wrapper(partial(_call_converted, model, forward), forward)
+        model.forward = update_wrapper(
+            partial(_call_converted, forward, SimpleNamespace(active=True)), forward
+        )
 
 
 def check_cpu_kernels(model: nn.Module) -> None:
@@ -104,12 +107,15 @@ class _Convert(torch.autograd.Function):
         return grad.contiguous()
 
 
-def _call_converted(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_converted(forward: Callable[..., Any], state: SimpleNamespace, *args: Any, **kwargs: Any) -> Any:
     """Call `forward` with inputs in channels_last. A `partial` of this function, which can be pickled, replaces it.
 
-    If the model changes its inputs in place, copy the changes to the batch, and restore `forward`. Such changes are
-    found in eager calls, of which a compiled step or model makes at least one before its graph runs.
+    If the model changes its inputs in place, copy the changes to the batch, and set `state.active` to False. Such
+    changes are found in eager calls, of which a compiled step or model makes at least one before its graph runs. A
+    verification does not put back `state`, because captured code would not find the changes.
     """
+    if not state.active:
+        return forward(*args, **kwargs)
     new_args, new_kwargs = as_channels_last((args, kwargs))
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # tensors have no versions
         return forward(*new_args, **new_kwargs)
@@ -118,6 +124,6 @@ def _call_converted(model: nn.Module, forward: Callable[..., Any], *args: Any, *
     outputs = forward(*new_args, **new_kwargs)
     for old, new, version in copies:
         if new._version != version:
-            model.forward = forward
+            state.active = False
             old.copy_(new)
     return outputs
