@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from slipstream import Runner
 from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
+from slipstream.optim.scheduler import build_param_scheduler
 from tiny_runs import Net, assert_same, loader, samples, training
 
 STEPS = 15  # three epochs of five batches
@@ -211,3 +212,20 @@ def test_a_schedule_that_may_count_updates_is_reported(tmp_path, capfd):
         }
         Runner(**{**changes, "param_scheduler": {**scheduler, **interval}}).train()
         assert ("set interval='update'" in capfd.readouterr().out) == reported
+
+
+def test_attributes_of_a_scheduler_are_not_those_of_its_adapter():
+    class Poly(torch.optim.lr_scheduler.LambdaLR):
+        end, by_epoch = 3, None
+
+        def __init__(self, optimizer):
+            self.end = 4
+            super().__init__(optimizer, lambda step: max(0, 1 - step / self.end))
+
+    scheduler = Poly(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    adapter = build_param_scheduler(
+        dict(scheduler=scheduler, by_epoch=False), scheduler.optimizer, max_iters=9
+    )
+    assert (adapter.by_epoch, scheduler.by_epoch, scheduler.end) == (False, None, 4)
+    adapter.step()
+    assert adapter.get_last_value() == [0.75]

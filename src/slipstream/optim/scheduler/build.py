@@ -38,13 +38,13 @@ class TorchSchedulerAdapter:
             raise ConfigError(
                 "torch's ReduceLROnPlateau is not supported; use ReduceOnPlateauLR, which has a 'monitor' option"
             )
-        self.scheduler = scheduler
         self.by_epoch = by_epoch
         self.end = end
         self._global_step = 0
         self._offset = getattr(scheduler, "last_epoch", 0)
         # Suppress torch's warning that `optimizer.step` has not been called, because compiled steps do not call it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.scheduler = scheduler  # last, because the scheduler may have attributes of the same names
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # unpickling accesses it before it is set
