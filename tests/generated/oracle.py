@@ -409,6 +409,11 @@ class Loop:
         for event in old.added:
             new.apply(event)
         new.model.load_state_dict(copy.deepcopy(old.model.state_dict()))
+        if self.program.through == "runner":  # a resumed Runner keeps what hooks have frozen
+            for param, old_param in zip(new.model.parameters(), old.model.parameters(), strict=True):
+                param.requires_grad_(old_param.requires_grad)
+            for module, old_module in zip(new.model.modules(), old.model.modules(), strict=True):
+                module.training = old_module.training
         for optimizer, before in zip(new.optimizers, old.optimizers, strict=True):
             optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
             for param, old_param in zip(params_of(optimizer), params_of(before), strict=True):
