@@ -130,6 +130,21 @@ class Unfreezes(Hook):
             runner.model.requires_grad_(True)
 
 
+class Freezes(Hook):
+    def before_train_epoch(self, runner):
+        if runner.epoch == 1:
+            runner.model.net[0].requires_grad_(False)
+
+
+def freezing(folder, world=2):
+    """Return the weights after training with a layer that a hook freezes after the first epoch."""
+    results = []
+    for speed in ({}, dict(accumulate=3)):
+        state = train(folder, world, Net(), custom_hooks=[Freezes()], speed=speed)[0]
+        results.append(torch.cat([value.flatten() for value in state.values()]).numpy())
+    return results
+
+
 def unfreezing(folder, world=2):
     """Return the weights after training with a layer that is frozen in the first epoch."""
     results = []
@@ -154,7 +169,7 @@ def own_loops(folder):
     return warned
 
 
-FUNCTIONS = [own_statistics, validation, modes, unfreezing, own_loops]
+FUNCTIONS = [own_statistics, validation, modes, freezing, unfreezing, own_loops]
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +194,14 @@ def test_checkpoint_contains_the_validated_batchnorm_statistics(answers):
 
 def test_only_parts_of_a_model_stay_in_evaluation_mode(answers):
     assert answers["modes"] == [[EPOCHS * 20 // BATCH, 0]] * 2
+
+
+def test_a_hook_may_freeze_parameters_in_two_processes(answers, tmp_path):
+    expected = freezing(tmp_path, world=1)
+    for answer in answers["freezing"]:
+        assert not isinstance(answer, str), answer
+        for found, right in zip(answer, expected, strict=True):
+            assert found == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
 def test_gradients_of_parameters_that_a_hook_unfreezes_are_averaged(answers, tmp_path):

@@ -103,7 +103,8 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
             # The replacement that torch recommends for this argument still synchronizes buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
-        self._unsynchronized = [param for param in module.parameters() if not param.requires_grad]
+        self._reducer_parameters = list(module.parameters())
+        self._reducer_trains = [param.requires_grad for param in self._reducer_parameters]
         self.comm_hook: HalfPrecision | None = None
         if comm_hook is not None:
             if comm_hook not in _HALVES:
@@ -117,14 +118,18 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
         self._complete = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model. Gradients of parameters that were frozen and are now trained are synchronized, too."""
-        if any(param.requires_grad for param in self._unsynchronized):
-            # torch's reducer synchronizes only the parameters that required gradients when it was created.
+        """Call the model. Gradients are synchronized for all parameters that are trained now."""
+        trains = [param.requires_grad for param in self._reducer_parameters]
+        if trains != self._reducer_trains and any(trains) and torch.is_grad_enabled():
+            # torch's reducer expects gradients of exactly the parameters that required them when it was created.
             parameters, sparse = self._build_params_for_reducer()
             self._ddp_init_helper(parameters, sparse, {}, self.static_graph)
             if self.comm_hook is not None:
                 torch._C._distributed_c10d._register_comm_hook(self.reducer, self.comm_hook, run_comm_hook)
-            self._unsynchronized = [param for param in self.module.parameters() if not param.requires_grad]
+            self._reducer_trains = trains
+            for param in self._reducer_parameters:  # frozen in the middle of an accumulation window
+                if not param.requires_grad and param.grad is not None:
+                    dist.all_reduce(param.grad.div_(self.process_group.size()), group=self.process_group)
         return super().forward(*inputs, **kwargs)
 
     @contextmanager
