@@ -546,7 +546,8 @@ def _shard(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
         ConfigError: the sampler is not distributed and cannot be replaced.
     """
     sampler = getattr(batches, "sampler", None)
-    if isinstance(sampler, DefaultSampler | InfiniteSampler) or hasattr(sampler, "num_replicas"):
+    distributed = hasattr(sampler, "num_replicas") or hasattr(batches, "num_replicas")
+    if distributed or isinstance(sampler, DefaultSampler | InfiniteSampler):
         return None
     if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
         return DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
