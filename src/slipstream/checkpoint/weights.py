@@ -18,7 +18,17 @@ __all__ = ["compare_weights", "load_weights", "loaded_names", "revise", "step_av
 _MAX_LISTED_NAMES = 5
 
 
-_ENTRIES = ("state_dict", "ema_net", "model_ema", "state_dict_ema", "ema", "model", "net", "module")
+_ENTRIES = (
+    "state_dict",
+    "model_state_dict",
+    "ema_net",
+    "model_ema",
+    "state_dict_ema",
+    "ema",
+    "model",
+    "net",
+    "module",
+)
 """The entries in which training programs save weights. The first one that contains a tensor is used."""
 
 

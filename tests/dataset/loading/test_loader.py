@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from slipstream.dataset.loading.loader import build_dataloader, is_infinite, set_epoch
+from slipstream.dataset.loading.loader import build_dataloader, is_infinite, length, set_epoch
 
 
 class Draws(Dataset):
@@ -228,3 +228,17 @@ def test_existing_data_loader_becomes_reproducible(name):
     if name not in ("plain", "torchs_batch_sampler"):
         orders = {str(indices(one, epoch)) for epoch in range(8)}
         assert len(orders) > 1, "all epochs have the same order"
+
+
+class EverySecond(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 0, None, 2)
+
+    def __len__(self):
+        return (super().__len__() + 1) // 2
+
+
+def test_length_of_a_loader_class_is_the_number_of_batches_that_it_yields():
+    own = EverySecond(TensorDataset(torch.arange(10.0)), batch_size=2)
+    loader = build_dataloader(own, 0, "train_dataloader", training=True)
+    assert length(loader) == len(list(loader)) == 3

@@ -254,7 +254,15 @@ class RunLoader(DataLoader[Any]):
         return batches if self.limit is None else islice(batches, self.limit)
 
     def __len__(self) -> int:
-        count = super().__len__() if self.order is None else len(self.order)
+        iterate: Any = super().__iter__
+        count_batches: Any = super().__len__
+        is_replaced = (
+            DataLoader.__iter__ is not iterate.__func__ and DataLoader.__len__ is not count_batches.__func__
+        )
+        order: Any = self.order
+        # The user's method does not know a sampler for this rank that replaces the loader's sampler.
+        own = order is None or (is_replaced and order.shard is None)
+        count: int = count_batches() if own else len(order)
         return count if self.limit is None else min(count, self.limit)
 
     @property
