@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Annotated, Any, Literal
 
 import torch
@@ -267,13 +267,13 @@ class AveragePart(StepPart):
         """Find the averaged tensors and return them."""
         average, models = self.average, (self.average.module, self.model)
         self._owned = [own for m in self.model.modules() for own in (m._modules, m._parameters)]
-        self._ids = self._read_ids()
+        self._known = self._parts()
         self._tensors = [(average._params(model), average._slots(model)) for model in models]
         return average.pairs(self.model)
 
-    def _read_ids(self) -> list[int]:
-        """Return the identities of the model's layers and parameters."""
-        return list(map(id, chain.from_iterable(map(_VALUES, self._owned))))
+    def _parts(self) -> list[Any]:
+        """Return the model's layers and parameters."""
+        return list(chain.from_iterable(map(_VALUES, self._owned)))
 
     def update(self) -> None:
         """Update the average and count the update, outside a training step."""
@@ -302,7 +302,8 @@ class AveragePart(StepPart):
         if not compiling:
             if not weight:
                 return
-            if self._read_ids() != self._ids:
+            parts = self._parts()
+            if len(parts) != len(self._known) or not all(map(is_, parts, self._known)):
                 self._find()  # a layer or parameter was replaced
         averages, currents = (
             [*params, *(getattr(module, name) for module, name in slots)] for params, slots in self._tensors
