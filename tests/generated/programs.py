@@ -344,8 +344,8 @@ class Objects:
         groups = [dict(params=rest), dict(params=head + loss_params, lr=0.02)]
         kind, options = OPTIMIZERS[program.optimizer]
         make = getattr(torch.optim, kind) if isinstance(kind, str) else kind
-        if program.through == "runner":  # as its page says, a Runner's optimizer has no frozen parameters
-            groups = [dict(params=[p for p in model.parameters() if p.requires_grad])]
+        if program.through == "runner":  # builds the optimizer itself, with one group
+            groups = [dict(params=[*model.parameters()])]
         self.optimizer = make(groups, **options)
         self.optimizers = [self.optimizer]
         if program.loss == "gan":
