@@ -18,6 +18,7 @@ from slipstream.dataset.loading.loader import (
     BatchSizes,
     batch_size,
     build_dataloader,
+    can_seek,
     can_start_inside_batch,
     dataset_size,
     is_infinite,
@@ -238,7 +239,7 @@ class _TrainLoop(BaseLoop):
         if total is not None and done >= total:
             start, used_samples = -(-total // samples), 0  # an incomplete last batch is counted as a full one
         epoch_length = self.epoch_length if self.counts_epochs else None
-        if epoch_length is not None:
+        if epoch_length is not None and can_seek(self.dataloader):  # other loaders may yield more batches
             start = min(start, epoch_length)
         if saved_samples != samples:
             iteration = (
@@ -398,11 +399,12 @@ class _TrainLoop(BaseLoop):
         if start == 0:
             # Restore the state before the loader draws its random numbers for a new epoch.
             self._runner.checkpoints.restore_random_state()
+        seeks = can_seek(self.dataloader)
         if (order := order_of(self.dataloader)) is not None:
-            order.set_epoch(self._epoch, start, used_samples)
+            order.set_epoch(self._epoch, start if seeks else 0, used_samples)
         batches: Iterator[Any] = iter(self._load(self._epoch))
-        if start and order is None:
-            # This sampler cannot seek, so load and discard the finished batches.
+        if start and not seeks:
+            # This loader cannot seek, so load and discard the finished batches.
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):

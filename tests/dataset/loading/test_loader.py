@@ -242,3 +242,20 @@ def test_length_of_a_loader_class_is_the_number_of_batches_that_it_yields():
     own = EverySecond(TensorDataset(torch.arange(10.0)), batch_size=2)
     loader = build_dataloader(own, 0, "train_dataloader", training=True)
     assert length(loader) == len(list(loader)) == 3
+
+
+class Endless(DataLoader):
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_pass_of_an_endless_loader_class_has_another_order(workers):
+    own = Endless(TensorDataset(torch.arange(8.0)), batch_size=2, shuffle=True, num_workers=workers)
+    loader = build_dataloader(own, 0, "train_dataloader", training=True)
+    set_epoch(loader, 0)
+    passes = [list(itertools.islice(batches, 4)) for batches in [iter(loader)] for _ in range(3)]
+    orders = [[int(x) for (batch,) in each for x in batch] for each in passes]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]

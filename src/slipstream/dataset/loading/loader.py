@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -41,7 +41,7 @@ from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, Registry
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
 __all__ = [
-    "BatchSizes", "RunLoader", "batch_size", "build_dataloader", "can_start_inside_batch", "copied_loader",
+    "BatchSizes", "RunLoader", "batch_size", "build_dataloader", "can_seek", "can_start_inside_batch", "copied_loader",
     "count_samples", "dataset_size", "is_infinite", "is_iterable", "length", "limit_batches", "order_of",
     "samples_per_epoch", "set_dataset_epoch", "set_epoch",
 ]  # fmt: skip
@@ -138,10 +138,15 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
     return size
 
 
+def can_seek(loader: DataLoader[Any]) -> bool:
+    """Return whether an iteration can start at any batch without loading the batches before it."""
+    return isinstance(loader, RunLoader) and loader.order is not None and not loader.iterates_itself
+
+
 def can_start_inside_batch(loader: DataLoader[Any]) -> bool:
     """Return whether an iteration can start in the middle of a batch."""
     order = order_of(loader)
-    return order is not None and type(order.batch_sampler) is BatchSampler
+    return order is not None and can_seek(loader) and type(order.batch_sampler) is BatchSampler
 
 
 def samples_per_epoch(loader: DataLoader[Any]) -> int | None:
@@ -249,19 +254,38 @@ class RunLoader(DataLoader[Any]):
         self.skip_errors = 0
         super().__init__(*args, **kwargs)
 
+    @property
+    def iterates_itself(self) -> bool:
+        """Whether the user's class defines `__iter__`, so that batches cannot be skipped without loading them."""
+        iterate: Any = super().__iter__
+        return DataLoader.__iter__ is not iterate.__func__
+
     def __iter__(self) -> Any:
-        batches = super().__iter__()
+        batches: Any = super().__iter__()
+        if self.order is not None and self.iterates_itself:
+            batches = self._count_passes(batches, self.order)
         return batches if self.limit is None else islice(batches, self.limit)
 
+    def _count_passes(self, batches: Iterator[Any], order: EpochBatchSampler) -> Iterator[Any]:
+        """Iterate, and let each pass that the user's `__iter__` starts draw another order."""
+        passes: int | None = 0
+        while True:
+            order.passes = passes
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                passes, order.passes = order.passes, None
+            yield batch
+
     def __len__(self) -> int:
-        iterate: Any = super().__iter__
         count_batches: Any = super().__len__
-        is_replaced = (
-            DataLoader.__iter__ is not iterate.__func__ and DataLoader.__len__ is not count_batches.__func__
-        )
         order: Any = self.order
         # The user's method does not know a sampler for this rank that replaces the loader's sampler.
-        own = order is None or (is_replaced and order.shard is None)
+        own = order is None or (
+            self.iterates_itself and DataLoader.__len__ is not count_batches.__func__ and order.shard is None
+        )
         count: int = count_batches() if own else len(order)
         return count if self.limit is None else min(count, self.limit)
 

@@ -245,6 +245,9 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.epoch = self.start = self.skip = 0
         self._fixed: list[list[int]] | None = None
         self._begins = False
+        self.passes: int | None = None
+        """The number of earlier passes in this epoch, if the loader's class may start several passes in one epoch."""
+        self._offset = 0
         # None before the first epoch, and -1 if the states must be loaded before the next epoch.
         self._next_epoch: int | None = None
         self._states: dict[int, list[Any]] = {}
@@ -254,7 +257,7 @@ class EpochBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
         """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""
         self.epoch, self.start, self.skip = 0 if self.repeats else epoch, start, skip
-        self._begins = True
+        self._begins, self._offset = True, 0
         for sampler in _parts(self._sharded(self.batch_sampler)):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
@@ -306,16 +309,22 @@ class EpochBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
         skip, self.skip = self.skip, 0
-        first, drawn = self.epoch, 0
-        for index, batch in enumerate(self._batches()):
+        # Each pass within an epoch draws the order of a later epoch.
+        passes, offset, drawn = self.passes or 0, self._offset if self.passes else 0, 0
+        if self.passes is not None:
+            self.passes += 1
+        first = self.epoch + passes
+        batches = islice(self._draw(first, self.batch_sampler), self.limit) if passes else self._batches()
+        for index, batch in enumerate(batches, offset):
             # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
+            self._offset = index + 1
             if index < start:
                 continue
             if index == start and skip:
                 batch = batch[skip:]
-            self._record(first, index, batch)
+            self._record(self.epoch, index, batch)
             yield [self._sample_index(sample, epoch) for sample in batch] if self.use_sample_index else batch
 
     def __len__(self) -> int:
