@@ -15,13 +15,9 @@ from slipstream.config import read_value
 from slipstream.errors import ConfigError
 
 __all__ = [
-    "AUTOCAST_DTYPES",
-    "Precision",
-    "avoid_incorrect_kernels",
-    "convert_to_fp8",
-    "read_precision",
+    "AUTOCAST_DTYPES", "Precision", "avoid_incorrect_kernels", "convert_to_fp8", "read_precision",
     "tf32",
-]
+]  # fmt: skip
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 """The precision of a step; `fp32` leaves torch's settings unchanged."""

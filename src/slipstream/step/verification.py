@@ -28,16 +28,9 @@ from slipstream.errors import SlipstreamError
 from slipstream.sharding import is_sharded
 
 __all__ = [
-    "GraphCode",
-    "NotCapturedError",
-    "OnlyEagerError",
-    "UnstableGraphError",
-    "Verification",
-    "VerificationNeeded",
-    "WrongNumbersError",
-    "copies",
-    "run_captured",
-]
+    "GraphCode", "NotCapturedError", "OnlyEagerError", "UnstableGraphError", "Verification",
+    "VerificationNeeded", "WrongNumbersError", "copies", "run_captured",
+]  # fmt: skip
 
 _LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
