@@ -347,7 +347,9 @@ def _shared_loader(
     loader: DataLoader[Any], order: EpochBatchSampler | None, seed: int | None = None
 ) -> RunLoader:
     """Return a loader for a run that shares the attributes of `loader`, a loader of the user or of another run."""
-    kind: Any = type(loader)
+    kind: Any = getattr(
+        loader, "run_class", type(loader)
+    )  # SuperGradients' loaders yield other batches to scripts
     if not issubclass(RunLoader, kind):  # a subclass of `DataLoader`, which may override `__iter__`
         kind = (
             kind if issubclass(kind, RunLoader) else type(kind.__name__, (RunLoader, kind), {"__slots__": ()})

@@ -19,9 +19,12 @@ class TupleLoader(DataLoader[Any]):
     """A data loader whose batches are pairs of images and targets.
 
     All transforms are applied to the images, including those that Slipstream otherwise applies on the device, and class
-    ids are int64. Batches of a user's own dataset are not changed. Training does not use this iterator: the
-    Trainer rebuilds the loader, and applies color jitter and normalization on the device.
+    ids are int64. Batches of a user's own dataset are not changed. Training does not use this iterator, and applies
+    color jitter and normalization on the device.
     """
+
+    run_class = DataLoader
+    """The class of this loader in a run."""
 
     def __iter__(self) -> Any:
         return map(_pair, super().__iter__())
