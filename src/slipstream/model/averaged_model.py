@@ -113,10 +113,6 @@ class BaseAveragedModel(nn.Module):
         For a plain mean of the weights after each update, the result is the midpoint of training.
         """
         batches = self.window if self.counts_batches else 1
-        last = self.weight(max(updates * batches - 1, 0))
-        if updates * last > 4 * self.interval:
-            # The coefficients decrease, so using the last one for all updates gives a lower bound on the mean.
-            return updates - self.interval / last
         mean = 1.0
         for update in range(self.interval, updates, self.interval):
             mean += self.weight((update + 1) * batches - 1) * (update + 1 - mean)
