@@ -45,6 +45,11 @@ class Own(nn.BatchNorm2d):
         return nn.functional.batch_norm(x, None, None, training=True).relu()
 
 
+class OwnInTraining(nn.BatchNorm2d):
+    def forward(self, x):
+        return Own.forward(self, x) if self.training else super().forward(x)
+
+
 def test_conversion_keeps_hooks_attributes_and_subclasses():
     model = nn.Sequential(nn.BatchNorm2d(4), Act(4, momentum=0.3)).double()
     model[0].register_forward_hook(lambda module, inputs, output: output + module.shift)
@@ -64,6 +69,7 @@ def test_layers_whose_statistics_cannot_be_synchronized_are_refused_by_name():
     replaced.forward = lambda x: x
     for layer, kind in (
         (Own(4), "Own"),
+        (OwnInTraining(4).eval(), "OwnInTraining"),
         (replaced, "BatchNorm2d"),
         (nn.LazyBatchNorm2d(), "LazyBatchNorm2d"),
     ):
@@ -85,6 +91,7 @@ def test_sync_batchnorm_matches_batchnorm_in_one_process():
 def test_state_dict_is_compatible_with_torch_sync_batchnorm():
     converted = convert_sync_batchnorm(network())
     theirs = nn.SyncBatchNorm.convert_sync_batchnorm(network())
+    assert type(convert_sync_batchnorm(theirs)[1]) is SyncBatchNorm
     theirs.load_state_dict(converted.state_dict())
     converted.load_state_dict(theirs.state_dict())
 

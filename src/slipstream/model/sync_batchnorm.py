@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -167,28 +168,42 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 def _synchronized(kind: type[_BatchNorm], layer: _BatchNorm, name: str) -> type[SyncBatchNorm]:
     """Return `SyncBatchNorm`, or a subclass of `kind` in which `super().forward` is that of `SyncBatchNorm`."""
-    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm) and "forward" not in vars(
-        layer
-    ):
+    replaced = "forward" in vars(layer)
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm) and not replaced:
         return SyncBatchNorm
-    lazy = isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params()
-    methods = [
-        each["forward"]
-        for each in map(vars, kind.__mro__[: kind.__mro__.index(_BatchNorm)])
-        if "forward" in each
-    ]
-    code = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
-    if lazy or "forward" in vars(layer) or not all(each and "super" in each.co_names for each in code):
-        reason = "its parameters are not initialized" if lazy else "its forward does not call super().forward"
-        remedy = (
-            "run one batch first"
-            if lazy
-            else "use a BatchNorm of torch.nn, call super().forward, or remove sync_bn"
-        )
-        raise ModelError(
-            f"sync_bn does not support the layer '{name}' ({kind.__name__}), because {reason}; {remedy}"
-        )
+    problem = ""
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        problem = "its parameters are not initialized; run one batch first"
+    elif replaced or not _calls_super(layer, kind):
+        problem = "its forward does not call super().forward in training; do so, or remove sync_bn"
+    if problem:
+        raise ModelError(f"sync_bn does not support the layer '{name}' ({kind.__name__}), because {problem}")
     return type(kind.__name__, (kind, SyncBatchNorm), {})
+
+
+class _ReachedError(Exception):
+    """The forward of the base class was called."""
+
+
+class _Probe(SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        raise _ReachedError
+
+
+def _calls_super(layer: _BatchNorm, kind: type[_BatchNorm]) -> bool:
+    """Return whether the forward of `kind` calls that of its base class in training; the call ends there."""
+    probe: Any = copy.copy(layer)
+    probe.__class__, probe.training = type(kind.__name__, (kind, _Probe), {}), True
+    tensor = next(chain(layer.parameters(), layer.buffers()), torch.empty(0))
+    sizes = {nn.BatchNorm1d: 0, nn.BatchNorm3d: 3}
+    pixels = next((n for base, n in sizes.items() if isinstance(layer, base)), 2)
+    try:
+        probe.forward(
+            torch.zeros(2, layer.num_features, *[1] * pixels, dtype=tensor.dtype, device=tensor.device)
+        )
+    except Exception as error:
+        return isinstance(error, _ReachedError)
+    return False
 
 
 @torch.no_grad()
