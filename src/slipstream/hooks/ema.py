@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,10 +163,9 @@ def validation_weights(runner: Runner, average: bool = True) -> Iterator[nn.Modu
     """
     hook = next((hook for hook in runner.hooks if isinstance(hook, EMAHook)), None)
     model, optim = unwrap_model(runner.model), runner.optim_wrapper
-    with (
-        nullcontext() if optim is None else optim.evaluating(),
-        nullcontext()
-        if hook is None or hook.ema_model is None
-        else hook.ema_model.swapped_in(model, average),
-    ):
+    with ExitStack() as stack:
+        if optim is not None:
+            stack.enter_context(optim.evaluating())
+        if hook is not None and hook.ema_model is not None:
+            stack.enter_context(hook.ema_model.swapped_in(model, average))
         yield model

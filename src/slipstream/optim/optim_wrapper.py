@@ -292,9 +292,8 @@ class OptimWrapper:
         It applies autocast and, unless the batch ends its accumulation window, `no_sync`.
         """
         for part in self.parts:
-            if (
-                part.nonfinite is not None
-            ):  # an own train_step may have several accumulation windows per batch
+            # An own train_step may have several accumulation windows per batch.
+            if part.nonfinite is not None:
                 part.before_batch()
         window = self.accumulation
         if window.counts == 1 or window.ends_next or not hasattr(model, "no_sync"):

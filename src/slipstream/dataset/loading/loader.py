@@ -347,14 +347,13 @@ def _shared_loader(
     loader: DataLoader[Any], order: EpochBatchSampler | None, seed: int | None = None
 ) -> RunLoader:
     """Return a loader for a run that shares the attributes of `loader`, a loader of the user or of another run."""
-    kind: Any = getattr(
-        loader, "run_class", type(loader)
-    )  # SuperGradients' loaders yield other batches to scripts
-    if not issubclass(RunLoader, kind):  # a subclass of `DataLoader`, which may override `__iter__`
-        kind = (
-            kind if issubclass(kind, RunLoader) else type(kind.__name__, (RunLoader, kind), {"__slots__": ()})
-        )
-    shared: RunLoader = object.__new__(RunLoader if kind is DataLoader else kind)
+    # SuperGradients' loaders yield other batches to scripts than to a run.
+    kind: Any = getattr(loader, "run_class", type(loader))
+    if kind is DataLoader:
+        kind = RunLoader
+    elif not issubclass(kind, RunLoader):  # the user's class may override `__iter__`
+        kind = type(kind.__name__, (RunLoader, kind), {"__slots__": ()})
+    shared: RunLoader = object.__new__(kind)
     object.__setattr__(shared, "__dict__", vars(loader))
     shared.generator = loader.generator if seed is None else torch.Generator().manual_seed(seed)
     shared._iterator, shared.order, shared.limit = None, order, None

@@ -120,19 +120,12 @@ def build_param_scheduler(
             optimizer, or `by_epoch` is required but not set.
     """
     if isinstance(cfg, Mapping) and "interval" in cfg:
-        interval = check(cfg["interval"], Literal["epoch", "batch", "update"], "interval")
-        if cfg.get("by_epoch", interval == "epoch") != (interval == "epoch"):
-            raise ConfigError(
-                f"'{interval}' contradicts by_epoch={cfg['by_epoch']}; remove by_epoch", "interval"
-            )
-        arguments = {key: value for key, value in cfg.items() if key != "interval"} | {
-            "by_epoch": interval == "epoch"
-        }
-        steps = max_updates if interval == "update" else max_iters
+        arguments, per_update = _read_interval(cfg)
+        steps = max_updates if per_update else max_iters
         made = build_param_scheduler(
             arguments, optimizer, epoch_length=epoch_length, max_epochs=max_epochs, max_iters=steps
         )
-        made.per_update = interval == "update"
+        made.per_update = per_update
         return made
     if isinstance(cfg, LRScheduler) or (
         isinstance(cfg, Mapping) and isinstance(cfg.get("scheduler"), LRScheduler)
@@ -177,6 +170,16 @@ def build_param_scheduler(
     lengths = getattr(built, "_length_arguments", ())
     built.ends_with_run = bool(lengths) and all(cfg.get(name) is None for name in lengths)
     return built
+
+
+def _read_interval(cfg: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the configuration with `by_epoch` in place of `interval`, and whether the interval is 'update'."""
+    interval = check(cfg["interval"], Literal["epoch", "batch", "update"], "interval")
+    by_epoch = interval == "epoch"
+    if cfg.get("by_epoch", by_epoch) != by_epoch:
+        raise ConfigError(f"'{interval}' contradicts by_epoch={cfg['by_epoch']}; remove by_epoch", "interval")
+    rest = {key: value for key, value in cfg.items() if key != "interval"}
+    return {**rest, "by_epoch": by_epoch}, interval == "update"
 
 
 def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
