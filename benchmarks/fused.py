@@ -12,11 +12,11 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from slipstream.speed.simple_options import fuse
 from torch import nn
 from torch.optim import Optimizer
 
 from report import environment_info, table, write_result
+from slipstream.optim.kernels import fuse
 
 KINDS: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda params, **kwargs: torch.optim.SGD(
