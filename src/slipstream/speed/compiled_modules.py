@@ -287,6 +287,7 @@ class _CompiledCall:
             return self._compile(signature, args, kwargs)
         recomputes = torch._C._current_graph_task_id() != -1
         if recomputes or kind.pending is not None:
+            kind.used.clear()
             return self.run_known(*args, **kwargs)
         recording = Recording(self.module, args, kwargs)
         result = recording.run(args, kwargs)
