@@ -151,8 +151,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` entry of a checkpoint without reading the shards of a sharded checkpoint."""
     with _reading(path):
         content = read_file(path / PLAIN_FILE)["checkpoint"] if path.is_dir() else read_file(path)
-        meta: dict[str, Any] = content.get("meta", {})
-        return meta
+        return content.get("meta", {})
 
 
 def read_without_data(path: Path) -> dict[str, Any]:
@@ -166,8 +165,7 @@ def read_without_data(path: Path) -> dict[str, Any]:
     with _reading(path):
         is_sharded = path.is_dir()
         content = read_file(path / PLAIN_FILE if is_sharded else path, "meta")
-        checkpoint: dict[str, Any] = content["checkpoint"] if is_sharded else content
-        return checkpoint
+        return content["checkpoint"] if is_sharded else content
 
 
 def read_origin(path: Path) -> tuple[str | None, int | None]:

@@ -43,8 +43,7 @@ _ROOTS = ("data_root", "root_dir", "root")  # names of the datasets' data folder
 def run(args: argparse.Namespace) -> int:
     """Run `slipstream data stats`, `cache` or `show`. Return 1 if any data is broken."""
     cfg = configure(args)
-    status: int = {"stats": _stats, "cache": _cache, "show": _show}[args.action](args, cfg)
-    return status
+    return {"stats": _stats, "cache": _cache, "show": _show}[args.action](args, cfg)
 
 
 # ---- the datasets of a recipe ----------------------------------------------------------------------------------

@@ -186,8 +186,7 @@ def _graph(module: nn.Module, example: Tensor, dynamic: bool) -> Any:
 
 def _write_torch(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> Callable[[Tensor], Tensor]:
     torch.export.save(_graph(module, example, dynamic), file)
-    loaded: Callable[[Tensor], Tensor] = torch.export.load(file).module()
-    return loaded
+    return torch.export.load(file).module()
 
 
 def _write_onnx(module: nn.Module, example: Tensor, dynamic: bool, file: Path) -> Callable[[Tensor], Tensor]:

@@ -198,8 +198,7 @@ class _Job:
 
 
 def _shares(counts: NDArray[np.int64]) -> list[float]:
-    shares: list[float] = (counts / max(counts.sum(), 1)).tolist()
-    return shares
+    return (counts / max(counts.sum(), 1)).tolist()
 
 
 def _save(picture: Image.Image, path: Path) -> None:

@@ -154,8 +154,7 @@ class Config(MutableMapping[str, Any]):
         A string from an environment variable is replaced by a reference (`{{ $NAME }}`), which can be loaded again.
         Values of keys such as `api_key` and `password` are replaced by `<redacted>`.
         """
-        values: dict[str, Any] = redact(self._cfg_dict)
-        return values
+        return redact(self._cfg_dict)
 
     def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
         """Write the values to `file` in the format specified by its suffix, or return them as text if `file` is None.

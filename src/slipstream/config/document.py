@@ -69,8 +69,7 @@ class DataDocument:
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the file, with placeholders replaced."""
         self._placeholders.bases = bases
-        filled: dict[str, Any] = self._placeholders.fill(self._tree)
-        return filled
+        return self._placeholders.fill(self._tree)
 
 
 class PythonDocument:

@@ -58,10 +58,7 @@ def traceable_sum(data: Tensor) -> Tensor:
     # Import here, because this import is slow and a run with a single process does not need it.
     from torch.distributed import _functional_collectives
 
-    total: Tensor = _functional_collectives.all_reduce(
-        data, "sum", cast("dist.ProcessGroup", dist.group.WORLD)
-    )
-    return total
+    return _functional_collectives.all_reduce(data, "sum", cast("dist.ProcessGroup", dist.group.WORLD))
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:

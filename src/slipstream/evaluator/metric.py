@@ -85,8 +85,7 @@ class BaseMetric(ABC):
             raise DistributedError(
                 f"{type(self).__name__}.compute_metrics failed on rank 0: {outcome[0]}; see the traceback of rank 0"
             )
-        metrics: dict[str, Any] = outcome[0]
-        return metrics
+        return outcome[0]
 
     def _add_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Add the prefix to the names and convert scalars to built-in Python numbers."""

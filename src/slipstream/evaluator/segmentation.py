@@ -91,8 +91,7 @@ class IoUMetric(CountingMetric):
         """Target id of ignored pixels, or None if no pixels are ignored."""
         if self._ignore_index is not None:
             return self._ignore_index
-        declared: int | None = (self.dataset_meta or {}).get("ignore_index", _DEFAULT_IGNORE_INDEX)
-        return declared
+        return (self.dataset_meta or {}).get("ignore_index", _DEFAULT_IGNORE_INDEX)
 
     def num_counts(self) -> int:
         """Return the number of counts.

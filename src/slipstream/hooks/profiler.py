@@ -64,8 +64,7 @@ class ProfilerHook(Hook):
 
     def _trace_handler(self, runner: Runner) -> Callable[[profile], None]:
         """Return the function that is called with the profiler after the recorded steps."""
-        handler: Callable[[profile], None] = tensorboard_trace_handler(str(Path(runner.work_dir) / "profile"))
-        return handler
+        return tensorboard_trace_handler(str(Path(runner.work_dir) / "profile"))
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

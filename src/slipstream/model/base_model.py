@@ -49,8 +49,7 @@ class BaseModel(BaseModule):
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
         """Return the losses of a batch from the data loader."""
-        losses: dict[str, Tensor] = run_forward(self, self.data_preprocessor(data, True), "loss")
-        return losses
+        return run_forward(self, self.data_preprocessor(data, True), "loss")
 
     @torch.no_grad()
     def val_step(self, data: Any) -> Any:

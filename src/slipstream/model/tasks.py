@@ -132,8 +132,7 @@ def main_output(outputs: Any) -> Tensor:
     """Return the main output of a network: the first tensor, if the outputs are a (nested) tuple or list."""
     while isinstance(outputs, tuple | list):
         outputs = outputs[0]
-    output: Tensor = outputs
-    return output
+    return outputs
 
 
 def _class_ids(logits: Tensor) -> dict[str, Tensor]:
@@ -188,8 +187,7 @@ def _built(part: Any, kind: str) -> nn.Module:
     """Return a module, built if `part` is a configuration."""
     if not callable(part) and not isinstance(part, Mapping):
         raise ConfigError(f"must be a module or a dict with a 'type', not {short_repr(part)}", kind)
-    built: nn.Module = MODELS.build(part) if isinstance(part, Mapping) else part
-    return built
+    return MODELS.build(part) if isinstance(part, Mapping) else part
 
 
 def _check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:

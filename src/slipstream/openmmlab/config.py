@@ -25,8 +25,7 @@ def load_config(path: str | Path, *, trust: bool = False) -> Config:
     """
     path = Path(path).expanduser()
     if path.suffix == ".py" and path.is_file() and mmengine.Config._is_lazy_import(str(path)):
-        cfg: Config = own_config(mmengine.Config.fromfile(path))
-        return cfg
+        return own_config(mmengine.Config.fromfile(path))
     return Config.fromfile(path, trust=trust)
 
 

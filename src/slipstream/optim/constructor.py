@@ -109,10 +109,7 @@ class DefaultOptimWrapperConstructor:
             self._check_options(optimizer)
             if (name := type(optimizer).__name__) in _NON_COMMERCIAL:
                 getLogger("slipstream").warning(f"The license of {name} forbids commercial use")
-        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
-            self.optim_wrapper_cfg, default_args={"optimizer": optimizer}
-        )
-        return wrapper
+        return OPTIM_WRAPPERS.build(self.optim_wrapper_cfg, default_args={"optimizer": optimizer})
 
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
@@ -239,8 +236,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
             "optim_wrapper_cfg": wrapper_cfg,
         }
     )
-    wrapper: OptimWrapper = constructor(model)
-    return wrapper
+    return constructor(model)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -35,8 +35,7 @@ def _register(
     def build(params: Any, strict_npu: bool = False, **kwargs: Any) -> Optimizer:
         native, reason = _torch_npu_class(name)
         if native is not None:
-            optimizer: Optimizer = native(params, **kwargs)
-            return optimizer
+            return native(params, **kwargs)
         if strict_npu:
             raise ConfigError(
                 f"{name} requires torch_npu ({reason}); install it on Ascend, or remove strict_npu to use the "

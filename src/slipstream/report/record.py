@@ -98,7 +98,7 @@ class Curve:
 
 
 def _extreme(function: Any, values: list[Any]) -> float | None:
-    return function((value for value in values if value is not None), default=None)  # type: ignore[no-any-return]
+    return function((value for value in values if value is not None), default=None)
 
 
 @dataclass

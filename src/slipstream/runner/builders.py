@@ -106,7 +106,7 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be an OptimWrapper, an optimizer or a dict, not {type(cfg).__name__}")
     if isinstance(cfg.get("optimizer"), Optimizer):
-        return OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})  # type: ignore[no-any-return]
+        return OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})
     if "optimizer" in cfg or "constructor" in cfg:
         return build_optim_wrapper(unwrap_model(model), cfg)
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):

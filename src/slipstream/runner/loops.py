@@ -745,14 +745,12 @@ class LazyLoops:
         """Whether training is epoch-based; True if there is no training loop."""
         loop = self._loops["train"]
         kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
-        counts_epochs: bool = getattr(kind, "counts_epochs", True)
-        return counts_epochs
+        return getattr(kind, "counts_epochs", True)
 
     def count(self, name: str, default: int) -> int:
         """Return a counter of the training loop, such as `iter`; `default` if the loop has not been built."""
         loop = self.get_if_built("train")
-        count: int = default if loop is None else getattr(loop, name)
-        return count
+        return default if loop is None else getattr(loop, name)
 
     def end_workers(self) -> None:
         """Stop the worker processes of all loaders."""

@@ -278,14 +278,12 @@ class Runner:
     @property
     def samples_per_step(self) -> int:
         """Number of samples per training step, summed over all processes."""
-        samples: int = self.train_loop.samples_per_step
-        return samples
+        return self.train_loop.samples_per_step
 
     @property
     def user_config(self) -> dict[str, Any]:
         """The arguments and the configuration of this Runner, without secrets; values may be objects."""
-        config: dict[str, Any] = redact(dict(self._user_cfg))
-        return config
+        return redact(dict(self._user_cfg))
 
     @property
     def model_name(self) -> str:

@@ -85,7 +85,7 @@ def _convert(tensor: Tensor) -> Tensor:
         return tensor
     converts = tensor.is_contiguous() and not tensor.is_contiguous(memory_format=memory_format)
     if tensor.requires_grad and converts:
-        return _Convert.apply(tensor)  # type: ignore[no-any-return]
+        return _Convert.apply(tensor)
     return tensor.contiguous(memory_format=memory_format)
 
 

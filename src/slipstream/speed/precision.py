@@ -34,7 +34,7 @@ def read_precision(value: Any) -> Precision:
         ConfigError: the value is neither one of the five names nor an alias (such as `bfloat16`).
     """
     name = _ALIASES.get(value, value) if isinstance(value, str) else value
-    return read_value(Precision, name, "precision")  # type: ignore[no-any-return]
+    return read_value(Precision, name, "precision")
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def get(
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
     loader: Any = kind(data, **options)
     loader.dataloader_params = options
-    return loader  # type: ignore[no-any-return]
+    return loader
 
 
 def _kind_and_arguments(cfg: Any) -> tuple[Any, dict[str, Any]]:

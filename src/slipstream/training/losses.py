@@ -123,7 +123,7 @@ def loss_config(
     if callable(loss):
         if criterion_params:
             raise ConfigError("only applies to a loss given by name", "training_params.criterion_params")
-        return loss  # type: ignore[no-any-return]
+        return loss
     name, own = read_factory(loss, _CONFIG_PATH)
     kind = _NAMES.get(name, name)
     if kind not in MODELS:

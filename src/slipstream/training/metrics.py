@@ -286,7 +286,7 @@ def known_names(entry: Any) -> tuple[str, ...]:
         name = read_factory(entry, "training_params.valid_metrics_list")[0]
         kind = METRICS.get(NAMES.get(name, name))
     if kind in (BinaryIOU, BinaryDice):
-        return kind.value_names()  # type: ignore[no-any-return]
+        return kind.value_names()
     if kind in (IoU, Dice, PixelAccuracy, Top1, Top5):
         return (getattr(kind, "label", kind.__name__),)
     return (kind.__name__,) if is_torchmetrics_class(kind) else ()

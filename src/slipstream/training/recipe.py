@@ -92,8 +92,7 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
         raise ConfigError(f"must be DDP, AUTO or Off, not {mode!r}", "multi_gpu")
     if count in (None, -1):
         return None
-    number: int = check(count, AllOrPositiveInt, "num_gpus")
-    return number
+    return check(count, AllOrPositiveInt, "num_gpus")
 
 
 def has_full_checkpoint(cfg: Mapping[str, Any]) -> bool:

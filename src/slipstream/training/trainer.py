@@ -70,7 +70,7 @@ class Trainer:
         for hook in [] if self.runner is None else self.runner.hooks:
             if isinstance(hook, CheckpointHook) and hook.monitors and self.runner is not None:
                 name = next(iter(hook.monitors))
-                return self.runner.message_hub.get_info(f"best_score/{name}")  # type: ignore[no-any-return]
+                return self.runner.message_hub.get_info(f"best_score/{name}")
         return None
 
     def train(

@@ -37,8 +37,7 @@ def as_dict(config: Any) -> dict[str, Any]:
     """Return a `Config` (or any object with `to_dict`) or a mapping as a dict, without secrets."""
     if hasattr(config, "redacted"):
         return dict(config.redacted())
-    values: dict[str, Any] = redact(dict(config.to_dict() if hasattr(config, "to_dict") else config))
-    return values
+    return redact(dict(config.to_dict() if hasattr(config, "to_dict") else config))
 
 
 def as_text(config: Any) -> str:

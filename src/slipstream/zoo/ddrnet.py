@@ -66,8 +66,7 @@ class Bottleneck(nn.Module):
         """Return features of shape (N, 2 * width, ceil(H / stride), ceil(W / stride)), without a final ReLU."""
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = F.relu(self.bn2(self.conv2(out)), inplace=True)
-        total: Tensor = self.bn3(self.conv3(out)) + self.shortcut(x)
-        return total
+        return self.bn3(self.conv3(out)) + self.shortcut(x)
 
 
 def _stage(in_channels: int, width: int, depth: int, stride: int = 1) -> nn.Sequential:
@@ -87,8 +86,7 @@ class DAPPMBranch(nn.Module):
 
     def forward(self, x: Tensor, previous: Tensor) -> Tensor:
         """Return features (N, width, h, w), given `x` (N, in_channels, h, w) and `previous` (N, width, h, w)."""
-        out: Tensor = self.process(resize(self.down_scale(x), x) + previous)
-        return out
+        return self.process(resize(self.down_scale(x), x) + previous)
 
 
 class DAPPM(nn.Module):
@@ -113,8 +111,7 @@ class DAPPM(nn.Module):
         scales: list[Tensor] = [full(x)]
         for branch in pooled:
             scales.append(branch(x, scales[-1]))
-        out: Tensor = self.compression(torch.cat(scales, dim=1)) + self.shortcut(x)
-        return out
+        return self.compression(torch.cat(scales, dim=1)) + self.shortcut(x)
 
 
 class Head(nn.Module):
@@ -130,8 +127,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits at the resolution of `x`."""
         x = self.conv1(F.relu(self.bn1(x), inplace=True))
-        out: Tensor = self.conv2(F.relu(self.bn2(x), inplace=True))
-        return out
+        return self.conv2(F.relu(self.bn2(x), inplace=True))
 
 
 class Backbone(nn.Module):

@@ -243,10 +243,8 @@ def _first_output(outputs: Any) -> Tensor:
 def _scalar(loss: Any) -> Tensor:
     """Return a scalar loss, given a scalar, a dict of scalars or SuperGradients' pair (scalar, logged values)."""
     if isinstance(loss, Mapping):
-        total: Tensor = torch.stack([value for name, value in loss.items() if "loss" in name]).sum()
-        return total
-    value: Tensor = loss[0] if isinstance(loss, tuple) else loss
-    return value
+        return torch.stack([value for name, value in loss.items() if "loss" in name]).sum()
+    return loss[0] if isinstance(loss, tuple) else loss
 
 
 def _check(outputs: Any, loss: str) -> None:

@@ -96,8 +96,7 @@ class ConvBNReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, out_channels, ceil(H / stride), ceil(W / stride))."""
-        out: Tensor = self.seq(x)
-        return out
+        return self.seq(x)
 
 
 class SegmentationHead(nn.Module):
@@ -113,8 +112,7 @@ class SegmentationHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits at the resolution of `x`."""
-        out: Tensor = self.seg_head(x)
-        return out
+        return self.seg_head(x)
 
 
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:

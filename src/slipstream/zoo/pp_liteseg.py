@@ -38,8 +38,7 @@ class SPPM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, out_channels, h, w) for `x` of shape (N, in_channels, h, w)."""
         first, second, third = (resize(branch(x), x) for branch in self.branches)
-        out: Tensor = self.conv_out(first + second + third)
-        return out
+        return self.conv_out(first + second + third)
 
 
 class UAFM(nn.Module):
@@ -58,8 +57,7 @@ class UAFM(nn.Module):
             for reduced in (features.mean(1, keepdim=True), features.amax(1, keepdim=True))
         ]
         weight = torch.sigmoid(self.conv_atten(torch.cat(statistics, dim=1)))
-        out: Tensor = self.conv_out(skip + weight * (x - skip))
-        return out
+        return self.conv_out(skip + weight * (x - skip))
 
 
 class Encoder(nn.Module):

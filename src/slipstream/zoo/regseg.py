@@ -47,8 +47,7 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` with scaled channels."""
-        out: Tensor = x * self.se_block(x)
-        return out
+        return x * self.se_block(x)
 
 
 class SplitConv(nn.Module):
@@ -87,8 +86,7 @@ class DBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, out_channels, ceil(H / stride), ceil(W / stride))."""
-        out: Tensor = self.relu(self.shortcut(x) + self.d_block_path(x))
-        return out
+        return self.relu(self.shortcut(x) + self.d_block_path(x))
 
 
 def _group_conv(channels: int, dilation: int, stride: int) -> nn.Conv2d:

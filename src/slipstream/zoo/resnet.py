@@ -142,8 +142,7 @@ class ResNet(Network):
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        logits: Tensor = self.fc(x.mean((2, 3)))
-        return logits
+        return self.fc(x.mean((2, 3)))
 
 
 def _stage(

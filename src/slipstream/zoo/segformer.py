@@ -52,8 +52,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Return tokens (N, ceil(H / stride), ceil(W / stride), width)."""
-        tokens: Tensor = self.norm(_tokens(self.proj(image)))
-        return tokens
+        return self.norm(_tokens(self.proj(image)))
 
 
 class EfficientSelfAttention(nn.Module):
@@ -75,8 +74,7 @@ class EfficientSelfAttention(nn.Module):
             reduced = self.norm(_tokens(self.sr(_image(x))))
         keys, values = self.kv(reduced).chunk(2, dim=-1)
         out = F.scaled_dot_product_attention(self._split(self.q(x)), self._split(keys), self._split(values))
-        projected: Tensor = self.proj(out.transpose(1, 2).reshape(x.shape))
-        return projected
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
 
     def _split(self, x: Tensor) -> Tensor:
         """Return (N, heads, h * w, C / heads)."""
@@ -96,8 +94,7 @@ class MixFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, h, w, C) for `x` of shape (N, h, w, C)."""
-        out: Tensor = self.fc2(F.gelu(_tokens(self.dwconv(_image(self.fc1(x))))))
-        return out
+        return self.fc2(F.gelu(_tokens(self.dwconv(_image(self.fc1(x))))))
 
 
 class EncoderBlock(nn.Module):
@@ -192,8 +189,7 @@ class DecodeHead(nn.Module):
     def forward(self, features: list[Tensor]) -> Tensor:
         """Return logits (N, num_classes, h, w) at the resolution of the first feature map."""
         images = [_image(getattr(self, f"linear_c{n}")(tokens)) for n, tokens in enumerate(features, start=1)]
-        logits: Tensor = self.linear_pred(self.dropout(self.linear_fuse(images[::-1])))
-        return logits
+        return self.linear_pred(self.dropout(self.linear_fuse(images[::-1])))
 
 
 class SegFormer(Network):

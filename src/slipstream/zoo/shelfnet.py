@@ -155,8 +155,7 @@ class NetOutput(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits at the resolution of `x`."""
-        out: Tensor = self.conv_out(self.conv(x))
-        return out
+        return self.conv_out(self.conv(x))
 
 
 class ShelfNet(Network):

@@ -34,8 +34,7 @@ class AttentionRefinement(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, out_channels, h, w) for `x` of shape (N, in_channels, h, w)."""
         x = self.conv_first(x)
-        out: Tensor = x * self.attention_block(x)
-        return out
+        return x * self.attention_block(x)
 
 
 class GlobalContext(nn.Module):
@@ -49,8 +48,7 @@ class GlobalContext(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, out_channels, 1, 1)."""
-        out: Tensor = self.context_embedding(x)
-        return out
+        return self.context_embedding(x)
 
 
 class ContextPath(nn.Module):
@@ -99,8 +97,7 @@ class FeatureFusion(nn.Module):
     def forward(self, details: Tensor, context: Tensor) -> Tensor:
         """Return (N, out_channels, h, w) at the resolution of both inputs."""
         x = self.pw_conv(torch.cat([details, context], dim=1))
-        out: Tensor = x + x * self.attention_block(x)
-        return out
+        return x + x * self.attention_block(x)
 
 
 class STDCSeg(Network):

@@ -120,8 +120,7 @@ class TimmClassifier(Network, PretrainedWeights):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
-        logits: Tensor = self.model(x)
-        return logits
+        return self.model(x)
 
     def _classifier_names(self) -> tuple[str, ...]:
         """Return the names of the classification layers in `model`."""
@@ -137,8 +136,7 @@ def import_timm() -> ModuleType:
     """
     with extra("timm"):
         import timm
-    module: ModuleType = timm
-    return module
+    return timm
 
 
 def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

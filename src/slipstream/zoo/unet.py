@@ -30,8 +30,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features of the stage."""
-        out: Tensor = self.blocks(x)
-        return out
+        return self.blocks(x)
 
 
 class Backbone(nn.Module):
@@ -64,8 +63,7 @@ class UpBlock(nn.Module):
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         """Return (N, width, h, w) at the resolution of `skip`."""
-        out: Tensor = self.last_convs(torch.cat([resize(x, skip), skip], dim=1))
-        return out
+        return self.last_convs(torch.cat([resize(x, skip), skip], dim=1))
 
 
 class Decoder(nn.Module):
@@ -129,8 +127,7 @@ class UNet(Network):
                 f"U-Net requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
                 "enlarge or pad the images"
             )
-        logits: Tensor = self.seg_head(self.decoder(self.encoder(x)))
-        return logits
+        return self.seg_head(self.decoder(self.encoder(x)))
 
 
 @MODELS.register_module()

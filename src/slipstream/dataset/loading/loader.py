@@ -134,8 +134,7 @@ def order_of(loader: DataLoader[Any]) -> EpochBatchSampler | None:
 
 def batch_size(loader: DataLoader[Any]) -> int | None:
     """Return the number of samples per batch, or None if a custom batch sampler determines it."""
-    size: int | None = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
-    return size
+    return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
 
 
 def can_seek(loader: DataLoader[Any]) -> bool:

@@ -211,8 +211,7 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
         columns = width - 1 - columns[::-1]
     columns, rows = columns[left:right], rows[top:bottom]
     needed = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    result: Pixels = needed.take(rows - rows[0], axis=0).take(columns - columns[0], axis=1)
-    return result
+    return needed.take(rows - rows[0], axis=0).take(columns - columns[0], axis=1)
 
 
 @dataclass(frozen=True)
@@ -273,8 +272,7 @@ def _resize_with_torch(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
     crop = resized[
         :, :, *(slice(a.length_from_edge - (a.last - a.first), a.length_from_edge) for a in (y, x))
     ]
-    result: Pixels = _reorient(crop, x, y)[0].permute(1, 2, 0).numpy()
-    return result
+    return _reorient(crop, x, y)[0].permute(1, 2, 0).numpy()
 
 
 def _reorient(images: Tensor, x: _Axis, y: _Axis) -> Tensor:

@@ -180,8 +180,7 @@ class MMSeparateDistributedDataParallel(ModelAttributes, BaseModel):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
         """Run the model's training step."""
-        logs: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
-        return logs
+        return self.module.train_step(data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return the predictions of the model."""
@@ -257,8 +256,7 @@ def run_comm_hook(state: HalfPrecision, bucket: GradBucket) -> torch.futures.Fut
     buffer = bucket.buffer()
     work = dist.all_reduce(buffer.div_(state.group.size()).to(state.dtype), group=state.group, async_op=True)
     assert work is not None
-    done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
-    return done
+    return work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
 
 
 run_comm_hook.__annotations__.clear()  # DDP compares annotations with classes, but these annotations are strings

@@ -332,8 +332,7 @@ class ParamValues:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's current parameter groups."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
+        return self.optimizer.param_groups
 
     def read(self) -> list[float]:
         """Return the value of every group."""

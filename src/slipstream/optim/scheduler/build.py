@@ -135,8 +135,7 @@ def build_param_scheduler(
         if not (hasattr(cfg, "step") and hasattr(cfg, "by_epoch")):
             raise ConfigError(f"must be a scheduler or a dict with a 'type', not {short_repr(cfg)}")
         _check_owner(getattr(cfg, "scheduler", cfg), optimizer)
-        scheduler: _ParamScheduler | TorchSchedulerAdapter = cfg
-        return scheduler
+        return cfg
     kind = cfg.get("type")
     target: Any = PARAM_SCHEDULERS.resolve(kind) if isinstance(kind, str) else kind
     for key in ("by_epoch", "convert_to_iter_based"):

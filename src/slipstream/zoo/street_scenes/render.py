@@ -98,8 +98,7 @@ def _tile(smooth: bool) -> Floats:
     gain = frequency**-0.75 * (np.exp(-((frequency / 24) ** 2)) if smooth else 1.0)
     tile = np.fft.irfft2(np.fft.rfft2(white) * gain, (256, 256))
     # Rounded, because the last bits of the transform differ between platforms.
-    noise: Floats = (np.round((tile - tile.mean()) / tile.std() * 64) / 64).astype(np.float32).ravel()
-    return noise
+    return (np.round((tile - tile.mean()) / tile.std() * 64) / 64).astype(np.float32).ravel()
 
 
 def _noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
