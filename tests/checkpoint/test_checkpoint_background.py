@@ -1,5 +1,7 @@
 """Test that a checkpoint written in the background contains the state at the time of the call to `write`."""
 
+import errno
+import os
 import threading
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slipstream.checkpoint import background, load_checkpoint
+from slipstream.checkpoint import background, load_checkpoint, sharded
 from slipstream.checkpoint.background import BackgroundWriter
 from slipstream.errors import CheckpointError
 
@@ -82,3 +84,19 @@ def test_error_in_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
         writer.write({"a": torch.ones(1)}, tmp_path / "next.pth", pytest.fail, pytest.fail)
     writer.wait()
     assert not (tmp_path / "next.pth").exists()
+
+
+@pytest.mark.parametrize("failing", ["rank_0.pth", "plain.pth"])
+def test_failed_sharded_checkpoint_leaves_no_folder(tmp_path, monkeypatch, mesh, failing):
+    save = sharded.save_checkpoint
+
+    def full(content, path, warn):
+        if path.name == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(content, path, warn)
+
+    monkeypatch.setattr(sharded, "save_checkpoint", full)
+    weight = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+    with pytest.raises(CheckpointError, match=rf"a.sharded cannot be written: .*No space left .*{failing}"):
+        sharded.write_checkpoint({"weight": weight}, tmp_path / "a.pth", pytest.fail)
+    assert list(tmp_path.iterdir()) == []

@@ -236,3 +236,32 @@ def test_no_worker_survives_the_death_of_its_run_even_if_the_worker_hangs(number
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
+
+
+class Kill(Hook):
+    """A hook that kills a worker of the training loader in validation, or one of the validation loader in training."""
+
+    def __init__(self, mode):
+        self.mode, self.pids = mode, set()
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.reach("train", batch_idx == 3 and runner.epoch)
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.reach("val", batch_idx == 1)
+
+    def reach(self, mode, kills):
+        if mode != self.mode:
+            self.pids |= children() if not self.pids else set()
+        elif kills and self.pids:
+            os.kill(min(self.pids), signal.SIGKILL)
+            time.sleep(5)  # torch's signal handler raises its error here
+
+
+@pytest.mark.parametrize(("mode", "dead"), [("val", "train"), ("train", "val")])
+def test_error_for_a_dead_worker_names_its_own_loader(mode, dead, tmp_path):
+    data = {f"{name}_dataloader": loader(num_workers=1, persistent_workers=True) for name in ("train", "val")}
+    if mode == "train":  # then the only worker is one of the validation loader
+        data["train_dataloader"] = loader()
+    with pytest.raises(DataLoaderError, match=rf"^{dead}_dataloader: .* is killed by signal: Killed"):
+        run(tmp_path, custom_hooks=[Kill(mode)], **{**validation(), **data})

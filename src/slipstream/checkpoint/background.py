@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.checkpoint.sharded import write_checkpoint
 from slipstream.dist import get_world_size, is_main_process
-from slipstream.errors import CheckpointError
 from slipstream.plain_values import plain, preserve_ties
 from slipstream.sharding import is_sharded, local_shard, with_local
 
@@ -52,7 +51,7 @@ class BackgroundWriter:
             checkpoint: the values to write; see `write_checkpoint`.
             path: path of the checkpoint.
             warn: called with a message for each value that cannot be saved.
-            on_saved: called in the background thread with the path of the complete checkpoint.
+            on_saved: called on rank 0, in the background thread, with the path of the complete checkpoint.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written.
@@ -68,13 +67,7 @@ class BackgroundWriter:
                 # A new thread uses device 0 by default, and torch's shard writer waits only for the current device.
                 torch.accelerator.set_device_index(device)
                 event.synchronize()
-            written = write_checkpoint(content, path, warn, group=self._group)
-            try:
-                on_saved(written)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{written} was written, but the folder could not be updated: {error}"
-                ) from error
+            write_checkpoint(content, path, warn, group=self._group, on_saved=on_saved)
 
         self._writing = self._pool.submit(run)
 

@@ -47,15 +47,17 @@ def write_checkpoint(
     warn: Warn,
     consolidate: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Write a checkpoint and return its path. All ranks must call this function.
+    on_saved: Callable[[Path], None] = lambda _: None,
+) -> None:
+    """Write a checkpoint. All ranks must call this function.
 
     If the checkpoint contains no sharded tensors, rank 0 writes the file `path`. Otherwise, every rank writes its
     shards to the `sharded_name(path.name)` folder. If `consolidate` is True, rank 0 instead gathers one tensor at a
     time into CPU memory and writes the file `path`. `group` is used for all communication except gathering tensors.
+    `on_saved` is called on rank 0 with the path of the complete checkpoint.
 
     Raises:
-        CheckpointError: a rank failed to write; raised on every rank.
+        CheckpointError: a rank failed to write, or `on_saved` failed; raised on every rank.
     """
     tensors: dict[str, Tensor] = {}
     paths: dict[str, list[Any]] = {}
@@ -71,15 +73,15 @@ def write_checkpoint(
         content = plain(checkpoint, lambda _: None, copy=lambda _, tensor: tensor)
     rest = _map_sharded(content, extract)
     if tensors and not consolidate:
-        folder = path.with_name(sharded_name(path.name))
-        _write_folder(folder, rest, tensors, paths, group)
-        return folder
-    for key, tensor in tensors.items():
-        full = full_tensor(tensor)
-        if is_main_process():
-            _put(rest, paths[key], full.cpu())
-    _on_main(lambda: save_checkpoint(rest, path, warn), path, group)
-    return path
+        path = path.with_name(sharded_name(path.name))
+        _write_folder(path, rest, tensors, paths, group)
+    else:
+        for key, tensor in tensors.items():
+            full = full_tensor(tensor)
+            if is_main_process():
+                _put(rest, paths[key], full.cpu())
+        _on_main(lambda: save_checkpoint(rest, path, warn), path, group)
+    _on_main(lambda: on_saved(path), path, group, "was written, but an action after it failed")
 
 
 def load_checkpoint(
@@ -292,16 +294,16 @@ def _write_folder(
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 
-    _on_main(begin, folder, group)
+    places = {key: (_offset(tensor), list(local_shard(tensor).shape), file) for key, tensor in own.items()}
+    parts = all_gather_object(places, group)
     try:
+        _on_main(begin, folder, group)
         _agreed(write, folder, group)
+        _on_main(commit, folder, group)
     except CheckpointError:
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
         raise
-    places = {key: (_offset(tensor), list(local_shard(tensor).shape), file) for key, tensor in own.items()}
-    parts = all_gather_object(places, group)
-    _on_main(commit, folder, group)
 
 
 def _writes(tensor: Any) -> bool:
@@ -311,12 +313,16 @@ def _writes(tensor: Any) -> bool:
     return is_first and local_shard(tensor).numel() > 0
 
 
-def _on_main(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
+def _on_main(
+    action: Callable[[], None], path: Path, group: dist.ProcessGroup | None, failed: str = "cannot be written"
+) -> None:
     """Call `action` on rank 0; if it fails, raise an error on every rank."""
-    _agreed(action if is_main_process() else lambda: None, path, group)
+    _agreed(action if is_main_process() else lambda: None, path, group, failed)
 
 
-def _agreed(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
+def _agreed(
+    action: Callable[[], None], path: Path, group: dist.ProcessGroup | None, failed: str = "cannot be written"
+) -> None:
     """Call `action` on every rank; if it fails on one of them, raise an error on every rank."""
     failure: Exception | None = None
     try:
@@ -326,10 +332,12 @@ def _agreed(action: Callable[[], None], path: Path, group: dist.ProcessGroup | N
     problems = all_gather_object(failure and _describe(failure), group)
     if any(problems):
         text = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
-        raise CheckpointError(f"{path} cannot be written: {text}") from failure
+        raise CheckpointError(f"{path} {failed}: {text}") from failure
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error}; check the free space and the permissions, then continue from the last checkpoint"
     return str(error) if isinstance(error, CheckpointError) else repr(error)
 
 

@@ -93,13 +93,19 @@ class AverageBestHook(Hook):
         )
         if not math.isfinite(value) or entry in ranked[self.count :]:
             return
+        surplus = [name for _, name in ranked[self.count :]]
+
+        def on_saved(_: Path) -> None:
+            for name in surplus:
+                remove_checkpoint(self._folder, name)
+
         with validation_weights(runner) as model:
             content = {"state_dict": model.state_dict()}
-            write_checkpoint(content, self._folder / entry[1], runner.logger.warning, consolidate=True)
+            write_checkpoint(
+                content, self._folder / entry[1], runner.logger.warning, consolidate=True, on_saved=on_saved
+            )
         self._best = ranked[: self.count]
         runner.message_hub.update_info(FOLDER, [list(other) for other in self._best])
-        for _, name in ranked[self.count :] if is_main_process() else ():
-            remove_checkpoint(self._folder, name)
 
     def after_train(self, runner: Runner) -> None:
         """Save and validate the average, and log its metrics under `average_model/`."""

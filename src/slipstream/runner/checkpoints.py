@@ -22,7 +22,7 @@ from slipstream.checkpoint import (
     write_checkpoint,
 )
 from slipstream.config import config_text
-from slipstream.dist import all_gather_object, get_rank, get_world_size, is_main_process
+from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.errors import CheckpointError
 from slipstream.hooks import CheckpointHook, PreemptionHook
 from slipstream.hooks.ema import validation_weights
@@ -242,7 +242,6 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Return the run's state in MMEngine's checkpoint layout."""
         runner = self._runner
-        resume.check_weights(unwrap_model(runner.model), runner.iter + (by_epoch is False))
         if runner.is_training:
             average_batchnorm(runner.model)
         state: dict[str, Any] = {
@@ -292,9 +291,9 @@ class Checkpoints:
         runner = self._runner
 
         def on_complete(path: Path) -> None:
-            if mark_last and is_main_process():
+            if mark_last:
                 mark_last_checkpoint(runner.work_dir, path, self.run_id)
-            if on_saved is not None and is_main_process():
+            if on_saved is not None:
                 on_saved()
 
         warn = runner.logger.warning
@@ -302,7 +301,7 @@ class Checkpoints:
             self._writer.write(checkpoint, target, warn, on_complete)
         else:
             self._wait_or_log()  # checkpoints must be written in order
-            on_complete(write_checkpoint(checkpoint, target, warn, consolidate))
+            write_checkpoint(checkpoint, target, warn, consolidate, on_saved=on_complete)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.

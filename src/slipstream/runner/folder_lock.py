@@ -39,7 +39,7 @@ class FolderLock:
 
     def __init__(self, work_dir: str | Path, warn: Callable[[str], None]) -> None:
         self._work_dir = Path(work_dir).resolve()
-        self._files: dict[Path, IO[str]] = {}
+        self._files: dict[Path, IO[bytes]] = {}
         self._warn = warn
 
     def lock(self, folder: Path, key: str) -> None:
@@ -50,13 +50,19 @@ class FolderLock:
             key: configuration key that sets this folder, used in error messages.
 
         Raises:
-            ConfigError: the folder is in use by another run, or belongs to a run with a different work_dir. The error
-                is raised on every rank.
+            ConfigError: the folder is in use by another run, belongs to a run with a different work_dir, or cannot be
+                written to. The error is raised on every rank.
         """
         folder = folder.resolve()
         problem: list[str | None] = [None]
         if is_main_process() and folder not in self._files:
-            problem[0] = self._lock(folder)
+            try:
+                problem[0] = self._lock(folder)
+            except OSError as error:
+                problem[0] = (
+                    f"{folder / LOCK_FILE} cannot be written ({error.strerror}); check the free space and the "
+                    "permissions, or choose another folder"
+                )
         broadcast_object_list(problem)
         if problem[0] is not None:
             raise ConfigError(problem[0], key)
@@ -76,7 +82,8 @@ class FolderLock:
         import fcntl
 
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+", encoding="utf-8", errors="surrogateescape")
+        # Without a buffer, so that closing the file cannot fail on a full disk.
+        file = (folder / LOCK_FILE).open("ab+", buffering=0)
         deadline = time.monotonic() + _TIMEOUT
         while True:
             try:
@@ -88,7 +95,7 @@ class FolderLock:
                     self._warn(f"{folder} cannot be locked ({error}), so a second run will not be detected")
                     return None
             file.seek(0)
-            holder = file.readline().strip() or "another process"
+            holder = os.fsdecode(file.readline().strip()) or "another process"
             # A run that continues may replace the checkpoint that this run has chosen, so wait only for one that ends.
             if _is_running(holder) or time.monotonic() > deadline:
                 file.close()
@@ -105,8 +112,7 @@ class FolderLock:
         holder = (
             f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
         )
-        file.write(f"{holder}\n{os.path.relpath(self._work_dir, folder)}")
-        file.flush()
+        file.write(os.fsencode(f"{holder}\n{os.path.relpath(self._work_dir, folder)}"))
         remove_temporary_files(folder)
         remove_partial_checkpoints(folder)
         self._files[folder] = file

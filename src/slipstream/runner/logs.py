@@ -128,8 +128,11 @@ def show_config(cfg: Config, seed: int, visualizer: Visualizer, logger: MMLogger
         logger.debug(f"The visualizer cannot show the configuration: {error}")
 
 
-def write_config(cfg: Config, seed: int, work_dir: str, timestamp: str) -> None:
+def write_config(cfg: Config, seed: int, work_dir: str, timestamp: str, logger: MMLogger) -> None:
     """On rank 0, write a non-empty configuration to the work_dir."""
     if is_main_process() and len(cfg):
-        name = Path(cfg.filename).stem if cfg.filename else timestamp
-        write_text(Path(work_dir) / f"{name}.py", config_text(_repeatable(cfg, seed), "py"))
+        path = Path(work_dir, f"{Path(cfg.filename).stem if cfg.filename else timestamp}.py")
+        try:
+            write_text(path, config_text(_repeatable(cfg, seed), "py"))
+        except OSError as error:
+            logger.warning(f"{path} cannot be written ({error}); checkpoints also contain the configuration")

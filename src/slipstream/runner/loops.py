@@ -63,7 +63,7 @@ class BaseLoop:
     """
 
     mode = "train"
-    _loading: Loading | None = None
+    loading: Loading | None = None
     """The current pass over the loader."""
 
     def __init__(self, runner: Runner, dataloader: Loadable) -> None:
@@ -87,16 +87,16 @@ class BaseLoop:
 
     def _load(self, epoch: int = 0) -> Loading:
         """Start a pass over the loader. The random numbers of its workers depend only on (seed, epoch)."""
-        if self._loading is not None:
-            self._loading.close()
-        self._loading = Loading(self.dataloader, self._name, (self._runner.seed, epoch))
-        return self._loading
+        if self.loading is not None:
+            self.loading.close()
+        self.loading = Loading(self.dataloader, self._name, (self._runner.seed, epoch))
+        return self.loading
 
     def end_loading(self) -> None:
         """Stop all worker processes of the loader."""
-        if self._loading is not None:
-            self._loading.close()
-            self._loading = None
+        if self.loading is not None:
+            self.loading.close()
+            self.loading = None
         end_workers(self.dataloader)
 
 
@@ -437,7 +437,7 @@ class _TrainLoop(BaseLoop):
         """Add the step and a remedy to errors, and the step to the report printed when another rank fails."""
         report_progress(self._describe_position)
         try:
-            with explain_worker_errors(self._name):
+            with explain_worker_errors(self._name, self._runner.loops.loadings):
                 yield
         except Exception as error:
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
@@ -633,7 +633,7 @@ class _EvalLoop(BaseLoop):
         if runner.is_training:
             average_batchnorm(runner.model)
         runner.model.eval()
-        with explain_worker_errors(self._name):
+        with explain_worker_errors(self._name, runner.loops.loadings):
             self._run_batches(self._predict)
         metrics = self.evaluator.evaluate(dataset_size(self.dataloader))
         if mode == "val" and runner.is_training and isinstance(runner.train_loop, _TrainLoop):
@@ -751,6 +751,11 @@ class LazyLoops:
         """Return a counter of the training loop, such as `iter`; `default` if the loop has not been built."""
         loop = self.get_if_built("train")
         return default if loop is None else getattr(loop, name)
+
+    def loadings(self) -> list[Loading]:
+        """Return the current passes over the loaders."""
+        loadings = (getattr(loop, "loading", None) for loop in self._loops.values())
+        return [loading for loading in loadings if isinstance(loading, Loading)]
 
     def end_workers(self) -> None:
         """Stop the worker processes of all loaders."""

@@ -306,27 +306,33 @@ def _pending_gradients(model: nn.Module) -> dict[str, Any]:
     return {"gradients": sharded, "rank_gradients": rank_gradients} if sharded or any(rank_gradients) else {}
 
 
-def check_weights(model: nn.Module, iteration: int) -> None:
-    """Check that all trainable weights, and the running statistics of normalization layers, are finite.
+def check_weights(model: nn.Module, checkpoint: Mapping[str, Any], iteration: int) -> None:
+    """Check that all trainable weights, their averages, and the running statistics of normalization layers are finite.
 
     A non-finite weight makes the loss non-finite one step later. Non-finite running statistics do not affect the
     training loss, but they affect validation, and they remain NaN or infinite in all later steps.
 
     Args:
         model: the model, unwrapped.
+        checkpoint: the checkpoint to be saved, which may contain averages of the weights and the statistics.
         iteration: number of completed steps.
 
     Raises:
-        NonFiniteLossError: a weight or a running statistic is NaN or infinite.
+        NonFiniteLossError: a weight, its average, or a running statistic is NaN or infinite.
     """
-    tensors = [
-        *((f"weight '{name}'", p.detach()) for name, p in model.named_parameters() if p.requires_grad),
-        *(
-            (f"running statistic '{name}.{key}'", statistic)
-            for name, module in model.named_modules()
-            for key in ("running_mean", "running_var")
-            if isinstance(module, _NormBase) and (statistic := getattr(module, key)) is not None
-        ),
+    named = {name: ("weight", p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+    named |= {
+        f"{name}.{key}": ("running statistic", statistic)
+        for name, module in model.named_modules()
+        for key in ("running_mean", "running_var")
+        if isinstance(module, _NormBase) and (statistic := getattr(module, key)) is not None
+    }
+    average = checkpoint["state_dict"] if "ema_state_dict" in checkpoint else {}
+    tensors = [(f"{kind} '{name}'", tensor) for name, (kind, tensor) in named.items()]
+    tensors += [
+        (f"average of the {kind} '{name}'", average[name])
+        for name, (kind, _) in named.items()
+        if name in average
     ]
     if not tensors:
         return

@@ -328,7 +328,7 @@ class Runner:
                 self.interface, self.model, self.optim_wrapper, self.speed, self.logger, self.phases
             )
             # A run that cannot start does not replace the configuration of an earlier run.
-            write_config(self.cfg, self.seed, self.work_dir, self.timestamp)
+            write_config(self.cfg, self.seed, self.work_dir, self.timestamp, self.logger)
             self._compiled = self.is_training = True
             self.optim_wrapper.switch_mode(training=True)
             try:
@@ -484,6 +484,8 @@ class Runner:
             checkpoint = self.checkpoints.state(by_epoch, save_optimizer, save_param_scheduler)
             checkpoint["meta"].update(meta or {})
             self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
+            finished = self.iter + (by_epoch is False)
+            resume.check_weights(unwrap_model(self.model), checkpoint, finished)
             target = Path(out_dir) / filename
             self.checkpoints.write(checkpoint, target, mark_last, consolidate, background, on_saved)
 

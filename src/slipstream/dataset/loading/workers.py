@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import parent_process, resource_tracker
@@ -45,6 +45,7 @@ _SHARED_MEMORY = (
     "the worker processes have no shared memory left for their batches; increase the size of /dev/shm (docker run "
     "--shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set num_workers=0"
 )
+_DEAD_WORKER = r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (is killed by signal: \w+|exited unexpectedly)"
 # Maps the pattern of a torch message about worker processes to the cause and a remedy.
 _REMEDIES = {
     r"DataLoader timed out after \S+ seconds": (
@@ -55,7 +56,7 @@ _REMEDIES = {
         "the worker processes have too many open files; raise the limit (ulimit -n 65536), or call "
         "torch.multiprocessing.set_sharing_strategy('file_system')"
     ),
-    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: \w+|exited unexpectedly)": (
+    _DEAD_WORKER: (
         "a worker process died: it may have printed an error, or the system or /dev/shm may have run out of memory. "
         "Lower num_workers, or set num_workers=0 to see the error in the training process"
     ),
@@ -192,6 +193,8 @@ class Loading:
             raise DataLoaderError(f"{name}: {_SHARED_MEMORY}") from error
         finally:
             loader.generator = generator
+        self.pids = {worker.pid for worker in getattr(self._iterator, "_workers", ())}
+        """The ids of the worker processes."""
         record_attributes(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -282,10 +285,16 @@ def _stop_workers(iterator: Any) -> None:
 
 
 @contextmanager
-def explain_worker_errors(name: str) -> Iterator[None]:
+def explain_worker_errors(
+    name: str, loadings: Callable[[], Iterable[Loading]] = lambda: ()
+) -> Iterator[None]:
     """Replace torch's errors about worker processes with errors that name the loader's option and suggest a remedy.
 
     When a worker dies, torch raises an error in the training process, at whatever line that process is executing.
+
+    Args:
+        name: the loader's option.
+        loadings: returns the passes over all loaders, one of which may own the worker that died.
 
     Raises:
         DataLoaderError: a worker died or timed out, or shared memory or file descriptors were exhausted.
@@ -296,5 +305,7 @@ def explain_worker_errors(name: str) -> Iterator[None]:
         remedies: Mapping[str, str] = {} if isinstance(error, DataLoaderError) else _REMEDIES
         for pattern, remedy in remedies.items():
             if found := re.search(pattern, str(error)):
-                raise DataLoaderError(f"{name}: {found[0]}; {remedy}") from error
+                pids = set(map(int, re.findall(r"\d+", found[1]))) if pattern == _DEAD_WORKER else set()
+                owner = next((loading.name for loading in loadings() if pids & loading.pids), name)
+                raise DataLoaderError(f"{owner}: {found[0]}; {remedy}") from error
         raise
