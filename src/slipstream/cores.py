@@ -9,8 +9,6 @@ from pathlib import Path
 
 from slipstream.cgroups import quotas
 
-__all__ = ["cores", "cpu_features", "cpu_name"]
-
 
 def cores() -> int:
     """Return the number of cores this process may use, as limited by its CPU affinity and cgroup (v2) quotas."""

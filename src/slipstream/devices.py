@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["default_device", "device_type", "is_out_of_memory"]
-
 
 def default_device() -> torch.device:
     """Return the accelerator (CUDA, ROCm, NPU, XPU, MPS) with its index, or the CPU if none is available."""

@@ -11,20 +11,10 @@ import re
 from collections.abc import Iterable
 
 __all__ = [
-    "BuildError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DataLoaderError",
-    "DistributedError",
-    "LossError",
-    "MissingPackageError",
-    "ModelError",
-    "NonFiniteLossError",
-    "SlipstreamError",
-    "UnknownNameError",
-    "did_you_mean",
-]
+    "BuildError", "CheckpointError", "ConfigError", "DataError", "DataLoaderError", "DistributedError",
+    "LossError", "MissingPackageError", "ModelError", "NonFiniteLossError", "SlipstreamError",
+    "UnknownNameError", "did_you_mean",
+]  # fmt: skip
 
 
 class SlipstreamError(Exception):

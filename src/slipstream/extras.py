@@ -8,8 +8,6 @@ from importlib.util import find_spec
 
 from slipstream.errors import MissingPackageError
 
-__all__ = ["extra", "is_installed"]
-
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:

@@ -12,18 +12,6 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-__all__ = [
-    "CHECKPOINT_NAME_LENGTH",
-    "atomic_write",
-    "check_name",
-    "check_space",
-    "download",
-    "remove_temporary_files",
-    "sync_folder",
-    "user_cache",
-    "write_text",
-]
-
 _DOWNLOAD_TIMEOUT = 60
 """Seconds without data after which a download fails."""
 CHECKPOINT_NAME_LENGTH = 215

@@ -14,8 +14,6 @@ from types import ModuleType
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 
-__all__ = ["ReplacementFinder", "install_finder", "run_script"]
-
 
 class ReplacementFinder(MetaPathFinder):
     """Find the package `name` and all of its submodules."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from slipstream.sharding import is_sharded
 
-__all__ = ["PLAIN_TYPES", "plain", "preserve_ties"]
-
 _BASE_TYPES: tuple[Any, ...] = (int, float, complex, bytes)
 PLAIN_TYPES = (bool, str, *_BASE_TYPES)
 _OMITTED = object()

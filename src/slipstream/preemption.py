@@ -18,8 +18,6 @@ import torch.distributed as dist
 from slipstream.dist import another_rank_failed, broadcast_object_list, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
-__all__ = ["CHECKPOINT_NAME", "EXIT_STATUS", "SIGNALS", "Interrupted", "Preempted", "Preemption"]
-
 CHECKPOINT_NAME = "preempted"
 """Name, without suffix, of the checkpoint that a Runner saves after a signal."""
 

@@ -11,8 +11,6 @@ import re
 from functools import partial
 from typing import Any
 
-__all__ = ["REDACTED", "is_secret_name", "redact"]
-
 REDACTED = "<redacted>"
 
 _NAME = re.compile(

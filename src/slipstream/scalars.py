@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["is_learning_rate", "number"]
-
 
 def is_learning_rate(name: str) -> bool:
     """Return whether a scalar is a learning rate.

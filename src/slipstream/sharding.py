@@ -15,17 +15,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "full_tensor",
-    "is_sharded",
-    "local_shard",
-    "max_abs",
-    "mesh_of",
-    "placements_on",
-    "shard_like",
-    "with_local",
-]
-
 
 def is_sharded(tensor: Any) -> bool:
     """Return whether `tensor` is a `DTensor`."""

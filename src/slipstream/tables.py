@@ -21,8 +21,6 @@ with _unchanged_random_state():  # rich draws a random number when it is importe
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["make_console", "make_table", "table_text"]
-
 
 def make_console(stderr: bool = False) -> Console:
     """Return a console for standard output or standard error that does not highlight numbers and strings."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["best_value", "main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the recipe specified in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.

@@ -12,25 +12,6 @@ from typing import Annotated, Any, TypeVar
 
 from slipstream.errors import ConfigError
 
-__all__ = [
-    "AllOrPositiveInt",
-    "NonNegative",
-    "NonNegativeInt",
-    "Number",
-    "Positive",
-    "PositiveInt",
-    "PositiveIntOrFraction",
-    "Probability",
-    "Rule",
-    "check",
-    "describe",
-    "describe_with_article",
-    "is_number",
-    "is_real",
-    "matches",
-    "short_repr",
-]
-
 T = TypeVar("T")
 _BUILTIN_TYPES = (bool, int, float, str, dict, list, tuple)
 _TYPE_NAMES = {Mapping: "dict", Sequence: "list", Callable: "a function"}

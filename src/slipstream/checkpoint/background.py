@@ -16,8 +16,6 @@ from slipstream.dist import get_world_size, is_main_process
 from slipstream.plain_values import plain, preserve_ties
 from slipstream.sharding import is_sharded, local_shard, with_local
 
-__all__ = ["BackgroundWriter"]
-
 _DEVICES_WITHOUT_EVENTS = ("cpu", "mps")
 
 

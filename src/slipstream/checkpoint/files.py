@@ -24,11 +24,6 @@ from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import atomic_write, check_space
 from slipstream.plain_values import plain
 
-__all__ = [
-    "PLAIN_FILE", "read_file", "remove_checkpoint", "replaced_name", "save_checkpoint", "stored_config",
-    "verify",
-]  # fmt: skip
-
 PLAIN_FILE = "plain.pth"
 """Name of the file that contains everything except the shards, in the folder of a sharded checkpoint."""
 _CHUNK = 2**22

@@ -10,8 +10,6 @@ import numpy as np
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["convert_checkpoint", "is_from_mmengine", "safe_globals"]
-
 _NUMPY_CLASSES = ("bool", "int32", "int64", "uint8", "float16", "float32", "float64")
 
 

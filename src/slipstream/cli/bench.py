@@ -35,8 +35,6 @@ from slipstream.tune.options import EXACT, LOW_PRECISION
 from slipstream.tune.process import Job, Process, TrialError
 from slipstream.tune.statistics import Estimate, difference, estimate
 
-__all__ = ["run"]
-
 _RECIPES = [
     f"street_scenes_{name}"
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from slipstream.config import Config
     from slipstream.runner import Runner
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the results of the checks. This command writes files only to a temporary folder.

@@ -15,8 +15,6 @@ from slipstream.errors import ConfigError
 from slipstream.recipes import compose, find_recipe, is_composed
 from slipstream.recipes.shortcuts import hints, runner_overrides, set_ema
 
-__all__ = ["LoadedConfig", "command_args", "configure", "load_config", "read_config"]
-
 # Sections whose builders accept keys that the recipe does not list.
 _OPEN_SECTIONS = [
     f"{name}.*"

@@ -32,8 +32,6 @@ from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.user_config import add_config_path
 from slipstream.visualization import colorize, contact_sheet, overlay
 
-__all__ = ["run"]
-
 T = TypeVar("T")
 RGB = NDArray[np.uint8]
 

@@ -21,8 +21,6 @@ from slipstream.dist import infer_launcher
 from slipstream.runner.environment import collect_env
 from slipstream.speed.compile import inductor_problem
 
-__all__ = ["problems", "run"]
-
 Row = tuple[str, str, str]  # mark, name, description
 OK, NO, WARN = "ok", "--", "!!"
 

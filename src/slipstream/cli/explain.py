@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slipstream.config import Config
     from slipstream.speed import Capabilities
 
-__all__ = ["run"]
-
 _MACHINE_BOUND = (("precision", "fp8"), ("precision", "tf32"), ("cuda_graph", True), ("cudnn_benchmark", True),
                   ("expandable_segments", True), ("prefetch", 2))  # fmt: skip
 _HEADER = ("option", "value", "from", "why")

@@ -29,8 +29,6 @@ from slipstream.files import write_text
 from slipstream.model import BaseDataPreprocessor, ImgDataPreprocessor, Segmentor
 from slipstream.model.tasks import Task, main_output
 
-__all__ = ["consolidate_folder", "run"]
-
 _SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _TOLERANCE = 1e-3
 """Maximum accepted difference in a score, relative to the largest score."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = ["REMOVED_COMMANDS", "Parser", "build_parser", "parse"]
-
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction["Parser"]
 

@@ -26,8 +26,6 @@ from slipstream.step import sum_losses
 from slipstream.tune.jobs import RepeatedBatches, RunnerJob, Setting
 from slipstream.tune.observer import Observer
 
-__all__ = ["CONTENDERS", "FRAMEWORKS", "PeerJob", "Work", "hand_written", "read_subject", "with_slipstream"]
-
 _NUM_BATCHES = 6
 """Maximum number of distinct batches. Training repeats these batches."""
 _PARAMS = (

@@ -33,8 +33,6 @@ with extra("images"):
 
     from slipstream.dataset.sources.decode import read_image
 
-__all__ = ["run"]
-
 Mask = NDArray[np.uint8]
 RGB = NDArray[np.uint8]
 

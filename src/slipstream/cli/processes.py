@@ -21,9 +21,6 @@ from slipstream.errors import ConfigError, DistributedError
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["announce", "announce_preemption", "enter_process", "in_launch", "interrupt_on_sigterm",
-           "is_first_failure", "launch", "needs_launch", "restarted_with_progress"]  # fmt: skip
-
 # Environment variable that contains the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
 # File in that folder that contains the result of `_progress` at launch.

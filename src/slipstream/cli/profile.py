@@ -24,8 +24,6 @@ from slipstream.tune.jobs import keep_training_only
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["prepare_output_folder", "run"]
-
 _MAX_OPERATIONS = 15
 
 

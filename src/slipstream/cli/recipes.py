@@ -13,8 +13,6 @@ from slipstream.errors import ConfigError
 from slipstream.files import write_text
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
 
-__all__ = ["new", "run"]
-
 _STARTER_FILES = ("recipe.py", "shapes.py", "README.md")
 
 

@@ -17,8 +17,6 @@ from slipstream.typecheck import is_real
 if TYPE_CHECKING:
     from slipstream.report.files import RunRow
 
-__all__ = ["report", "run"]
-
 _MAX_METRICS = 3
 """Maximum number of metrics shown as columns."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["print_table", "printable"]
-
 _UNLIMITED = 100_000
 """A width in columns that no table reaches."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slipstream.logging import MessageHub
     from slipstream.runner import Runner
 
-__all__ = ["run", "summary", "validate"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print a summary."""

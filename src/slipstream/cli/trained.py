@@ -31,8 +31,6 @@ from slipstream.runner.builders import build_model
 from slipstream.runner.user_config import add_config_path
 from slipstream.training.network import SupervisedModel
 
-__all__ = ["TrainedModel", "find_checkpoint", "load_trained"]
-
 
 @dataclass(frozen=True)
 class TrainedModel:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from slipstream.tune import Row
     from slipstream.tune.batch_size import BatchSizeRow
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Measure the options and write the plan, or find a batch size or learning rate (`--find`). Print the results.

@@ -16,8 +16,6 @@ from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
 from slipstream.redaction import redact
 
-__all__ = ["Config", "config_text"]
-
 # MMEngine reserves `env_variables` and cannot load a file with this key.
 _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from slipstream.errors import did_you_mean
 
-__all__ = ["ConfigDict", "unwrap", "wrap"]
-
 
 class ConfigDict(dict[Any, Any]):
     """A dict with attribute access. Nested dicts, including those in lists and tuples, are converted to `ConfigDict`s.

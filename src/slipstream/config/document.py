@@ -16,8 +16,6 @@ from slipstream.config.config_dict import ConfigDict
 from slipstream.config.placeholders import Placeholders
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_document"]
-
 BASE = "_base_"
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml")
 # Objects of these types in Python files are not configuration values.

@@ -8,8 +8,6 @@ import re
 from slipstream.errors import ConfigError
 from slipstream.typecheck import is_number
 
-__all__ = ["read_duration"]
-
 
 def read_duration(value: float | str, path: str) -> float:
     """Return a duration in seconds. `value` is a number of seconds, or a string such as `300`, `90s`, `5m` or `1h30m`.

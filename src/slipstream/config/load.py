@@ -13,9 +13,6 @@ from slipstream.config.document import SUFFIXES, open_document
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["SCOPE", "LoadedConfig", "import_custom", "library_folder", "load_file", "load_text", "set_scope"]
-
-
 SCOPE = "_scope_"
 """Key in a dict with a `type`. Its value is the library that is searched first for the names in the dict."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 
-__all__ = ["DELETE", "dotted_keys", "join", "merge", "nest"]
-
 DELETE = "_delete_"
 
 

@@ -12,8 +12,6 @@ from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
-__all__ = ["options", "read_value"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from slipstream.config.merge import DELETE, dotted_keys
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = ["DictAction", "check_override", "parse_override", "parse_value"]
-
 _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*\"""")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 

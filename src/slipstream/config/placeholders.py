@@ -14,8 +14,6 @@ from slipstream.config.override import parse_value
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.redaction import is_secret_name
 
-__all__ = ["Placeholders", "has_references"]
-
 _PATTERN = re.compile(
     r"\{\{[ \t]*(?:"
     r"(?P<file>fileDirname|fileBasename|fileBasenameNoExtension|fileExtname)"

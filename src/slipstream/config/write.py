@@ -15,8 +15,6 @@ from typing import Any
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["to_text"]
-
 _WIDTH = 110
 # The generated Python source uses these names, so it must not assign to them.
 _RESERVED_NAMES = ("dict", "float", "globals")

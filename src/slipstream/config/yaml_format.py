@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Dumper", "Loader", "scalar"]
-
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0b[01]+|0x[0-9a-fA-F]+|0|[1-9][0-9]*(?:_[0-9]+)*)\Z")
 _FLOAT = re.compile(

@@ -15,8 +15,6 @@ from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.transforms.geometry import SegCropImageAndMask
 from slipstream.dataset.transforms.pipeline import Transform, compose
 
-__all__ = ["PreparedImage", "prepare_image", "validation_transforms"]
-
 
 @dataclass(frozen=True)
 class PreparedImage:

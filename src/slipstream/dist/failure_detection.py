@@ -31,11 +31,6 @@ import torch.distributed as dist
 from slipstream.dist.info import barrier, get_dist_info, is_distributed
 from slipstream.dist.objects import broadcast_object_list
 
-__all__ = [
-    "announce_failure", "another_rank_failed", "report_progress", "start_failure_detection",
-    "stop_failure_detection",
-]  # fmt: skip
-
 PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they also exit
 GRACE = 1.0  # seconds that a process has to print its own error before another rank's failure terminates it
 EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit

@@ -17,8 +17,6 @@ from slipstream.dist.placement import Placement, read_placement
 from slipstream.errors import DistributedError, did_you_mean
 from slipstream.typecheck import Positive, matches
 
-__all__ = ["check_dist_cfg", "init_dist"]
-
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _OPTIONS = (
     "backend", "init_backend", "timeout", "init_timeout", "port", "init_method", "store", "group_name", "pg_options",

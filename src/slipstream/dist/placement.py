@@ -12,11 +12,6 @@ from typing import Literal
 
 from slipstream.errors import DistributedError, did_you_mean
 
-__all__ = [
-    "LAUNCHERS", "Launcher", "Placement", "expand_nodelist", "infer_launcher", "read_int", "read_placement",
-    "read_str", "unused_launcher",
-]  # fmt: skip
-
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "pytorch", "slurm", "mpi")
 DEFAULT_PORT = "29500"

@@ -16,8 +16,6 @@ from slipstream.files import atomic_write
 from slipstream.plain_values import plain
 from slipstream.registry import METRICS
 
-__all__ = ["DumpResults"]
-
 
 @METRICS.register_module()
 class DumpResults(BaseMetric):

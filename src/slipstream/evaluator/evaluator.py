@@ -15,8 +15,6 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator.metric import BaseMetric, read_pair
 from slipstream.registry import EVALUATOR, METRICS
 
-__all__ = ["Evaluator", "TorchMetric", "is_torchmetrics", "is_torchmetrics_class"]
-
 
 @EVALUATOR.register_module()
 class Evaluator:

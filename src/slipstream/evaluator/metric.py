@@ -14,8 +14,6 @@ from torch import Tensor
 from slipstream.dist import all_reduce, broadcast_object_list, collect_results, is_main_process
 from slipstream.errors import DataError, DistributedError
 
-__all__ = ["BaseMetric", "CountingMetric", "LossMetric", "describe", "read_pair", "read_tensors"]
-
 
 class BaseMetric(ABC):
     """Base class for metrics that collect one result per sample (or batch) and compute their values at the end.

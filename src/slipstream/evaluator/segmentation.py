@@ -15,8 +15,6 @@ from slipstream.registry import METRICS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["IoUMetric"]
-
 _IOU_METRICS = ("mIoU", "mDice", "mFscore")
 _DEFAULT_IGNORE_INDEX = 255
 _NUM_COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)

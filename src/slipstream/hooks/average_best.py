@@ -28,8 +28,6 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["AverageBestHook"]
-
 FOLDER = "average_best"
 
 

@@ -22,8 +22,6 @@ from slipstream.sharding import mesh_of
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["CheckpointHook"]
-
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):

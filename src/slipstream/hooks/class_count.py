@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from slipstream.runner import Runner
 
-__all__ = ["ClassCountHook"]
-
 
 @HOOKS.register_module()
 class ClassCountHook(Hook):

@@ -19,8 +19,6 @@ from slipstream.step import CompiledStep, EagerStep
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EMAHook", "validation_weights"]
-
 
 @HOOKS.register_module()
 class EMAHook(Hook):

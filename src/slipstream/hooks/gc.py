@@ -12,8 +12,6 @@ from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["GcHook"]
-
 
 @HOOKS.register_module()
 class GcHook(Hook):

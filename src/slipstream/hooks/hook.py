@@ -14,8 +14,6 @@ from slipstream.typecheck import matches, short_repr
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["Hook", "HookList", "Priority", "get_priority"]
-
 
 class Priority(IntEnum):
     """Execution order of hooks within a stage; hooks with lower numbers run first."""

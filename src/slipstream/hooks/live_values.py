@@ -10,8 +10,6 @@ from slipstream.scalars import is_learning_rate, number
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["LiveValues"]
-
 _LOSS_WINDOW = 10
 """Number of losses to average; matches the default for log lines."""
 

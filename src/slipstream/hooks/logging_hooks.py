@@ -14,8 +14,6 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["LoggerHook", "ProgressBarHook"]
-
 
 @HOOKS.register_module()
 class LoggerHook(Hook):

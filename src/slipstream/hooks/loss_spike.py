@@ -17,8 +17,6 @@ from slipstream.typecheck import PositiveInt, check, matches
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["LossSpikeHook"]
-
 _MAD_TO_STD = 1.4826
 """1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
 times this factor."""

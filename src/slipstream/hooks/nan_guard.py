@@ -14,8 +14,6 @@ from slipstream.speed.nan_guard import NanGuardOptions, SkipNonFinite
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["NanGuardHook"]
-
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):

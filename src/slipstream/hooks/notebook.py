@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from slipstream.report import Curve
     from slipstream.runner import Runner
 
-__all__ = ["NotebookHook", "in_notebook"]
-
 _SECONDS_BETWEEN_DRAWS = 0.5
 _MAX_CHARTS = 4
 

@@ -20,8 +20,6 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["SegVisualizationHook"]
-
 
 @HOOKS.register_module()
 class SegVisualizationHook(Hook):

@@ -24,8 +24,6 @@ from slipstream.typecheck import PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["PreciseBNHook"]
-
 
 @HOOKS.register_module()
 class PreciseBNHook(Hook):

@@ -13,8 +13,6 @@ from slipstream.registry import HOOKS
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["PreemptionHook"]
-
 
 @HOOKS.register_module()
 class PreemptionHook(Hook):

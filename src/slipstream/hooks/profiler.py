@@ -16,8 +16,6 @@ from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["ProfilerHook"]
-
 
 @HOOKS.register_module()
 class ProfilerHook(Hook):

@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # imported when a run starts, because the import of the Runne
     from slipstream.report.record import Confusion, Curve, RunRecord, Status
     from slipstream.runner import Runner
 
-__all__ = ["ReportHook"]
-
 _TIMESTAMP = re.compile(
     r"\d{8}_\d{6}(_\d+)?$"
 )  # ends an experiment name, and is the name of the run's log folder

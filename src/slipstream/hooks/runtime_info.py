@@ -12,8 +12,6 @@ from slipstream.registry import HOOKS
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["RuntimeInfoHook"]
-
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):

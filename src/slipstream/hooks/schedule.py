@@ -19,16 +19,6 @@ from slipstream.typecheck import NonNegative, NonNegativeInt, check, matches
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = [
-    "EarlyStoppingHook",
-    "EmptyCacheHook",
-    "MonitorCheckHook",
-    "ParamSchedulerHook",
-    "SyncBuffersHook",
-    "infer_rule",
-    "metric_value",
-]
-
 
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):

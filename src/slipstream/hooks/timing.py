@@ -12,9 +12,6 @@ from slipstream.registry import HOOKS
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["DistSamplerSeedHook", "IterTimerHook"]
-
-
 _MAX_UNREAD = 1000
 """Number of steps after which the stored times are written to the message hub."""
 

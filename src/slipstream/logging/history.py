@@ -14,8 +14,6 @@ from slipstream.errors import CheckpointError, ConfigError, DataError, UnknownNa
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["HistoryBuffer"]
-
 Number = int | float
 _N = TypeVar("_N", int, Number)
 

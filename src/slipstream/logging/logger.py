@@ -17,8 +17,6 @@ from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["RUN_FAILED", "MMLogger", "build_logger", "print_log"]
-
 RUN_FAILED = "The run failed: "
 """Start of the last record in the log file of a run that ended with an error."""
 

@@ -12,8 +12,6 @@ from slipstream.errors import CheckpointError, DataError, UnknownNameError, did_
 from slipstream.logging.history import HistoryBuffer, Number
 from slipstream.plain_values import plain
 
-__all__ = ["MessageHub"]
-
 # Maps names to the hubs of this context (thread or task); the last hub is the current one.
 _hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", default=MappingProxyType({}))
 

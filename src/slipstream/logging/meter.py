@@ -12,8 +12,6 @@ from torch import Tensor
 from slipstream.errors import LossError, NonFiniteLossError
 from slipstream.logging.message_hub import MessageHub
 
-__all__ = ["Meter"]
-
 _Key = tuple[int, str]  # index of the pending step, name of the output
 _NonFinite = tuple[int, str, float]  # iteration, name and value of the loss
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
-__all__ = ["STEP_PHASES", "Phase", "PhaseTimes"]
-
 Phase = Literal[
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
     "validation", "test", "checkpoint", "other",

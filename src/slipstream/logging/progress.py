@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["ProgressBar"]
-
 _SECONDS_BETWEEN_DRAWS = 0.1
 
 

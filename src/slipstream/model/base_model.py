@@ -17,8 +17,6 @@ from slipstream.step import EagerStep, sum_losses
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["BaseModel", "run_forward"]
-
 
 class BaseModel(BaseModule):
     """Base class for models with training, validation and test steps.

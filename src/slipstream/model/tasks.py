@@ -17,8 +17,6 @@ from slipstream.model.base_model import BaseModel
 from slipstream.registry import MODELS
 from slipstream.typecheck import PositiveInt, check, short_repr
 
-__all__ = ["Classifier", "Segmentor", "SlidingWindow", "Task", "main_output", "slide"]
-
 Configured = nn.Module | Mapping[str, Any]
 
 

@@ -14,12 +14,6 @@ from torch.nn.parameter import is_lazy
 from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.registry import WEIGHT_INITIALIZERS
 
-__all__ = [
-    "Caffe2XavierInit", "ConstantInit", "KaimingInit", "NormalInit", "PretrainedInit", "PretrainedWeights",
-    "TruncNormalInit", "UniformInit", "XavierInit", "check_initialized", "initialize", "load_pretrained",
-    "needs_pretrained", "skip_pretrained",
-]  # fmt: skip
-
 
 def check_initialized(model: nn.Module) -> None:
     """Raise a ModelError if a parameter or buffer has no shape, because its lazy module has not been called."""

@@ -20,16 +20,9 @@ from mmengine.runner.checkpoint import _load_checkpoint
 from slipstream.openmmlab.config import saved_config
 
 __all__ = [
-    "BaseInferencer",
-    "ConfigType",
-    "ImgType",
-    "InferencerMeta",
-    "InputType",
-    "InputsType",
-    "InstanceList",
-    "ModelType",
-    "ResType",
-]
+    "BaseInferencer", "ConfigType", "ImgType", "InferencerMeta", "InputType", "InputsType", "InstanceList",
+    "ModelType", "ResType",
+]  # fmt: skip
 
 
 class BaseInferencer(original.BaseInferencer):

@@ -23,18 +23,10 @@ from slipstream.registry import Registry
 from slipstream.step import sum_losses
 
 __all__ = [
-    "BaseDataPreprocessor",
-    "BaseModel",
-    "BaseModule",
-    "ImgDataPreprocessor",
-    "MMDistributedDataParallel",
-    "MMFullyShardedDataParallel",
-    "MMSeparateDistributedDataParallel",
-    "ModuleDict",
-    "ModuleList",
-    "Sequential",
-    "is_model_wrapper",
-]
+    "BaseDataPreprocessor", "BaseModel", "BaseModule", "ImgDataPreprocessor", "MMDistributedDataParallel",
+    "MMFullyShardedDataParallel", "MMSeparateDistributedDataParallel", "ModuleDict", "ModuleList",
+    "Sequential", "is_model_wrapper",
+]  # fmt: skip
 
 
 class BaseModule(own.BaseModule):

@@ -19,15 +19,9 @@ from slipstream.registry import default_scope
 from slipstream.registry.registry import current_scope
 
 __all__ = [
-    "OPTIMIZERS",
-    "OPTIM_WRAPPER_CONSTRUCTORS",
-    "AmpOptimWrapper",
-    "DefaultOptimWrapperConstructor",
-    "OptimWrapper",
-    "OptimWrapperDict",
-    "ZeroRedundancyOptimizer",
-    "build_optim_wrapper",
-]
+    "OPTIMIZERS", "OPTIM_WRAPPER_CONSTRUCTORS", "AmpOptimWrapper", "DefaultOptimWrapperConstructor",
+    "OptimWrapper", "OptimWrapperDict", "ZeroRedundancyOptimizer", "build_optim_wrapper",
+]  # fmt: skip
 __all__ += _schedulers
 
 

@@ -16,37 +16,12 @@ from slipstream.registry import Registry, build_from_cfg, default_scope, init_de
 from slipstream.registry.registry import current_scope
 
 __all__ = [
-    "DATASETS",
-    "DATA_SAMPLERS",
-    "EVALUATOR",
-    "FUNCTIONS",
-    "HOOKS",
-    "INFERENCERS",
-    "LOG_PROCESSORS",
-    "LOOPS",
-    "METRICS",
-    "MODELS",
-    "MODEL_WRAPPERS",
-    "OPTIMIZERS",
-    "OPTIM_WRAPPERS",
-    "OPTIM_WRAPPER_CONSTRUCTORS",
-    "PARAM_SCHEDULERS",
-    "RUNNERS",
-    "RUNNER_CONSTRUCTORS",
-    "STRATEGIES",
-    "TASK_UTILS",
-    "TRANSFORMS",
-    "VISBACKENDS",
-    "VISUALIZERS",
-    "WEIGHT_INITIALIZERS",
-    "DefaultScope",
-    "Registry",
-    "build_from_cfg",
-    "build_model_from_cfg",
-    "build_runner_from_cfg",
-    "build_scheduler_from_cfg",
-    "init_default_scope",
-]
+    "DATASETS", "DATA_SAMPLERS", "EVALUATOR", "FUNCTIONS", "HOOKS", "INFERENCERS", "LOG_PROCESSORS", "LOOPS",
+    "METRICS", "MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS",
+    "PARAM_SCHEDULERS", "RUNNERS", "RUNNER_CONSTRUCTORS", "STRATEGIES", "TASK_UTILS", "TRANSFORMS",
+    "VISBACKENDS", "VISUALIZERS", "WEIGHT_INITIALIZERS", "DefaultScope", "Registry", "build_from_cfg",
+    "build_model_from_cfg", "build_runner_from_cfg", "build_scheduler_from_cfg", "init_default_scope",
+]  # fmt: skip
 
 
 def _child(parent: Registry, *locations: str) -> Registry:

@@ -42,30 +42,12 @@ from slipstream.runner import (
 from slipstream.runner import Runner as OwnRunner
 
 __all__ = [
-    "BaseLoop",
-    "CheckpointLoader",
-    "EpochBasedTrainLoop",
-    "IterBasedTrainLoop",
-    "LogProcessor",
-    "Priority",
-    "Runner",
-    "TestLoop",
-    "ValLoop",
-    "autocast",
-    "find_latest_checkpoint",
-    "get_deprecated_model_names",
-    "get_external_models",
-    "get_mmcls_models",
-    "get_priority",
-    "get_state_dict",
-    "get_torchvision_models",
-    "load_checkpoint",
-    "load_state_dict",
-    "save_checkpoint",
-    "set_random_seed",
-    "turn_on_activation_checkpointing",
-    "weights_to_cpu",
-]
+    "BaseLoop", "CheckpointLoader", "EpochBasedTrainLoop", "IterBasedTrainLoop", "LogProcessor", "Priority",
+    "Runner", "TestLoop", "ValLoop", "autocast", "find_latest_checkpoint", "get_deprecated_model_names",
+    "get_external_models", "get_mmcls_models", "get_priority", "get_state_dict", "get_torchvision_models",
+    "load_checkpoint", "load_state_dict", "save_checkpoint", "set_random_seed",
+    "turn_on_activation_checkpointing", "weights_to_cpu",
+]  # fmt: skip
 
 
 @RUNNERS.register_module()

@@ -19,13 +19,9 @@ from slipstream.visualization import (
 from slipstream.visualization import Visualizer as OwnVisualizer
 
 __all__ = [
-    "BaseVisBackend",
-    "LocalVisBackend",
-    "MLflowVisBackend",
-    "TensorboardVisBackend",
-    "Visualizer",
+    "BaseVisBackend", "LocalVisBackend", "MLflowVisBackend", "TensorboardVisBackend", "Visualizer",
     "WandbVisBackend",
-]
+]  # fmt: skip
 
 
 @VISUALIZERS.register_module(force=True)

@@ -15,8 +15,6 @@ from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import LossScale
 from slipstream.typecheck import Positive, matches, short_repr
 
-__all__ = ["AmpOptimWrapper"]
-
 _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,

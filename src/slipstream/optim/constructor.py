@@ -17,8 +17,6 @@ from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from slipstream.typecheck import NonNegative, check
 
-__all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
-
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch norms and instance norms
 _NON_COMMERCIAL = ("Fromage", "Nero")  # CC BY-NC-SA 4.0, from pytorch_optimizer
 _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # names, because these classes are in other libraries

@@ -19,11 +19,6 @@ from torch.optim import Optimizer
 from slipstream.errors import ConfigError
 from slipstream.sharding import is_sharded
 
-__all__ = [
-    "FusedLayouts", "fuse", "has_explicit_kernels", "lay_out_states", "replace_kernel_options",
-    "use_fused", "why_not_fused",
-]  # fmt: skip
-
 _SUPPORTED_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
 """Fused kernels that torch can run on a `DTensor`."""
 

@@ -14,8 +14,6 @@ from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
 from slipstream.sharding import full_tensor
 
-__all__ = ["BertAdam", "RMSpropTF"]
-
 _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 

@@ -14,11 +14,6 @@ from slipstream.logging import print_log
 from slipstream.optim.kernels import has_explicit_kernels, use_fused, why_not_fused
 from slipstream.registry import OPTIMIZERS
 
-__all__ = [
-    "NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb",
-    "NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD",
-]  # fmt: skip
-
 
 def _register(
     algorithm: str, module: str, adapt: Callable[[dict[str, Any]], dict[str, Any]] = dict

@@ -26,10 +26,6 @@ from slipstream.step.numerics import LossScale, scale_
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import PositiveInt, Rule, check
 
-__all__ = [
-    "AccumulationWindow", "ClipGradients", "GradClip", "OptimWrapper", "OptimWrapperDict", "total_norm",
-]  # fmt: skip
-
 _NO_CONTEXT = nullcontext()
 
 

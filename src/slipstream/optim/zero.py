@@ -17,8 +17,6 @@ from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
 from slipstream.sharding import is_sharded
 
-__all__ = ["ZeroRedundancyOptimizer"]
-
 _NON_OPTIONS = ("params", "param_names")
 """Keys of a parameter group that are not optimizer options."""
 

@@ -22,8 +22,6 @@ from slipstream.recipes.shortcuts import SYNONYMS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["compose", "hydra_overrides", "register_resolvers"]
-
 _LOADER = "dataset_params.{}_dataloader_params.{}"
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],

@@ -12,15 +12,6 @@ import yaml
 from slipstream.config.yaml_format import Loader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = [
-    "COMPOSED_KEYS",
-    "FOLDER",
-    "find_recipe",
-    "is_composed",
-    "read_yaml",
-    "recipes",
-]
-
 FOLDER = Path(__file__).parent
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
 """A recipe in SuperGradients syntax has at least one of these keys."""

@@ -10,8 +10,6 @@ from slipstream.config import Config
 from slipstream.config.override import parse_value
 from slipstream.errors import ConfigError
 
-__all__ = ["SYNONYMS", "hints", "runner_overrides", "set_ema"]
-
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
 _KEYS = {
     "lr": ("optim_wrapper.optimizer.lr",),

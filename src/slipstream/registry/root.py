@@ -8,30 +8,11 @@ from typing import Any
 from slipstream.registry.registry import ROOT_SCOPE, Registry, build_from_cfg
 
 __all__ = [
-    "DATASETS",
-    "DATA_SAMPLERS",
-    "EVALUATOR",
-    "FUNCTIONS",
-    "HOOKS",
-    "INFERENCERS",
-    "LOG_PROCESSORS",
-    "LOOPS",
-    "METRICS",
-    "MODELS",
-    "MODEL_WRAPPERS",
-    "OPTIMIZERS",
-    "OPTIM_WRAPPERS",
-    "OPTIM_WRAPPER_CONSTRUCTORS",
-    "PARAM_SCHEDULERS",
-    "RUNNERS",
-    "RUNNER_CONSTRUCTORS",
-    "STRATEGIES",
-    "TASK_UTILS",
-    "TRANSFORMS",
-    "VISBACKENDS",
-    "VISUALIZERS",
-    "WEIGHT_INITIALIZERS",
-]
+    "DATASETS", "DATA_SAMPLERS", "EVALUATOR", "FUNCTIONS", "HOOKS", "INFERENCERS", "LOG_PROCESSORS", "LOOPS",
+    "METRICS", "MODELS", "MODEL_WRAPPERS", "OPTIMIZERS", "OPTIM_WRAPPERS", "OPTIM_WRAPPER_CONSTRUCTORS",
+    "PARAM_SCHEDULERS", "RUNNERS", "RUNNER_CONSTRUCTORS", "STRATEGIES", "TASK_UTILS", "TRANSFORMS",
+    "VISBACKENDS", "VISUALIZERS", "WEIGHT_INITIALIZERS",
+]  # fmt: skip
 
 
 def _root(name: str, *locations: str, namespaces: Sequence[str] = (), **kwargs: Any) -> Registry:

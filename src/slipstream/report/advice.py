@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from slipstream.report.record import NON_TRAINING_PHASES, RunRecord
 
-__all__ = ["Advice", "advice", "has_enough_steps"]
-
 _MIN_STEPS = 11
 """Minimum number of steps: the time breakdown of a shorter run does not predict that of a longer run well."""
 

@@ -10,8 +10,6 @@ from typing import Any
 from slipstream.report.record import Curve
 from slipstream.scalars import number
 
-__all__ = ["line_chart"]
-
 _WIDTH, _HEIGHT = 460, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 452, 8, 146
 

@@ -17,8 +17,6 @@ from slipstream.logging import RUN_FAILED
 from slipstream.report.record import Curve, LogMessage, RunRecord
 from slipstream.typecheck import is_real
 
-__all__ = ["RunRow", "find_runs", "flat_config", "read_log", "read_run", "run_folder", "write_report"]
-
 JSON, HTML = "report.json", "report.html"
 _MAX_DEPTH = 5
 """Number of folder levels that are searched for runs."""

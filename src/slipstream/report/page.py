@@ -12,8 +12,6 @@ from slipstream.report.chart import line_chart
 from slipstream.report.record import NON_TRAINING_PHASES, Confusion, Curve, RunRecord
 from slipstream.scalars import number
 
-__all__ = ["page"]
-
 _DESCRIPTIONS = {
     "data": "waiting for data",
     "preprocess": "data preprocessor: copy to the device, normalization",

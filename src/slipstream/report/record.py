@@ -9,16 +9,6 @@ from typing import Any, Literal
 
 from slipstream.errors import DataError
 
-__all__ = [
-    "Confusion",
-    "Curve",
-    "LogMessage",
-    "OptionRow",
-    "PhaseSplit",
-    "RunRecord",
-    "Status",
-]
-
 FORMAT = 2
 """Format version of `report.json`."""
 _MAX_POINTS = 1000

@@ -12,12 +12,6 @@ from slipstream.runner.loops import (
 from slipstream.runner.runner import Runner
 
 __all__ = [
-    "BaseLoop",
-    "EpochBasedTrainLoop",
-    "IterBasedTrainLoop",
-    "LogProcessor",
-    "Runner",
-    "TestLoop",
-    "ValLoop",
+    "BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "LogProcessor", "Runner", "TestLoop", "ValLoop",
     "set_random_seed",
-]
+]  # fmt: skip

@@ -37,16 +37,6 @@ from slipstream.step.function import check_backward
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
 
-__all__ = [
-    "build_model",
-    "build_optim",
-    "build_schedulers",
-    "capabilities_of",
-    "make_step",
-    "prepare",
-    "read_plan",
-]
-
 
 def build_model(
     model: nn.Module | Mapping[str, Any], data_preprocessor: Any, loss_fn: Any = None

@@ -36,8 +36,6 @@ from slipstream.sharding import mesh_of
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """Saves, loads and restores the state of a run. The Runner's methods document the arguments.

@@ -27,9 +27,6 @@ from slipstream.dist import (
 from slipstream.dist.placement import unused_launcher
 from slipstream.typecheck import NonNegativeInt, Rule
 
-__all__ = ["EnvOptions", "MpOptions", "Randomness", "collect_env", "set_random_seed", "setup_env"]
-
-
 Seed = Annotated[int, Rule(lambda seed: 0 <= seed < 2**63, "between 0 and 2**63 - 1")]
 
 

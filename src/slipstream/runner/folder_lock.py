@@ -16,8 +16,6 @@ from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import remove_temporary_files
 
-__all__ = ["FolderLock"]
-
 LOCK_FILE = ".lock"
 """The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
 folder. This path remains valid if both are moved together."""

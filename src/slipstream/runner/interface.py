@@ -18,8 +18,6 @@ from slipstream.speed.apply import to_device
 from slipstream.speed.steps import ModelLosses
 from slipstream.train_step import LossFunction, outputs_and_targets, read_losses
 
-__all__ = ["LossArgument", "ModelInterface", "PlainModel", "build_interface"]
-
 LossArgument = LossFunction | Mapping[str, Any] | Literal["model"] | None
 """The Runner's `loss_fn` argument."""
 

@@ -17,8 +17,6 @@ from slipstream.logging import HistoryBuffer
 from slipstream.registry import LOG_PROCESSORS
 from slipstream.typecheck import PositiveInt, Rule, check
 
-__all__ = ["LogProcessor"]
-
 Tag = dict[str, Any]
 
 

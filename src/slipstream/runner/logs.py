@@ -20,8 +20,6 @@ from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import add_config_path
 from slipstream.visualization import Visualizer, default_backends
 
-__all__ = ["Logs", "build_visualizer", "log_start", "open_logs", "show_config", "write_config"]
-
 
 class Logs(NamedTuple):
     """The start time and the experiment name of a run, its log folder, and its logging objects."""

@@ -49,8 +49,6 @@ from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFract
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-__all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "LazyLoops", "TestLoop", "ValLoop"]
-
 Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
 
 

@@ -53,8 +53,6 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import TorchSchedulerAdapter, all_schedulers
 from slipstream.sharding import is_sharded, local_shard, mesh_of, shard_like
 
-__all__ = ["STRIP_WRAPPER", "find_resume", "init_weights", "read_checkpoint"]
-
 STRIP_WRAPPER = ((r"^((module|_orig_mod)\.)+", ""),)
 """(pattern, replacement) pairs that remove the prefixes of DDP and `torch.compile` from weight names."""
 _OPTIONAL_META = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")

@@ -18,8 +18,6 @@ from slipstream.speed.apply import running
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-__all__ = ["RunContext"]
-
 
 class RunContext:
     """Context managers for building, training and evaluating with a Runner.

@@ -47,8 +47,6 @@ from slipstream.step import Step
 if TYPE_CHECKING:
     from slipstream.runner.user_config import LoaderArgument, OptimArgument
 
-__all__ = ["Runner"]
-
 
 @RUNNERS.register_module()
 class Runner:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     OptimArgument = OptimWrapper | Optimizer | Mapping[str, Any] | None
     """Type of the Runner's `optim_wrapper` argument."""
 
-__all__ = ["AutoScaleLr", "Limits", "add_config_path", "check_arguments", "read_limits", "with_defaults"]
-
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
     "timer": {"type": "IterTimerHook"},

@@ -30,23 +30,6 @@ from slipstream.training.params import configuration, read_factory
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = [
-    "BinarySegmentationVisualizationCallback",
-    "Callback",
-    "CallbackHook",
-    "ContextError",
-    "EarlyStop",
-    "HistoryHook",
-    "NewOptimizerHook",
-    "Phase",
-    "PhaseCallback",
-    "PhaseContext",
-    "PrePredictionHook",
-    "SlidingWindowValidationCallback",
-    "TestLoadersHook",
-    "callback_hooks",
-]  # fmt: skip
-
 
 class Phase(Enum):
     """The point at which a `PhaseCallback` is called."""

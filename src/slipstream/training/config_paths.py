@@ -9,8 +9,6 @@ from typing import Any
 
 from slipstream.errors import BuildError, ConfigError
 
-__all__ = ["at_user_paths"]
-
 _PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
     (r"training_params\.ema\.", "training_params.ema_params."),

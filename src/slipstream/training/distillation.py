@@ -23,8 +23,6 @@ from slipstream.zoo.distillation import KDOutput
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["DistillationModel", "KDModule", "TeacherHook", "check_mode", "input_adapter"]
-
 
 class KDModule(nn.Module):
     """A student and a teacher for `KDTrainer.train(model=...)`.

@@ -18,11 +18,6 @@ from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams, pop_fixed, read_factory
 from slipstream.zoo.losses import CrossEntropy, at_least_float32
 
-__all__ = [
-    "LOSSES_KEY", "CrossEntropyLoss", "ValidationLoss", "Watched", "loss_config", "loss_value", "train_metric",
-    "watched_value",
-]  # fmt: skip
-
 _NAMES = {
     "CrossEntropyLoss": "CrossEntropy",
     "cross_entropy": "CrossEntropy",

@@ -17,11 +17,6 @@ from slipstream.evaluator.evaluator import is_torchmetrics, is_torchmetrics_clas
 from slipstream.registry import METRICS
 from slipstream.training.params import pop_fixed, read_factory
 
-__all__ = [
-    "NAMES", "Accuracy", "BinaryDice", "BinaryIOU", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_names",
-    "metric_config",
-]  # fmt: skip
-
 _SAME = ("IoU", "Dice", "BinaryIOU", "BinaryDice", "PixelAccuracy", "Top5")
 NAMES = {**{name: name for name in _SAME}, "Accuracy": "Top1"}
 """Maps SuperGradients' metric names to names in METRICS."""

@@ -28,8 +28,6 @@ from slipstream.zoo.stdc_loss import STDCLoss
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["CLASS_LOSSES", "ModuleOrConfig", "SupervisedModel", "TrainMetricsHook"]
-
 ModuleOrConfig = nn.Module | Mapping[str, Any]
 
 CLASS_LOSSES = (

@@ -16,8 +16,6 @@ from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.training.params import TrainingParams
 from slipstream.typecheck import matches
 
-__all__ = ["PrefixOptimWrapperConstructor", "freeze", "optim_wrapper"]
-
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SGD": {"weight_decay": 1e-4, "momentum": 0.9},
     "Adam": {"weight_decay": 1e-4},

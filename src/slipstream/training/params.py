@@ -12,16 +12,6 @@ from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 from slipstream.typecheck import PositiveInt, matches
 
-__all__ = [
-    "UNSUPPORTED",
-    "TrainingParams",
-    "configuration",
-    "default_fill_mask",
-    "plain",
-    "pop_fixed",
-    "read_factory",
-]
-
 _OLD_SCHEDULES = {
     "step": "Step",
     "poly": "Poly",

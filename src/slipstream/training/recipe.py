@@ -25,8 +25,6 @@ from slipstream.visualization import default_backends
 from slipstream.zoo.models import missing_weights, network_config, unknown_network
 from slipstream.zoo.timm_networks import PREFIX
 
-__all__ = ["gpus", "has_full_checkpoint", "recipe_config", "runner_config", "work_dir"]
-
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
     "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "run_teacher_on_eval",

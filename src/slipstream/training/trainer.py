@@ -29,8 +29,6 @@ from slipstream.training.params import plain
 from slipstream.training.recipe import has_full_checkpoint, recipe_config, runner_config, work_dir
 from slipstream.zoo.network import Network
 
-__all__ = ["KDTrainer", "Trainer"]
-
 
 class Trainer:
     """Train and test networks with SuperGradients' interface, using a `Runner`.

@@ -19,10 +19,6 @@ from slipstream.training.params import TrainingParams
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = [
-    "EMA_DECAY_FUNCTIONS", "IDecayFunction", "LRCallbackBase", "LRCallbackHook", "split_decay", "split_schedule",
-]  # fmt: skip
-
 _KEY = "lr_callback"
 """Name under which the message hub stores the schedule's `lr`. Checkpoints contain the values in the hub."""
 

@@ -17,19 +17,9 @@ from slipstream.tune.result import TuneResult, read_tuned
 from slipstream.tune.search import Outcome, Row
 
 __all__ = [
-    "OPTIONS",
-    "BatchSizes",
-    "LrRange",
-    "Outcome",
-    "Row",
-    "TuneResult",
-    "find_batch_size",
-    "find_lr",
-    "parse_budget",
-    "read_tuned",
-    "tune",
-    "tune_config",
-]
+    "OPTIONS", "BatchSizes", "LrRange", "Outcome", "Row", "TuneResult", "find_batch_size", "find_lr",
+    "parse_budget", "read_tuned", "tune", "tune_config",
+]  # fmt: skip
 
 
 class _CallableModule(ModuleType):

@@ -21,8 +21,6 @@ from slipstream.tune.options import OPTIONS, check_names
 from slipstream.tune.result import TuneResult
 from slipstream.tune.search import Row, Search
 
-__all__ = ["config_job", "find_batch_size", "find_lr", "parse_budget", "tune", "tune_config"]
-
 # A custom loop uses `feed` for prefetching.
 _LOOP_OPTIONS = tuple(name for name in OPTIONS if name != "prefetch")
 LossFn = Callable[[Any, Any], Tensor | Mapping[str, Tensor]]

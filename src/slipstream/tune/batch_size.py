@@ -20,8 +20,6 @@ from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError, format_seconds
 
-__all__ = ["BatchSizeRow", "BatchSizes", "available_mib", "search_batch_sizes"]
-
 _WARMUP, _TIMED = 3, 3
 _MAX_MEMORY_FRACTION = 0.9
 """Maximum fraction of the available CPU memory that a trial may use."""

@@ -25,8 +25,6 @@ from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step import CompiledStep
 from slipstream.tune.observer import Observer, shapes_of, total_loss
 
-__all__ = ["ObjectsJob", "RepeatedBatches", "RunnerJob", "Setting", "keep_training_only", "merged_speed"]
-
 _NUM_REPEATED_BATCHES = 6
 """Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples."""
 

@@ -21,8 +21,6 @@ from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep
 from slipstream.tune.process import Job, Process, TrialError, format_seconds
 
-__all__ = ["LrRange", "sweep_lr"]
-
 _MIN_STEPS = 10
 _SPAN = 8
 """Number of steps before and after a step that are used to compute the slope of the smoothed loss."""

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
-__all__ = ["Finished", "LrSweep", "Observer", "Timer", "shapes_of", "total_loss"]
-
 SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10

@@ -11,9 +11,6 @@ from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.speed.plan import rules
 from slipstream.tune.jobs import Setting
 
-__all__ = ["EXACT", "LOW_PRECISION", "OPTIONS", "Candidate", "Tolerance", "candidates", "check_names",
-           "unsupported_reason"]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Tolerance:

@@ -31,8 +31,6 @@ from slipstream.dist import all_gather_object, init_dist, is_distributed
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune.observer import Finished, Observer, Timer
 
-__all__ = ["WARMUP", "Job", "Process", "TrialError", "forks", "format_seconds"]
-
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
 _LOG = "output.log"

@@ -17,8 +17,6 @@ from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import merged_speed
 from slipstream.tune.search import Outcome, Row
 
-__all__ = ["TuneResult", "read_tuned"]
-
 _HEADER = ("option", "compared with", "ratio", "interval", "ms/step", "peak MiB", "compile s", "status")
 _LOADER_KEYS = ("num_workers", "persistent_workers")
 

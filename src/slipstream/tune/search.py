@@ -20,8 +20,6 @@ from slipstream.tune.options import LOW_PRECISION, Candidate, candidates, unsupp
 from slipstream.tune.process import WARMUP, Job, Process, TrialError, format_seconds
 from slipstream.tune.statistics import Estimate, difference, estimate
 
-__all__ = ["MIN_GAIN", "Outcome", "Row", "Search"]
-
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _MAX_ROUND_SECONDS = 2.0
 _MARGIN = 0.02

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-__all__ = ["Estimate", "difference", "estimate", "median_interval"]
-
 _CONFIDENCE = 0.9
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _SAVE_DIR = "the backend's save_dir"
 
-__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
-
 
 def default_backends() -> list[dict[str, str]]:
     """Return the configurations of the file backends, including the TensorBoard backend if TensorBoard is installed."""

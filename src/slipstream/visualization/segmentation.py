@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from PIL import Image
 
-__all__ = ["colorize", "contact_sheet", "ignored_color", "overlay"]
-
 RGB: TypeAlias = "npt.NDArray[np.uint8]"
 Palette = Sequence[Sequence[int]]
 

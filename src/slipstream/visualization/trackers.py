@@ -19,8 +19,6 @@ from slipstream.visualization.values import as_dict, as_text, check_image, flatt
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["MLflowVisBackend", "WandbVisBackend"]
-
 
 @VISBACKENDS.register_module()
 class WandbVisBackend(BaseVisBackend):

@@ -15,8 +15,6 @@ from slipstream.redaction import redact
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_in"]
-
 
 def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in `values` as floats, including 0-dim arrays and tensors."""

@@ -17,8 +17,6 @@ from slipstream.visualization.backends import BaseVisBackend
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Visualizer"]
-
 
 @VISUALIZERS.register_module()
 class Visualizer:

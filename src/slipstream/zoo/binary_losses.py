@@ -14,8 +14,6 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 from slipstream.zoo.losses import at_least_float32
 
-__all__ = ["BCEDiceLoss", "FocalLoss"]
-
 _SMOOTH = 1.0
 _EPS = 1e-5
 

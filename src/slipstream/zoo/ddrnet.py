@@ -12,8 +12,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes, init_weights, resize
 from slipstream.zoo.network import Network
 
-__all__ = ["DDRNet", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
-
 _CONTEXT_CHANNELS = 128
 _POOLS = ((5, 2), (9, 4), (17, 8))
 

@@ -12,8 +12,6 @@ from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 from slipstream.zoo.losses import at_least_float32
 
-__all__ = ["DiceCEEdgeLoss"]
-
 _SMOOTH = 1.0
 _EPS = 1e-5
 

@@ -13,15 +13,6 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 from slipstream.zoo.losses import at_least_float32
 
-__all__ = [
-    "ChannelWiseKnowledgeDistillationLoss",
-    "KDLogitsLoss",
-    "KDOutput",
-    "KDklDivLoss",
-    "NormalizationAdapter",
-    "SegKDLoss",
-]
-
 LossOrConfig = Callable[..., Any] | Mapping[str, Any]
 
 

@@ -12,16 +12,6 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 
-__all__ = [
-    "AdaptiveAvgPool2d",
-    "ConvBNReLU",
-    "ConvBlock",
-    "SegmentationHead",
-    "check_num_classes",
-    "init_weights",
-    "resize",
-]
-
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
     """`nn.AdaptiveAvgPool2d`, computed as matrix products if deterministic algorithms are enabled.

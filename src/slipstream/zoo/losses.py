@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
-__all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
-
 _AUXILIARY_FACTOR = 0.4
 """Default factor of each auxiliary output."""
 

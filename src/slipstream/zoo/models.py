@@ -32,8 +32,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
 from slipstream.zoo.timm_networks import PREFIX, TimmClassifier, add_prefix, import_timm
 
-__all__ = ["get", "load", "missing_weights", "names", "network_config", "network_hint", "unknown_network"]
-
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
     "STDCSeg": "cp.backbone",

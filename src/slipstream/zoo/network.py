@@ -16,8 +16,6 @@ from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.predicting import Processing, predict, stored_processing
 from slipstream.zoo.predictions import ImagePrediction, ImagesPredictions
 
-__all__ = ["Network"]
-
 _EXAMPLE_SIDE = 64
 
 

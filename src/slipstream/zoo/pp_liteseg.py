@@ -19,8 +19,6 @@ from slipstream.zoo.layers import (
 from slipstream.zoo.network import Network
 from slipstream.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 
-__all__ = ["PPLiteSeg", "pp_lite_b_seg", "pp_lite_t_seg"]
-
 _AUX_CHANNELS = (32, 64, 64)
 
 

@@ -34,8 +34,6 @@ from slipstream.zoo.predictions import (
     SegmentationPrediction,
 )
 
-__all__ = ["Processing", "predict", "stored_processing"]
-
 RGB = NDArray[np.uint8]
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -14,15 +14,6 @@ from numpy.typing import NDArray
 from slipstream.extras import extra
 from slipstream.visualization import overlay
 
-__all__ = [
-    "ClassificationPrediction",
-    "ImageClassificationPrediction",
-    "ImagePrediction",
-    "ImageSegmentationPrediction",
-    "ImagesPredictions",
-    "SegmentationPrediction",
-]
-
 RGB = NDArray[np.uint8]
 
 

@@ -12,8 +12,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import ConvBNReLU, check_num_classes, init_weights, resize
 from slipstream.zoo.network import Network
 
-__all__ = ["RegSeg", "regseg48"]
-
 _GROUP_WIDTH = 16
 
 # Stages at 1/4, 1/8 and 1/16: the width and dilations of each block. The first block of a stage has stride 2.

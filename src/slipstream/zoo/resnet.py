@@ -10,8 +10,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes, init_weights
 from slipstream.zoo.network import Network
 
-__all__ = ["ResNet", "resnet18", "resnet18_cifar", "resnet34", "resnet50"]
-
 
 def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)

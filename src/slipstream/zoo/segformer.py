@@ -13,16 +13,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes, resize
 from slipstream.zoo.network import Network
 
-__all__ = [
-    "SegFormer",
-    "segformer_b0",
-    "segformer_b1",
-    "segformer_b2",
-    "segformer_b3",
-    "segformer_b4",
-    "segformer_b5",
-]
-
 _SMALL = (32, 64, 160, 256)
 _LARGE = (64, 128, 320, 512)
 _HEADS = (1, 2, 5, 8)

@@ -13,8 +13,6 @@ from slipstream.zoo.ddrnet import BasicBlock
 from slipstream.zoo.layers import ConvBlock, check_num_classes, resize
 from slipstream.zoo.network import Network
 
-__all__ = ["ShelfNet", "shelfnet18_lw", "shelfnet34_lw"]
-
 _LEVELS = 3
 _HIDDEN_CHANNELS = 64
 _DROPOUT = 0.25

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from slipstream.registry import MODELS
 from slipstream.zoo.stdc_loss import OhemCELoss
 
-__all__ = ["ShelfNetOHEMLoss"]
-
 
 @MODELS.register_module()
 class ShelfNetOHEMLoss(nn.Module):

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from slipstream.zoo.layers import ConvBNReLU
 
-__all__ = ["STDC1_BLOCKS", "STDC2_BLOCKS", "STDCBackbone", "STDCBlock"]
-
 STDC1_BLOCKS = (2, 2, 2)
 STDC2_BLOCKS = (4, 5, 3)
 

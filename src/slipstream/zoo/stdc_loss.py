@@ -13,8 +13,6 @@ from slipstream.registry import MODELS
 from slipstream.typecheck import Probability, check
 from slipstream.zoo.losses import at_least_float32
 
-__all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
-
 
 @MODELS.register_module()
 class OhemCELoss(nn.Module):

@@ -12,8 +12,6 @@ from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classe
 from slipstream.zoo.network import Network
 from slipstream.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 
-__all__ = ["STDCSeg", "stdc1_seg", "stdc2_seg"]
-
 _CONTEXT_CHANNELS = 128
 _FUSED_CHANNELS = 256
 _HIDDEN_CHANNELS = 64

@@ -15,8 +15,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.network import Network
 
-__all__ = ["PREFIX", "TimmClassifier", "add_prefix", "import_timm"]
-
 PREFIX = "timm:"
 """Prefix of the names of timm's networks in `models.get` and in `architecture`."""
 _SOURCE_OPTIONS = {

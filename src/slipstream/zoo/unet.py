@@ -13,8 +13,6 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
 from slipstream.zoo.network import Network
 
-__all__ = ["UNet", "unet"]
-
 _WIDTHS = (64, 128, 256, 512, 512)
 _UP_WIDTHS = (256, 128, 64, 32)
 _MIN_SIZE = 2 ** (len(_WIDTHS) - 1)

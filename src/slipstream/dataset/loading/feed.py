@@ -16,8 +16,6 @@ from slipstream.dataset.loading.workers import prepared_workers
 from slipstream.devices import default_device
 from slipstream.errors import ConfigError
 
-__all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"]
-
 Batch = TypeVar("Batch")
 _DEVICES_WITHOUT_STREAMS = ("cpu", "mps", "meta")
 

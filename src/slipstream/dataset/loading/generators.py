@@ -9,15 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-__all__ = [
-    "IsolatedGenerators",
-    "SampleIndex",
-    "hash_numbers",
-    "isolate_random_state",
-    "sample_rng",
-    "seed_generators",
-]
-
 T = TypeVar("T")
 
 _64_BITS = 2**64 - 1

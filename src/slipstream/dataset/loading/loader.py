@@ -40,12 +40,6 @@ from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, Registry
 from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, short_repr
 
-__all__ = [
-    "BatchSizes", "RunLoader", "batch_size", "build_dataloader", "can_seek", "can_start_inside_batch", "copied_loader",
-    "count_samples", "dataset_size", "is_infinite", "is_iterable", "length", "limit_batches", "order_of",
-    "samples_per_epoch", "set_dataset_epoch", "set_epoch",
-]  # fmt: skip
-
 
 def build_dataloader(
     cfg: Mapping[str, Any] | DataLoader[Any] | Sequence[Any], seed: int, name: str, training: bool

@@ -20,8 +20,6 @@ from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.dist.info import flag_device
 from slipstream.errors import DataError
 
-__all__ = ["agree_on_length", "check_complete", "equal_on_all_ranks", "until_all_end", "until_one_ends"]
-
 _END = object()
 
 

@@ -27,8 +27,6 @@ from slipstream.dist import all_gather_object, get_dist_info, get_rank, get_worl
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
 
-__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler", "RepeatAugSampler"]
-
 
 def _order(size: int, shuffle: bool, seed: int) -> list[int]:
     if not shuffle:

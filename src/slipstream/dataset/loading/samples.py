@@ -19,8 +19,6 @@ from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
 from slipstream.logging import print_log
 
-__all__ = ["DatasetReader", "SeededDataset", "TensorBatches"]
-
 
 class DatasetReader(Dataset[Any]):
     """Base class of the objects through which a loader reads the samples of a map-style dataset.

@@ -11,8 +11,6 @@ from slipstream.extras import extra
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
-__all__ = ["StreamingSamples", "as_map_style", "streaming_dataset"]
-
 
 @DATASETS.register_module("StreamingDataset")
 def streaming_dataset(**options: Any) -> Any:

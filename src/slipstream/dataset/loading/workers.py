@@ -29,11 +29,6 @@ from slipstream.dataset.loading.samples import DatasetReader
 from slipstream.dist import get_rank
 from slipstream.errors import DataLoaderError
 
-__all__ = [
-    "Loading", "end_workers", "explain_worker_errors", "has_changed", "prepared_workers", "record_attributes",
-    "worker_init",
-]  # fmt: skip
-
 _IGNORED_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from slipstream.errors import DataError
 from slipstream.files import atomic_write
 
-__all__ = ["DecodeCache"]
-
 Key: TypeAlias = tuple[str, str]
 Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 

@@ -22,8 +22,6 @@ from slipstream.errors import DataError
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
-__all__ = ["CIFAR10", "CIFAR100"]
-
 _PIXELS = 3 * 32 * 32  # size of the red, green and blue planes, which follow the labels in a record
 
 

@@ -22,8 +22,6 @@ from slipstream.dataset.sources.wrappers import ConcatDataset
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-__all__ = ["CityscapesConcatDataset", "CityscapesDataset"]
-
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
     "The expected layout is leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "

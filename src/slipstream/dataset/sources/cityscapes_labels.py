@@ -8,14 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = [
-    "CITYSCAPES_CLASSES",
-    "CITYSCAPES_IGNORE_INDEX",
-    "CITYSCAPES_LABELS",
-    "CITYSCAPES_PALETTE",
-    "Label",
-]
-
 
 class Label(NamedTuple):
     """One Cityscapes label.

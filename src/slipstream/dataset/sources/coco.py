@@ -22,8 +22,6 @@ from slipstream.files import atomic_write, user_cache
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
-__all__ = ["CoCoSegmentationDataSet"]
-
 # COCO ids and names of the categories that correspond to the PASCAL VOC classes, in SuperGradients' order.
 _VOC_CLASSES = (
     (0, "background"), (5, "airplane"), (2, "bicycle"), (16, "bird"), (9, "boat"), (44, "bottle"), (6, "bus"),

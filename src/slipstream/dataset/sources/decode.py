@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["MAX_PIXELS", "ImageBytes", "open_image", "read_image", "read_mask"]
-
 MAX_PIXELS = 178_956_970
 """Default maximum number of pixels in a file. Pillow raises an error above the same limit.
 

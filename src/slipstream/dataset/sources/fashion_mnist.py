@@ -19,8 +19,6 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.files import atomic_write
 from slipstream.registry import DATASETS
 
-__all__ = ["FashionMNIST"]
-
 # Installation folder of the Debian package dataset-fashion-mnist.
 _SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

@@ -26,11 +26,6 @@ from slipstream.dataset.transforms.image_transforms import ImageTransforms
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.registry import DATASETS
 
-__all__ = [
-    "ImageMaskFolder", "ImageMaskPairs", "ImageNetDataset", "SuperviselyPersonsDataset", "check_folder",
-    "files_by_name", "pair_files", "read_pair_list",
-]  # fmt: skip
-
 _CLASS_LAYOUT = "The expected layout is root/CLASS/IMAGE, with one folder for each class"
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
 # Lossy compression changes label ids, so masks in lossy formats require an explicit suffix.

@@ -19,8 +19,6 @@ from slipstream.dataset.sources.base import file_version
 from slipstream.errors import ConfigError, DataError
 from slipstream.files import atomic_write, user_cache
 
-__all__ = ["MAX_BYTES", "TarShards", "shard_paths"]
-
 MAX_BYTES = 2**28
 """Default maximum size in bytes of a file in a shard. Each file is read into memory before it is decoded."""
 _FORMAT = 3

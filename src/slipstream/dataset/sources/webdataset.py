@@ -25,8 +25,6 @@ from slipstream.dataset.transforms.image_transforms import ImageTransforms
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-__all__ = ["WebDataset", "WebSegmentationDataset"]
-
 _IMAGE = "jpg;jpeg;png;webp"
 _IMAGES = ("bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 _PICKLES = ("pickle", "pkl", "pt", "pth", "pyd")

@@ -18,8 +18,6 @@ from slipstream.dataset.sources.base import check_index
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-__all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
-
 _Source: TypeAlias = Dataset[Any] | Mapping[str, Any]
 
 

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from slipstream.extras import extra
 
-__all__ = ["CropRegion", "Geometric", "Pixels", "Sample", "bilinear", "nearest"]
-
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Pair: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[int, int, int, int]

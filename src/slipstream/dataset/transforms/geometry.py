@@ -21,12 +21,6 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
-__all__ = [
-    "Affine", "SegColorJitter", "SegConvertToTensor", "SegCropImageAndMask", "SegNormalize",
-    "SegPadShortToCropSize", "SegPadToDivisible", "SegRandomFlip", "SegRandomGaussianBlur", "SegRandomRescale",
-    "SegRandomRotate", "SegRescale", "SegResize", "SegStandardize", "read_fill",
-]  # fmt: skip
-
 Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 

@@ -19,11 +19,6 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
-__all__ = [
-    "CenterCrop", "ImageTransform", "ImageTransforms", "Normalize", "RandomCrop", "RandomHorizontalFlip",
-    "RandomResizedCropAndInterpolation", "Resize", "ToTensor", "read_transforms",
-]  # fmt: skip
-
 _FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
 _RANDOM_FILTERS = ("bilinear", "bicubic")
 # Maximum number of random boxes to try. If none fits in the image, a centered box is used.

@@ -13,8 +13,6 @@ from slipstream.dataset.transforms.crop import CropRegion, Geometric, Sample
 from slipstream.dataset.transforms.geometry import Affine, SegColorJitter, SegConvertToTensor
 from slipstream.errors import ConfigError, DataError
 
-__all__ = ["Composed", "Transform", "apply_transforms", "check_transforms", "compose", "normalization"]
-
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -13,8 +13,6 @@ from slipstream.errors import ConfigError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
-__all__ = ["RandAugmentTransform"]
-
 _MAX_MAGNITUDE = 10.0
 # Probability of each operation with `w0`. Without `w0`, all operations have the same probability.
 _WEIGHTS = {

@@ -17,8 +17,6 @@ from slipstream.errors import CheckpointError, ConfigError, did_you_mean
 from slipstream.logging import print_log
 from slipstream.typecheck import Rule, check, is_number
 
-__all__ = ["INF", "LRSchedulerMixin", "MomentumSchedulerMixin", "ParamValues", "_ParamScheduler"]
-
 INF = int(1e9)
 
 

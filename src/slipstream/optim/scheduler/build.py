@@ -16,8 +16,6 @@ from slipstream.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, is_number, short_repr
 
-__all__ = ["TorchSchedulerAdapter", "all_schedulers", "build_param_scheduler", "last_change"]
-
 
 class TorchSchedulerAdapter:
     """Adapt a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.

@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 from slipstream.dataset import apply_device_transforms
 from slipstream.training import dataloaders
 
-__all__ = ["TupleLoader", "get"]
-
 
 class TupleLoader(DataLoader[Any]):
     """A data loader whose batches are pairs of images and targets.

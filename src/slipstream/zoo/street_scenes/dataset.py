@@ -24,8 +24,6 @@ from slipstream.typecheck import matches
 from slipstream.zoo.street_scenes.render import render
 from slipstream.zoo.street_scenes.scene import Scene
 
-__all__ = ["StreetScenes", "draw_street_scene"]
-
 
 def draw_street_scene(
     seed: int, index: int, size: tuple[int, int] = (256, 512)

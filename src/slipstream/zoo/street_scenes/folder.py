@@ -12,8 +12,6 @@ from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_LABELS
 from slipstream.extras import extra
 from slipstream.zoo.street_scenes.dataset import StreetScenes
 
-__all__ = ["write_street_folder"]
-
 _CITIES = {"train": ("aachen", "bochum", "bremen"), "val": ("frankfurt", "lindau", "munster")}
 
 

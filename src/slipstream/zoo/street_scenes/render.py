@@ -12,8 +12,6 @@ from slipstream.extras import extra
 from slipstream.zoo.street_scenes import scene as sc
 from slipstream.zoo.street_scenes.scene import Scene
 
-__all__ = ["render"]
-
 Floats = NDArray[Any]
 _Texture = tuple[Floats, Floats]
 

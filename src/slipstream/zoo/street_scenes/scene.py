@@ -13,8 +13,6 @@ from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
-__all__ = ["Scene", "Shape"]
-
 Color = tuple[float, float, float]
 Span = tuple[float, float]
 World = tuple[float, float, float]
