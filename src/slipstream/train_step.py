@@ -24,6 +24,7 @@ from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError, SlipstreamError
 from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
+from slipstream.model.wrappers import call_model
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import plan_optim, prepare_model, prepare_optim, running, to_device
@@ -77,7 +78,8 @@ def accelerate(
             then ends at the end of the epoch. If this window is smaller, its losses are divided by its own size. By
             default, a window continues with the first batches of the next epoch.
         compute_loss: `compute_loss(model, batch)`, for other losses, such as a loss that uses several models. The
-            function must call the model that it receives. Its return value has the same form as that of `loss_fn`.
+            function must use the model that it receives, and can call its methods and submodules. Its return value has
+            the same form as that of `loss_fn`.
 
     Raises:
         LossError: raised by the step if a dict that `loss_fn` or `compute_loss` returns has the entry `loss` and other
@@ -513,7 +515,7 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if compute_loss is not None:
-        return lambda module, batch: _sum(compute_loss(module, batch))
+        return lambda module, batch: _sum(call_model(module, compute_loss, batch))
     if loss_fn is not None:
         return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch)))
     return _own_loss

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from two_processes import run_in_two
 
 from slipstream import accelerate
+from slipstream.dist import get_rank
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
@@ -169,7 +170,53 @@ def own_loops(folder):
     return warned
 
 
-FUNCTIONS = [own_statistics, validation, modes, freezing, unfreezing, own_loops]
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
+            self.linear.bias.zero_()
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def loss(self, x, y):
+        return (self(x) - y).square().mean()
+
+
+def batch_losses():
+    """Ways to compute the loss of a batch with a method, a submodule or the model itself."""
+    return {
+        "method": lambda model, batch: model.loss(*batch),
+        "submodule": lambda model, batch: {"loss": (model.linear(batch[0]) - batch[1]).square().mean()},
+        "two calls": lambda model, batch: (
+            (model(batch[0]) - batch[1]).square().mean() + 0 * model(batch[0]).sum()
+        ),
+    }
+
+
+def methods(folder, world=2):
+    """Return the weights after 6 batches of 8 / `world` samples, by the form of the loss and the options."""
+    results = {}
+    for name, compute_loss in batch_losses().items():
+        for speed in ({}, dict(accumulate=2), dict(find_unused_parameters=True)):
+            net, generator = WithLoss(), torch.Generator().manual_seed(0)
+            step = accelerate(
+                net,
+                torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                compute_loss=compute_loss,
+                speed=speed if world > 1 or "accumulate" in speed else {},
+            )
+            for _ in range(6):
+                x = torch.randn(8, 3, generator=generator)
+                part = slice(get_rank(), None, world)
+                step((x[part], x.sum(1, keepdim=True)[part]))
+            results[f"{name} {sorted(speed)}"] = net.linear.weight.detach().flatten().tolist()
+    return results
+
+
+FUNCTIONS = [own_statistics, validation, modes, freezing, unfreezing, own_loops, methods]
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +262,12 @@ def test_gradients_of_parameters_that_a_hook_unfreezes_are_averaged(answers, tmp
 
 def test_own_loops_without_a_distributed_sampler_are_reported(answers):
     assert answers["own_loops"] == [[True, False]] * 2
+
+
+def test_compute_loss_may_call_methods_and_submodules_in_two_processes(answers, tmp_path):
+    expected = methods(tmp_path, world=1)
+    for answer in answers["methods"]:
+        assert not isinstance(answer, str), answer
+        assert list(answer) == list(expected)
+        for name, weights in answer.items():
+            assert weights == pytest.approx(expected[name], rel=1e-5), name

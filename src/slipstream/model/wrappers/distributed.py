@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
-    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "ModelAttributes", "device_ids",
-    "is_model_wrapper", "train_wrapped", "unwrap_model",
+    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "ModelAttributes", "call_model",
+    "device_ids", "is_model_wrapper", "train_wrapped", "unwrap_model",
 ]  # fmt: skip
 
 MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
@@ -115,6 +115,7 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
                 )
             self.comm_hook = HalfPrecision(self.process_group, _HALVES[comm_hook])
             self.register_comm_hook(self.comm_hook, run_comm_hook)
+        self._function: Callable[[nn.Module, Any], Any] | None = None
         self._complete = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -146,6 +147,19 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
             return
         with super().no_sync():
             yield
+
+    def call_model(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        """Call `function` with the unwrapped model as this wrapper's forward pass; see `call_model`."""
+        self._function = function
+        try:
+            return self(batch)
+        finally:
+            self._function = None
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        return self._function(self.module, *inputs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
@@ -218,6 +232,17 @@ def is_model_wrapper(model: nn.Module) -> bool:
     """
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or MODEL_WRAPPERS.contains_object(type(model))
+
+
+def call_model(model: nn.Module, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+    """Return `function(model, batch)`, and synchronize the gradients of all parameters that the function uses.
+
+    DDP synchronizes only gradients of its own forward pass. Therefore, the whole function runs as this forward pass, so
+    that it can call methods and submodules of the model.
+    """
+    if isinstance(model, MMDistributedDataParallel):
+        return model.call_model(function, batch)
+    return function(model, batch)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
