@@ -51,6 +51,32 @@ def test_accumulated_gradients_match_a_plain_loop():
     assert all(p.grad is None for p in optim.parameters())
 
 
+@pytest.mark.parametrize("make", [graph_step, None], ids=["graph", "eager"])
+@pytest.mark.parametrize("counts", [(1, 4), (4, 1), (2, 3)])
+def test_number_of_accumulated_batches_can_change(counts, make):
+    def change(number):
+        if number == 5:
+            optim._accumulative_counts = counts[1]
+
+    own, model = net(), net()
+    optim, by_hand_optim = OptimWrapper(MOMENTUM(own.parameters()), counts[0]), MOMENTUM(model.parameters())
+    eager = EagerStep(
+        lambda batch: sum_losses({"loss": F.cross_entropy(own(batch[0]), batch[1])}), own, optim
+    )
+    found = train(eager if make is None else make(own, optim), batches(), change)
+    window, losses = [], []
+    for number, (x, y) in enumerate(batches()):
+        window.append(F.cross_entropy(model(x), y))
+        losses.append(window[-1].detach())
+        if (number + 1) % counts[number >= 5] == 0:
+            (sum(window) / len(window)).backward()
+            by_hand_optim.step()
+            by_hand_optim.zero_grad()
+            window = []
+    torch.testing.assert_close(found, torch.stack(losses), rtol=1e-5, atol=0)
+    assert_same(own, model)
+
+
 def test_scheduler_changes_settings_without_a_new_graph():
     compiler = Counting()
     model, _, losses = by_hand(MOMENTUM, batches(), falling)

@@ -92,6 +92,21 @@ def test_parameters_with_rate_0_are_constant_despite_weight_decay(tmp_path, net,
     )
 
 
+def test_parameters_that_a_callback_unfreezes_are_trained(tmp_path):
+    class Unfreeze(Hook):
+        def before_train_epoch(self, runner):
+            runner.model.network.body.requires_grad_(runner.epoch == 1)
+
+    network = Network()
+    network.body.requires_grad_(False)
+    before = tensors(network)
+    params = dict(
+        QUIET, max_epochs=2, initial_lr={"body": 0.1, "default": 0.01}, phase_callbacks=[Unfreeze()]
+    )
+    Trainer("exp", tmp_path).train(network, params, data())
+    assert {"body.weight", "body.bias"} <= moved(network, before)
+
+
 @pytest.mark.parametrize(("name", "aux"), HEADS)
 def test_finetune_trains_the_heads_of_each_zoo_network(name, aux):
     options = {} if aux is None else dict(use_aux_heads=aux)

@@ -359,6 +359,24 @@ class OptimWrapper:
                 grad.mul_(scale)
 
     @property
+    def accumulative_counts(self) -> int:
+        """Number of batches per optimizer step. If it changes, an unfinished window keeps its mean gradient.
+
+        Raises:
+            ConfigError: set within a window of a sharded model, whose gradients torch has not stored yet.
+        """
+        return self.accumulation.counts
+
+    @accumulative_counts.setter
+    def accumulative_counts(self, counts: int) -> None:
+        check(counts, PositiveInt, "accumulative_counts")
+        window, unfinished = self.accumulation.size, self.accumulation.unfinished
+        if unfinished and all(param.grad is None for param in self.parameters()):
+            raise ConfigError("can change only after the last batch of a window", "accumulative_counts")
+        self.accumulation.counts = counts
+        self.resume_window(unfinished, window)
+
+    @property
     def batches(self) -> int:
         """Number of batches trained on, including those before resuming."""
         return self.accumulation.count
@@ -366,6 +384,8 @@ class OptimWrapper:
     @batches.setter
     def batches(self, count: int) -> None:
         self.accumulation.move_to(count, any(param.grad is not None for param in self.parameters()))
+
+    _accumulative_counts, _inner_count = accumulative_counts, batches  # MMEngine's names
 
     # ---- optimizers with modes, such as schedule-free ones -------------------------------------------------
 
@@ -402,11 +422,6 @@ class OptimWrapper:
         return self.logs.get("grad_norm")
 
     # ---- accessors ------------------------------------------------------------------------------
-
-    @property
-    def accumulative_counts(self) -> int:
-        """Number of batches per optimizer step."""
-        return self.accumulation.counts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

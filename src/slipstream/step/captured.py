@@ -117,6 +117,8 @@ class Capture:
         optim, optimizer = self.optim, self.optim.optimizer
         if optim.parts != self.parts:
             return "the step parts"
+        if optim.accumulation.counts > 1 and not self.adds_gradients:
+            return "the number of accumulated batches"
         groups = optimizer.param_groups
         owned = list(chain.from_iterable(map(_PARAMS, groups)))
         if (

@@ -85,7 +85,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
-        """Append `{"params": [parameter], **options}` for each trainable parameter of the model."""
+        """Append `{"params": [parameter], **options}` for each parameter of the model that has a learning rate."""
         rates = _rates_by_prefix(module, self.paramwise_cfg)
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
@@ -97,9 +97,9 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         for key, rate in rates.items():
             labels.setdefault((rate, starts.get(key)), []).append(key)
         for name, parameter in named.items():
-            if not parameter.requires_grad:
-                continue
             key = _prefix(name, rates)
+            if not (parameter.requires_grad or rates.get(key)):
+                continue  # other frozen parameters have a group, because a hook may unfreeze them
             if key not in rates:
                 raise ConfigError(f"add a 'default' rate, because no prefix matches '{name}'", _INITIAL)
             rate, start = rates[key], starts.get(key)

@@ -258,3 +258,4 @@ def test_worker_init_fn_and_set_epoch_change_the_users_dataset_in_persistent_wor
         workers.add(loader._iterator._workers[0].pid)
     end_workers(loader)
     assert len(workers) == 2
+    assert loader.worker_init_fn is _tag

@@ -34,7 +34,7 @@ from slipstream.dataset.loading.samplers import (
 )
 from slipstream.dataset.loading.samples import SeededDataset, TensorBatches
 from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
-from slipstream.dataset.loading.workers import has_changed, record_attributes, worker_init
+from slipstream.dataset.loading.workers import has_changed, prepared_workers, record_attributes
 from slipstream.dist import get_local_size, get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, Registry
@@ -287,18 +287,18 @@ class RunLoader(DataLoader[Any]):
         return super()._index_sampler if self.order is None else self.order
 
     def _get_iterator(self) -> Any:
-        if self.order is None:
-            return super()._get_iterator()
-        reader, collate = self._reader(self.order)
-        init = worker_init(self.worker_init_fn)
+        with prepared_workers(self):
+            return super()._get_iterator() if self.order is None else self._ordered_iterator(self.order)
+
+    def _ordered_iterator(self, order: EpochBatchSampler) -> Any:
+        reader, collate = self._reader(order)
         # torch's iterator reads all attributes of the loader when it is created. The dataset may be a StreamingDataset,
         # which is iterable.
         copied: Any = copied_loader(
             self,
             dataset=reader,
             collate_fn=collate,
-            worker_init_fn=init,
-            batch_sampler=self.order,
+            batch_sampler=order,
             _dataset_kind=0,
         )
         if isinstance(reader, TensorBatches) and any(t.device.type != "cpu" for t in reader.dataset.tensors):
@@ -557,7 +557,6 @@ def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         # If the loader has no generator, each new iterator draws from torch's global generator.
         "generator": torch.Generator().manual_seed(seed),
         **{key: value for key, value in options.items() if key not in unused},
-        "worker_init_fn": worker_init(options.get("worker_init_fn")),
     }
 
 

@@ -99,11 +99,6 @@ class WorkerInit:
         Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
 
 
-def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
-    """Return a `WorkerInit` that calls `user_init`."""
-    return user_init if isinstance(user_init, WorkerInit) else WorkerInit(user_init)
-
-
 @contextmanager
 def prepared_workers(loader: Any) -> Iterator[None]:
     """Let a `WorkerInit` prepare the workers that the user's loader starts in this context."""
@@ -111,7 +106,7 @@ def prepared_workers(loader: Any) -> Iterator[None]:
         yield
         return
     user_init = loader.worker_init_fn
-    loader.worker_init_fn = worker_init(user_init)
+    loader.worker_init_fn = user_init if isinstance(user_init, WorkerInit) else WorkerInit(user_init)
     try:
         with _signals_blocked(loader):
             yield
