@@ -99,17 +99,7 @@ class DistributedError(SlipstreamError, RuntimeError):
     """The process group cannot be set up or used."""
 
 
-_NO_ROLLBACK = "it was removed: use nan_guard='skip', or 'stop' and restart the run with resume=True"
 _HINTS = {
-    "dataloader.stall_warning": "it was removed: set timeout to end a run that waits for a batch",
-    "compile.background": "it was removed: training waits for each compilation, whose code is cached",
-    "compile.budget": "it was removed: compile a smaller scope, such as compile='block', or a part with compile.blocks",
-    "compile.wait": "it was removed: training always waits for compilations",
-    "parallel.min_params": "it was removed: list the classes of the blocks in parallel.wrap",
-    "nan_guard.action=rollback": _NO_ROLLBACK,
-    "nan_guard.locate": "it was removed: use forward hooks, or torch.autograd.set_detect_anomaly(True)",
-    "nan_guard.max_rollbacks": _NO_ROLLBACK,
-    "nan_guard.skip_before": _NO_ROLLBACK,
     "ema.momentum": "it is an argument of EMAHook and equals 1 - decay; use decay",
     "speed.accumulate_grad_batches": "use 'accumulate'",
     "speed.gradient_accumulation_steps": "use 'accumulate'",
@@ -118,7 +108,7 @@ _HINTS = {
     "speed.mixed_precision": "use 'precision'",
     "speed.torch_compile": "use 'compile'",
 }
-"""Hints for names that were removed or that belong to other libraries, by the end of their path."""
+"""Hints for names that belong to other libraries, by the end of their path."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str], path: str = "") -> str:

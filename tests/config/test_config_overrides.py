@@ -174,12 +174,6 @@ def test_failed_merge_does_not_change_the_configuration(cfg, options, message):
     assert cfg.to_dict() == before
 
 
-def test_merge_from_args_parses_and_merges(cfg):
-    cfg.merge_from_args(["train_cfg.max_epochs=1e1", "unknown.key=[a, 1]"])
-    assert cfg.train_cfg.max_epochs == 10.0
-    assert cfg.unknown.key == ["a", 1]
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -21,8 +21,6 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", "nowhere.yaml"], ["nowhere.yaml"]),
         (["train", "x" * 300], ["no recipe is named"]),
         (["val", RECIPE, "model=null", "--checkpoint=x.pth"], ["model: must be"]),
-        (["submit", RECIPE], ["`submit` was removed; use the scripts in examples/cluster"]),
-        (["train", RECIPE, "--sweep=lr=1,2"], ["`train --sweep` was removed; use"]),
         (["train", RECIPE, "train_cfg.max_epoch=3"], ["train_cfg", "did you mean 'max_epochs'"]),
         (["train", RECIPE, "batchsize=4"], ["batchsize", "did you mean 'batch_size'"]),
         (["train", RECIPE, "bath_size=4"], ["bath_size", "did you mean 'batch_size'"]),

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.hooks import LossSpikeHook
 from slipstream.model import BaseModel
 from tiny_runs import loader, run
 
@@ -65,8 +64,6 @@ def test_limit_is_the_median_plus_a_multiple_of_the_scaled_deviation(tmp_path, d
     assert found == ([61] if difference > 0 else [])
 
 
-def test_unknown_loss_and_removed_action_raise_errors(tmp_path):
+def test_unknown_loss_raises_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.monitor: .*'los'; did you mean 'loss'"):
         spikes(tmp_path, noisy(10), monitor="los")
-    with pytest.raises(ConfigError, match="Rollbacks were removed"):
-        LossSpikeHook(action="rollback")

@@ -12,24 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction["Parser"]
 
-REMOVED_COMMANDS = {
-    "submit": "use the scripts in examples/cluster (docs/cluster.md)",
-    "sweep": "use `python -m slipstream.train_from_recipe --multirun` (docs/sweep.md)",
-    "plan-scale": "use benchmarks/scaling_prediction.py (docs/scaling.md)",
-    "compare": "use `slipstream bench --against NAME,NAME` (docs/bench.md)",
-    "completion": "use `slipstream --help`",
-    "recipes schema": "the fields of `SpeedPlan` and of the other option dataclasses document the keys",
-    "train --sweep": "use `python -m slipstream.train_from_recipe --multirun` (docs/sweep.md)",
-    "train --multirun": "use `python -m slipstream.train_from_recipe --multirun` (docs/sweep.md)",
-    "tune --no-cache": "leave it out; results are no longer stored",
-    "data --prune": "delete the folder of the cache, and run `slipstream data cache` again",
-    "predict --json": "read classes.csv in the output folder",
-    "check --json": "read the exit status: 0 if the recipe is valid",
-    "doctor --json": "read the exit status: 1 if something is misconfigured",
-    "profile --stacks": "use torch.profiler with with_stack=True",
-}
-"""Maps each removed command or option to its replacement."""
-
 # Copied from `slipstream.dist`, so that --help does not import torch.
 _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
@@ -68,9 +50,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser, commands = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    for word in words[:1] + [f"{words[0]} {word.partition('=')[0]}" for word in words[1:]]:
-        if word in REMOVED_COMMANDS:
-            parser.error(f"`{word}` was removed; {REMOVED_COMMANDS[word]}")
     args, rest = parser.parse_known_args(words)
     # argparse reads overrides only up to the next option, and returns later overrides in `rest`.
     overrides = [word for word in rest if "overrides" in args and not word.startswith("-")]

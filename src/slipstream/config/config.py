@@ -193,16 +193,6 @@ class Config(MutableMapping[str, Any]):
             merged = merge(merged, nest(key, value), list_keys=allow_list_keys)
         self._replace(merged)
 
-    def merge_from_args(self, overrides: Iterable[str]) -> None:
-        """Merge overrides such as `"optim_wrapper.optimizer.lr=0.1"` into this configuration without checking keys.
-
-        See `parse_override` for the supported value types. Values are not evaluated as code.
-
-        Raises:
-            ConfigError: see `parse_override` and `merge_from_dict`.
-        """
-        self.merge_from_dict(dict(parse_override(text) for text in overrides))
-
     def override(
         self, overrides: Iterable[str], known: Iterable[str] = (), hints: Mapping[str, str] | None = None
     ) -> None:

@@ -44,7 +44,6 @@ class LossSpikeHook(Hook):
         threshold: factor that multiplies the scale in the formula above.
         min_history: minimum number of recorded losses before spikes can be detected; at most `window`.
         patience: number of consecutive steps whose loss must exceed the limit to count as a spike.
-        action: must be `warn`.
     """
 
     def __init__(
@@ -54,16 +53,9 @@ class LossSpikeHook(Hook):
         threshold: float = 10.0,
         min_history: PositiveInt = 50,
         patience: PositiveInt = 1,
-        action: str = "warn",
     ) -> None:
         for name, value in {"window": window, "min_history": min_history, "patience": patience}.items():
             check(value, PositiveInt, name)
-        if action != "warn":
-            raise ConfigError(
-                f"must be 'warn', not {action!r}. Rollbacks were removed: stop the run, and start it again with "
-                "resume='path of an earlier checkpoint'",
-                "action",
-            )
         if min_history > window:
             raise ConfigError(f"must be at most window={window}, not {min_history}", "min_history")
         self.monitor, self.threshold = monitor, threshold

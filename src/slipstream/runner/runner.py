@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -357,10 +357,6 @@ class Runner:
         """
         with validation_weights(self) as model:
             return copy.deepcopy(model).eval()
-
-    def tune(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise an error that names the replacement of this method."""
-        raise ConfigError("was removed; use slipstream.tune(runner)", "Runner.tune")
 
     def _evaluate(self, mode: str) -> dict[str, float]:
         self.loops.require(mode)
