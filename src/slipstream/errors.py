@@ -99,6 +99,7 @@ class DistributedError(SlipstreamError, RuntimeError):
     """The process group cannot be set up or used."""
 
 
+# Hints for names that belong to other libraries, by the end of their path.
 _HINTS = {
     "ema.momentum": "it is an argument of EMAHook and equals 1 - decay; use decay",
     "speed.accumulate_grad_batches": "use 'accumulate'",
@@ -108,7 +109,6 @@ _HINTS = {
     "speed.mixed_precision": "use 'precision'",
     "speed.torch_compile": "use 'compile'",
 }
-"""Hints for names that belong to other libraries, by the end of their path."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str], path: str = "") -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
+# Seconds without data after which a download fails.
 _DOWNLOAD_TIMEOUT = 60
-"""Seconds without data after which a download fails."""
 CHECKPOINT_NAME_LENGTH = 215
 """Maximum length, in bytes, of a checkpoint's configured name. Most file systems allow 255 bytes; the rest is
 used for the number and for the suffixes of shards, temporary files and replaced files."""

@@ -29,13 +29,13 @@ SIGNALS = tuple(
     if hasattr(signal, name)
 )
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
+# Signals that arrive within this many seconds of the first one are ignored, because launchers and terminals can send a
+# signal twice.
 _REPEAT_INTERVAL = 1.0
-"""Signals that arrive within this many seconds of the first one are ignored, because launchers and terminals can send a
-signal twice."""
+# Seconds between checks for a signal on another rank.
 _POLL_INTERVAL = 0.25
-"""Seconds between checks for a signal on another rank."""
+# Time within which every rank must report its step after a signal.
 _TIMEOUT = timedelta(seconds=30)
-"""Time within which every rank must report its step after a signal."""
 
 
 class Preempted(SystemExit):
@@ -72,8 +72,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
+        # Name of the signal that a rank received, or None if no rank has received a signal.
         self.signal: str | None = None
-        """Name of the signal that a rank received, or None if no rank has received a signal."""
         self._calls, self._owner = 0, 0
         self._received: float | None = None
         self._previous: dict[signal.Signals, Any] = {}

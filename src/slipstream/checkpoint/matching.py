@@ -247,13 +247,13 @@ def _is_number(value: Any) -> bool:
     return is_real(value) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
 
 
+# Entries in the state of torch's optimizers that have the shape of the parameter.
 _SHAPED = (
     "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
     "square_avg", "step_size", "sum",
 )  # fmt: skip
-"""Entries in the state of torch's optimizers that have the shape of the parameter."""
+# Keys of a parameter group whose saved values are replaced with the run's values.
 _REPLACED = ("params", "fused", "foreach", "capturable")
-"""Keys of a parameter group whose saved values are replaced with the run's values."""
 
 
 def check_optimizer(optimizer: Optimizer, saved: Any, where: str, source: Any) -> None:

@@ -13,8 +13,8 @@ from slipstream.files import write_text
 __all__ = ["checkpoint_of", "find_latest_checkpoint", "mark_last_checkpoint", "newest_checkpoints"]
 
 LAST_FILE = "last_checkpoint"
+# File with the ID of the run that wrote `last_checkpoint`, in case that checkpoint is damaged.
 _RUN_FILE = ".last_run"
-"""File with the ID of the run that wrote `last_checkpoint`, in case that checkpoint is damaged."""
 _BEST_PATTERNS = ("best_*.pth", "best_*.sharded", "ckpt_best.pth", "ckpt_best.sharded")
 _MAX_LISTED = 5
 

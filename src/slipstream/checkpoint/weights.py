@@ -18,6 +18,7 @@ __all__ = ["compare_weights", "load_weights", "loaded_names", "revise", "step_av
 _MAX_LISTED_NAMES = 5
 
 
+# The entries in which training programs save weights. The first one that contains a tensor is used.
 _ENTRIES = (
     "state_dict",
     "model_state_dict",
@@ -29,7 +30,6 @@ _ENTRIES = (
     "net",
     "module",
 )
-"""The entries in which training programs save weights. The first one that contains a tensor is used."""
 
 
 def _weights_entry(checkpoint: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -40,10 +40,10 @@ _RECIPES = [
     for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
 ]
 _HEADER = ("recipe", "run", "ms per step (interval)", "speed (interval)", "samples/s", "peak MiB", "losses")
+# The speed options that a run overrides.
 _OVERRIDDEN = ("precision", "compile", "cuda_graph")
-"""The speed options that a run overrides."""
+# SuperGradients' keys for these options.
 _PARAMS = ("mixed_precision", "torch_compile", "torch_compile_options", "speed")
-"""SuperGradients' keys for these options."""
 _MIN_WARMUP = 3  # the second step captures and verifies the graph of a compiled step
 _NUM_ROUNDS = 5
 
@@ -56,11 +56,11 @@ class _Run:
     label: str
     job: Job
     tolerance: Any = EXACT
+    # The process that executes the run; None after a failure.
     process: Process | None = None
-    """The process that executes the run; None after a failure."""
     warm: Mapping[str, Any] = field(default_factory=dict)
+    # Mean step time of each round.
     seconds: list[float] = field(default_factory=list)
-    """Mean step time of each round."""
     peak_mib: float = 0.0
     status: str = ""
 

@@ -51,8 +51,8 @@ class _Part(NamedTuple):
     """A dataset that is not a wrapper around other datasets."""
 
     split: str
+    # Path of the dataset in the configuration, such as `train_dataloader.dataset`.
     config_path: str
-    """Path of the dataset in the configuration, such as `train_dataloader.dataset`."""
     dataset: Any
 
 
@@ -151,10 +151,10 @@ def _stats(args: argparse.Namespace, cfg: Config) -> int:
 
 class _Sample(NamedTuple):
     size: tuple[int, int]
+    # Pixel count of each class id; a single entry if the image has a class label instead of a mask.
     pixels: dict[int, int]
-    """Pixel count of each class id; a single entry if the image has a class label instead of a mask."""
+    # Histogram of each channel (C, 256), or None if the values are not uint8.
     values: NDArray[np.int64] | None
-    """Histogram of each channel (C, 256), or None if the values are not uint8."""
 
 
 def _sample(dataset: Any, index: int) -> _Sample | str:

@@ -30,12 +30,12 @@ from slipstream.model import BaseDataPreprocessor, ImgDataPreprocessor, Segmento
 from slipstream.model.tasks import Task, main_output
 
 _SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
+# Maximum accepted difference in a score, relative to the largest score.
 _TOLERANCE = 1e-3
-"""Maximum accepted difference in a score, relative to the largest score."""
+# Size above which the weights are written to a second file, because an ONNX file is limited to 2 GB.
 _MAX_ONNX_BYTES = 1.8e9
-"""Size above which the weights are written to a second file, because an ONNX file is limited to 2 GB."""
+# Validation transforms that the exported model includes.
 _INCLUDED = (Affine, SegConvertToTensor, ToTensor, Normalize)
-"""Validation transforms that the exported model includes."""
 
 
 def run(args: argparse.Namespace) -> int:

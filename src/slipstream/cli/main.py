@@ -13,8 +13,8 @@ from slipstream.cli.parser import parse
 from slipstream.cli.processes import announce, announce_preemption, enter_process, in_launch, is_first_failure
 from slipstream.errors import ConfigError, SlipstreamError
 
+# Exit status that a shell reports for a program terminated by SIGPIPE.
 _SIGPIPE = 141
-"""Exit status that a shell reports for a program terminated by SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,8 +26,9 @@ from slipstream.step import sum_losses
 from slipstream.tune.jobs import RepeatedBatches, RunnerJob, Setting
 from slipstream.tune.observer import Observer
 
+# Maximum number of distinct batches. Training repeats these batches.
 _NUM_BATCHES = 6
-"""Maximum number of distinct batches. Training repeats these batches."""
+# SuperGradients' keys for options that change how the step is computed.
 _PARAMS = (
     "ema",
     "ema_params",
@@ -37,7 +38,6 @@ _PARAMS = (
     "torch_compile_options",
     "speed",
 )
-"""SuperGradients' keys for options that change how the step is computed."""
 _run_number = count()
 
 
@@ -199,8 +199,8 @@ class _Subject(NamedTuple):
     model: nn.Module
     batches: list[Any]
     optimizer: Optimizer
+    # Number of samples in each batch.
     samples: int
-    """Number of samples in each batch."""
 
 
 @dataclass(frozen=True)

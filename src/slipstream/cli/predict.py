@@ -36,8 +36,8 @@ with extra("images"):
 Mask = NDArray[np.uint8]
 RGB = NDArray[np.uint8]
 
+# Name of the file with the class shares, which is in every output folder.
 _TABLE = "classes.csv"
-"""Name of the file with the class shares, which is in every output folder."""
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm", ".wmv")
 

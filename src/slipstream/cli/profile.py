@@ -92,8 +92,8 @@ class _StepProfiler(Hook):
             acc_events=True,
         )  # fmt: skip
         self.needed = warmup + 2 * steps + 1
+        # Number of finished steps.
         self.done = 0
-        """Number of finished steps."""
         self._warmup, self._steps, self._device = warmup, steps, default_device()
         self._seconds = self._wait_seconds = 0.0
         self._samples = 0

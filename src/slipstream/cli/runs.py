@@ -17,8 +17,8 @@ from slipstream.typecheck import is_real
 if TYPE_CHECKING:
     from slipstream.report.files import RunRow
 
+# Maximum number of metrics shown as columns.
 _MAX_METRICS = 3
-"""Maximum number of metrics shown as columns."""
 
 
 def run(args: argparse.Namespace) -> int:

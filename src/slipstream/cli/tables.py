@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+# A width in columns that no table reaches.
 _UNLIMITED = 100_000
-"""A width in columns that no table reaches."""
 
 
 def printable(text: str) -> str:

@@ -12,8 +12,8 @@ from slipstream.evaluator.metric import CountingMetric, describe
 from slipstream.registry import METRICS
 from slipstream.typecheck import PositiveInt, check
 
+# Maximum number of dataset classes for which a confusion matrix is computed if `num_classes` is not set.
 _MAX_CLASSES = 200
-"""Maximum number of dataset classes for which a confusion matrix is computed if `num_classes` is not set."""
 
 
 @METRICS.register_module()

@@ -36,8 +36,8 @@ class BaseMetric(ABC):
         self.collect_dir = collect_dir
         self.prefix = prefix or self.default_prefix
         self.results: list[Any] = []
+        # The dataset's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set.
         self.dataset_meta: Mapping[str, Any] | None = None
-        """The dataset's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
 
     @abstractmethod
     def process(self, data_batch: Any, data_samples: Any) -> None:

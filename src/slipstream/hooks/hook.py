@@ -223,8 +223,8 @@ class HookList:
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
+        # The methods that implement a stage, in execution order, by stage.
         self.methods = _Methods(self)
-        """The methods that implement a stage, in execution order, by stage."""
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
         """Add a `Hook`, or build one from a configuration (which may contain `priority`) and add it.

@@ -10,8 +10,8 @@ from slipstream.scalars import is_learning_rate, number
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
+# Number of losses to average; matches the default for log lines.
 _LOSS_WINDOW = 10
-"""Number of losses to average; matches the default for log lines."""
 
 
 class LiveValues:

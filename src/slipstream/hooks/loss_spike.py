@@ -17,12 +17,12 @@ from slipstream.typecheck import PositiveInt, check, matches
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
+# 1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
+# times this factor.
 _MAD_TO_STD = 1.4826
-"""1 / (0.75 quantile of the normal distribution). For normally distributed values, the standard deviation is the MAD
-times this factor."""
+# The scale is at least this fraction of the median, so that rounding errors in a constant loss do not count as
+# spikes.
 _MIN_RELATIVE_SCALE = 0.01
-"""The scale is at least this fraction of the median, so that rounding errors in a constant loss do not count as
-spikes."""
 
 
 @HOOKS.register_module()

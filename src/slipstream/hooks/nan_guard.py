@@ -27,8 +27,8 @@ class NanGuardHook(Hook):
         self.options = NanGuardOptions(action, max_skipped)
         self.guard: SkipNonFinite | None = None
         self._cleanup = ExitStack()
+        # Number of skipped steps, as of the last call to `read_logs`.
         self.skipped = 0
-        """Number of skipped steps, as of the last call to `read_logs`."""
 
     def before_run(self, runner: Runner) -> None:
         """Add the guard to the step, unless the run's speed options have added it."""

@@ -12,8 +12,8 @@ from slipstream.registry import HOOKS
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
+# Number of steps after which the stored times are written to the message hub.
 _MAX_UNREAD = 1000
-"""Number of steps after which the stored times are written to the message hub."""
 
 
 @HOOKS.register_module()

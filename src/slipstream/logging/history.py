@@ -52,13 +52,13 @@ class HistoryBuffer:
         if len(values) != len(counts):
             raise ConfigError("log_history and count_history must have the same length")
         self.max_length = max_length
+        # Whether log lines show the mean of the most recent values if the scalar's name matches the log processor's
+        # `mean_pattern`. False for evaluation metrics, because each value is the result of a complete evaluation.
         self.averaged = True
-        """Whether log lines show the mean of the most recent values if the scalar's name matches the log processor's
-        `mean_pattern`. False for evaluation metrics, because each value is the result of a complete evaluation."""
         self._values: deque[Number] = deque(maxlen=max_length)
         self._counts: deque[int] = deque(maxlen=max_length)
+        # Number of values appended to this object, including dropped values. `load_state_dict` does not change it.
         self.total = 0
-        """Number of values appended to this object, including dropped values. `load_state_dict` does not change it."""
         for value, count in zip(values, counts, strict=True):
             self.update(value, count)
 

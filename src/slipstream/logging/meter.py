@@ -27,12 +27,12 @@ class Meter:
     def __init__(self, hub: MessageHub, max_pending: int = 1000) -> None:
         self.hub = hub
         self.max_pending = max_pending
+        # Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped.
         self.tolerant = False
-        """Whether to drop non-finite values instead of raising an error; set if the affected steps are skipped."""
+        # Functions that `flush` calls with the iteration and outputs of each step that was read.
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
-        """Functions that `flush` calls with the iteration and outputs of each step that was read."""
+        # Iteration of the last recorded step; 0 if there is none.
         self.newest = 0
-        """Iteration of the last recorded step; 0 if there is none."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:

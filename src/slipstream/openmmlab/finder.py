@@ -24,6 +24,7 @@ __all__ = ["install"]
 _WORKERS = str(Path(__file__).parent / "workers")
 _ORIGINAL = "_original_"
 
+# Modules of MMEngine, and the modules that define their names. An entry also applies to the submodules.
 _REPLACED = MappingProxyType(
     {
         "dataset.sampler": "slipstream.dataset",
@@ -45,11 +46,11 @@ _REPLACED = MappingProxyType(
         "visualization.vis_backend": "slipstream.visualization",
     }
 )
-"""Modules of MMEngine, and the modules that define their names. An entry also applies to the submodules."""
 
+# Submodules of replaced modules that are not replaced.
 _INSTALLED = ("runner.activation_checkpointing", "runner.amp", "runner.checkpoint", "visualization.utils")
-"""Submodules of replaced modules that are not replaced."""
 
+# Modules that a function in `slipstream.openmmlab.patches` changes after they are loaded.
 _PATCHED = MappingProxyType(
     {
         "model.utils": "patch_model_utils",
@@ -58,7 +59,6 @@ _PATCHED = MappingProxyType(
         "utils.package_utils": "patch_packages",
     }
 )
-"""Modules that a function in `slipstream.openmmlab.patches` changes after they are loaded."""
 
 
 class _AliasLoader(Loader):

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from slipstream.errors import ConfigError
 from slipstream.sharding import is_sharded
 
+# Fused kernels that torch can run on a `DTensor`.
 _SUPPORTED_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
-"""Fused kernels that torch can run on a `DTensor`."""
 
 
 def has_explicit_kernels(optimizer: Optimizer) -> bool:

@@ -112,13 +112,13 @@ class RMSpropTF(_Foreach):
         return roots
 
 
+# Learning rate factor after the fraction `x` of all steps, for `x >= warmup`.
 _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_cosine": lambda x, warmup: 0.5 * (1 + math.cos(math.pi * x)),
     "warmup_constant": lambda x, warmup: 1.0,
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""Learning rate factor after the fraction `x` of all steps, for `x >= warmup`."""
 
 
 @OPTIMIZERS.register_module()

@@ -29,8 +29,8 @@ from slipstream.typecheck import PositiveInt, Rule, check
 _NO_CONTEXT = nullcontext()
 
 
+# An infinite limit disables clipping, but the gradient norm is still logged.
 _Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
-"""An infinite limit disables clipping, but the gradient norm is still logged."""
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,13 @@ class OptimWrapper:
                 f"{type(optimizer).__name__}.step requires a closure, which is not supported", "optimizer"
             )
         self.clip_grad = options(GradClip, clip_grad, "clip_grad") if clip_grad else None
+        # Step parts that eager and compiled steps run around each update, in list order.
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
-        """Step parts that eager and compiled steps run around each update, in list order."""
+        # Values to log, as returned by the parts in the last update.
         self.logs: dict[str, Tensor] = {}
-        """Values to log, as returned by the parts in the last update."""
         self.accumulation = AccumulationWindow(accumulative_counts)
+        # Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None.
         self.overrides_zero_grad = getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
-        """Whether the optimizer overrides `zero_grad`, and may therefore set gradients to zero instead of None."""
         self._layouts, self._update = FusedLayouts(optimizer), EagerUpdate(optimizer)
         self._trains = False  # whether a backward pass has produced a gradient
 

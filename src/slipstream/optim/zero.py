@@ -17,8 +17,8 @@ from slipstream.errors import ConfigError
 from slipstream.registry import OPTIMIZERS
 from slipstream.sharding import is_sharded
 
+# Keys of a parameter group that are not optimizer options.
 _NON_OPTIONS = ("params", "param_names")
-"""Keys of a parameter group that are not optimizer options."""
 
 
 @OPTIMIZERS.register_module()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 _LOADER = "dataset_params.{}_dataloader_params.{}"
+# The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`.
 _SHORTCUTS = {
     "lr": ["training_hyperparams.initial_lr"],
     "batch_size": [_LOADER.format("train", "batch_size")],
@@ -32,18 +33,17 @@ _SHORTCUTS = {
     "resume": ["training_hyperparams.resume"],
     "num_workers": [_LOADER.format(split, "num_workers") for split in ("train", "val")],
 }
-"""The keys that each shortcut sets in every recipe, whether or not the recipe includes `variable_setup`."""
+# Keys that overrides can set without a +, even if the recipe does not contain them.
 _TOP_LEVEL_KEYS = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
-"""Keys that overrides can set without a +, even if the recipe does not contain them."""
+# Unknown keys in these sections are rejected later, so new keys do not require a +.
 _OPEN_SECTIONS = r"training_hyperparams|arch_params|checkpoint_params|dataset_params\.\w+_params"
-"""Unknown keys in these sections are rejected later, so new keys do not require a +."""
 _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP_LEVEL_KEYS)})=|({_OPEN_SECTIONS})\.)")
 _UNTRUSTED = "{} is not trusted to execute code, but contains {!r}; to trust it, use --trust or trust=True"
 _TRUSTED_PACKAGES = re.compile(r"pkg://(slipstream|hydra|super_gradients)(\.|$)|file://|(?!.*://)")
 _TRUSTED_TARGETS = ("hydra.", "hydra_plugins.", "super_gradients.", "logging.", "colorlog.")
+# Functions that recipes use to compute `lr_updates`.
 _RANGES: Mapping[str, Callable[..., Any]] = {"numpy.arange": np.arange, "numpy.linspace": np.linspace}
-"""Functions that recipes use to compute `lr_updates`."""
 
 
 def compose(

@@ -11,6 +11,7 @@ from slipstream.config.override import parse_value
 from slipstream.errors import ConfigError
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader")
+# Maps each shortcut to the Runner keys that it sets.
 _KEYS = {
     "lr": ("optim_wrapper.optimizer.lr",),
     "batch_size": ("train_dataloader.batch_size",),
@@ -21,7 +22,6 @@ _KEYS = {
         f"{loader}.dataset.{root}" for loader in _LOADERS for root in ("data_root", "root_dir", "root")
     ),
 }
-"""Maps each shortcut to the Runner keys that it sets."""
 SYNONYMS = {
     **dict.fromkeys(("learning_rate", "initial_lr"), "lr"),
     **dict.fromkeys(("num_epochs", "max_epochs"), "epochs"),

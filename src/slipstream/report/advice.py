@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from slipstream.report.record import NON_TRAINING_PHASES, RunRecord
 
+# Minimum number of steps: the time breakdown of a shorter run does not predict that of a longer run well.
 _MIN_STEPS = 11
-"""Minimum number of steps: the time breakdown of a shorter run does not predict that of a longer run well."""
 
 
 @dataclass(frozen=True)

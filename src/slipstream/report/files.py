@@ -18,8 +18,8 @@ from slipstream.report.record import Curve, LogMessage, RunRecord
 from slipstream.typecheck import is_real
 
 JSON, HTML = "report.json", "report.html"
+# Number of folder levels that are searched for runs.
 _MAX_DEPTH = 5
-"""Number of folder levels that are searched for runs."""
 _MAX_MESSAGES = 200
 _LINE = re.compile(r"^(\d{4}/\d\d/\d\d \d\d:\d\d:\d\d) - (DEBUG|INFO|WARNING|ERROR|CRITICAL) - (.*)$")
 

@@ -12,6 +12,7 @@ from slipstream.report.chart import line_chart
 from slipstream.report.record import NON_TRAINING_PHASES, Confusion, Curve, RunRecord
 from slipstream.scalars import number
 
+# Maps the phases of `slipstream.logging.PhaseTimes` to descriptions, in the order in which the page lists them.
 _DESCRIPTIONS = {
     "data": "waiting for data",
     "preprocess": "data preprocessor: copy to the device, normalization",
@@ -26,7 +27,6 @@ _DESCRIPTIONS = {
     "checkpoint": "checkpoints",
     "other": "start and end of the run",
 }
-"""Maps the phases of `slipstream.logging.PhaseTimes` to descriptions, in the order in which the page lists them."""
 _MAX_CONFUSIONS = 15
 _MAX_IMAGE_BYTES = 4 * 2**20
 _STYLE = """

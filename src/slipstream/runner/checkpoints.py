@@ -49,24 +49,24 @@ class Checkpoints:
     def __init__(self, runner: Runner, load_from: str | Path | None, resume_from: Path | None) -> None:
         self._runner = runner
         self._load_from = load_from
+        # The checkpoint from which `load_or_resume` resumes training; None if there is none, or after a resume.
         self.resume_from = resume_from
-        """The checkpoint from which `load_or_resume` resumes training; None if there is none, or after a resume."""
+        # Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues.
         self.run_id = secrets.token_hex(8)
-        """Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues."""
         self._writer = BackgroundWriter()
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
         self._loaded_names: set[str] = set()  # names of the tensors that were loaded before initialization
+        # Whether the run is being resumed from a checkpoint, in which case hooks restore their state from it.
         self.resuming = False
-        """Whether the run is being resumed from a checkpoint, in which case hooks restore their state from it."""
+        # The checkpoint from which the run was resumed, or None.
         self.resumed_from: Path | None = None
-        """The checkpoint from which the run was resumed, or None."""
+        # The `meta` entry of this checkpoint.
         self.resumed_meta: Mapping[str, Any] = {}
-        """The `meta` entry of this checkpoint."""
         self._frozen: Mapping[str, Any] | None = None
         self._frozen_at_start: Any = None
+        # The random state to restore just before the next step.
         self.random_state: dict[str, Any] | None = None
-        """The random state to restore just before the next step."""
 
     # ---- load and resume -------------------------------------------------------------------------------
 

@@ -101,10 +101,10 @@ class BaseLoop:
 class _TrainLoop(BaseLoop):
     """Base class of the training loops. It runs the training step and schedules validation."""
 
+    # Whether training is epoch-based.
     counts_epochs = True
-    """Whether training is epoch-based."""
+    # Number of validation runs in an epoch, including the one at its end.
     validations_per_epoch = 1
-    """Number of validation runs in an epoch, including the one at its end."""
     max_epochs: int
     max_iters: int
 
@@ -117,8 +117,8 @@ class _TrainLoop(BaseLoop):
         dynamic_intervals: Sequence[tuple[int, int]] | None,
     ) -> None:
         super().__init__(runner, dataloader)
+        # Number of batches per epoch, the same on every rank; None if it is unknown on any rank.
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Number of batches per epoch, the same on every rank; None if it is unknown on any rank."""
         self._length = length(self.dataloader)
         self._resumed_at: Mapping[str, Any] | None = None
         check(val_begin, NonNegativeInt, "val_begin")
@@ -133,8 +133,8 @@ class _TrainLoop(BaseLoop):
                 "train_cfg.dynamic_intervals",
             )
         self.stop_training = False
+        # Whether an epoch (or pass over the data) has begun but is not counted yet.
         self.in_epoch = False
-        """Whether an epoch (or pass over the data) has begun but is not counted yet."""
         self._epoch = self._iter = self._start = 0
         # Number of this rank's samples in the next batch that were used before the resume.
         self._used_samples = 0
@@ -146,10 +146,10 @@ class _TrainLoop(BaseLoop):
         # Modules that were in evaluation mode before the validation.
         self._kept_in_eval: list[torch.nn.Module] = []
         self._sizes, self._world_size = BatchSizes(self.dataloader), get_world_size()
+        # Number of samples in the latest step, summed over all processes.
         self.step_samples = 0
-        """Number of samples in the latest step, summed over all processes."""
+        # Number of finished batches in the current epoch (or pass over the data).
         self.inner_iter = 0
-        """Number of finished batches in the current epoch (or pass over the data)."""
 
     @property
     def epoch(self) -> int:
@@ -613,8 +613,8 @@ class _EvalLoop(BaseLoop):
             self.evaluator.dataset_meta = meta
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         self._sizes = BatchSizes(self.dataloader)
+        # Number of batches in this rank's last evaluation.
         self.batches = 0
-        """Number of batches in this rank's last evaluation."""
         self.phase: Phase = "test" if self.mode == "test" else "validation"
 
     def run(self) -> dict[str, float]:
@@ -692,8 +692,8 @@ _ARGUMENTS = {
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
     "test": ("test_dataloader", "test_cfg", "test_evaluator"),
 }
+# The Runner's arguments that limit the number of batches.
 _LIMITS = ("limit_train_batches", "limit_val_batches", "overfit_batches", "fast_dev_run")
-"""The Runner's arguments that limit the number of batches."""
 
 
 class LazyLoops:

@@ -34,8 +34,8 @@ class RunContext:
         self._runner, self._user_cfg = runner, user_cfg
         self.scope = scope
         self._random_state: dict[str, Any] | None = None
+        # Whether a run is in progress.
         self.active = False
-        """Whether a run is in progress."""
         self._stop_reason = ""
 
     @contextmanager

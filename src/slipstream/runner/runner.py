@@ -134,8 +134,8 @@ class Runner:
         self.step: Step
         self.is_training = self._compiled = False
         self.phases = PhaseTimes()
+        # The error that ended the last run, or None if there was no error.
         self.error: BaseException | None = None
-        """The error that ended the last run, or None if there was no error."""
         self._context = RunContext(self, self._user_cfg, default_scope)
         with self._context.constructing():
             self._init_parts(arguments)

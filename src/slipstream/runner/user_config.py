@@ -41,6 +41,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "preemption": {"type": "PreemptionHook"},
 }
 
+# The types of the Runner arguments that are neither components nor dicts of options.
 _TYPES: Mapping[str, Any] = {
     "work_dir": str | Path,
     "default_hooks": Mapping | None,
@@ -52,7 +53,6 @@ _TYPES: Mapping[str, Any] = {
     "default_scope": str | None,
     "experiment_name": str | None,
 }
-"""The types of the Runner arguments that are neither components nor dicts of options."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Phase(Enum):
     POST_TRAINING = "POST_TRAINING"
 
 
+# The hook stage of each event, in order, and the phase that corresponds to it.
 _EVENTS = (
     ("before_train", "on_training_start", Phase.PRE_TRAINING),
     ("before_train_epoch", "on_train_loader_start", Phase.TRAIN_EPOCH_START),
@@ -68,7 +69,6 @@ _EVENTS = (
     ("after_test_epoch", "on_test_loader_end", Phase.TEST_END),
     ("after_train", "on_training_end", Phase.POST_TRAINING),
 )
-"""The hook stage of each event, in order, and the phase that corresponds to it."""
 _EVENTS_INSIDE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 

@@ -29,12 +29,12 @@ _PATHS = (
     (r"(train|val)_dataloader\.dataset", r"dataset_params.\1_dataset_params"),
     (r"(train|val)_dataloader\.", r"dataset_params.\1_dataloader_params."),
 )
+# Keys that name a component, and the keys of its arguments, which are the cause of a `BuildError`.
 _ARGUMENTS = {
     "training_params.optimizer": "training_params.optimizer_params",
     "training_params.loss": "training_params.criterion_params",
     "architecture": "arch_params",
 }
-"""Keys that name a component, and the keys of its arguments, which are the cause of a `BuildError`."""
 
 
 @contextmanager

@@ -35,14 +35,14 @@ _DATASETS = {
     "street_scenes": "StreetScenes",
     "supervisely_persons": "SuperviselyPersonsDataset",
 }
+# Transforms of older recipes that also divide by 255. Other old names have `Seg` at the end: `RescaleSeg`.
 _OLD_TRANSFORMS = {"SegToTensor": "SegStandardize", "ToTensorSeg": "SegStandardize"}
-"""Transforms of older recipes that also divide by 255. Other old names have `Seg` at the end: `RescaleSeg`."""
+# torchvision's transforms that have an equivalent of the same name in Slipstream, and their arguments.
 _TORCHVISION: Mapping[str, tuple[str, ...]] = {
     "Normalize": ("mean", "std"), "RandomCrop": ("size", "padding"), "RandomHorizontalFlip": ("p",), "ToTensor": (),
 }  # fmt: skip
-"""torchvision's transforms that have an equivalent of the same name in Slipstream, and their arguments."""
+# torchvision's arguments that have no equivalent, and their default values.
 _UNSUPPORTED = {"padding_mode": "constant", "fill": 0, "pad_if_needed": False}
-"""torchvision's arguments that have no equivalent, and their default values."""
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
 _LOADER_KEYS = {*inspect.signature(DataLoader).parameters, "skip_errors", "min_samples"}
 

@@ -88,8 +88,8 @@ class _Teacher:
         module = network if adapter is None else nn.Sequential(adapter, network)
         self.module = module.eval().requires_grad_(False)
         self._pending = bool(pretrained) or needs_pretrained(network)
+        # The object whose module this object shares; None if the module is not shared.
         self._owner: _Teacher | None = None
-        """The object whose module this object shares; None if the module is not shared."""
 
     @property
     def pending(self) -> bool:

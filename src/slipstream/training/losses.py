@@ -18,6 +18,7 @@ from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams, pop_fixed, read_factory
 from slipstream.zoo.losses import CrossEntropy, at_least_float32
 
+# SuperGradients' names for losses whose name in MODELS is different.
 _NAMES = {
     "CrossEntropyLoss": "CrossEntropy",
     "cross_entropy": "CrossEntropy",
@@ -29,12 +30,12 @@ _NAMES = {
     "shelfnet_ohem_loss": "ShelfNetOHEMLoss",
     "kd_loss": "KDLogitsLoss",
 }
-"""SuperGradients' names for losses whose name in MODELS is different."""
+# Loss arguments whose values are also losses.
 _NESTED = ("task_loss_fn", "distillation_loss_fn", "kd_loss", "ce_loss", "loss_fcn")
-"""Loss arguments whose values are also losses."""
 _CONFIG_PATH = "training_params.loss"
+# Arguments of `CrossEntropyLoss` that support only one value.
 _FIXED_ARGUMENTS = {"reduction": "mean", "smooth_dist": None, "from_logits": True}
-"""Arguments of `CrossEntropyLoss` that support only one value."""
+# For each loss class that returns several values, SuperGradients' name for the total.
 _TOTALS = {
     "DiceCEEdgeLoss": "loss",
     "KDLogitsLoss": "Loss",
@@ -42,7 +43,6 @@ _TOTALS = {
     "SegKDLoss": "Total_Loss",
     "ShelfNetOHEMLoss": "Loss",
 }
-"""For each loss class that returns several values, SuperGradients' name for the total."""
 LOSSES_KEY = "watched_losses"
 """Key of the losses in a model's predictions."""
 

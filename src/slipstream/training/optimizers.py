@@ -16,13 +16,13 @@ from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.training.params import TrainingParams
 from slipstream.typecheck import matches
 
+# SuperGradients' default optimizer arguments. `optimizer_params` overrides them.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SGD": {"weight_decay": 1e-4, "momentum": 0.9},
     "Adam": {"weight_decay": 1e-4},
     "RMSprop": {"weight_decay": 1e-4, "momentum": 0.9},
     "RMSpropTF": {"weight_decay": 1e-4, "momentum": 0.9},
 }
-"""SuperGradients' default optimizer arguments. `optimizer_params` overrides them."""
 _INITIAL = "training_params.initial_lr"
 _NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 

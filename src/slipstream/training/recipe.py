@@ -36,16 +36,16 @@ _CHECKPOINT_KEYS = (
     "checkpoint_num_classes", "checkpoint_path", "checkpoint_sha256", "load_backbone", "load_checkpoint",
     "load_weights_only", "num_workers", "pretrained_weights", "strict_load",
 )  # fmt: skip
+# Checkpoint keys of SuperGradients 2 and 3; `ckpt_name` also has the default value `ckpt_latest.pth`.
 _OLD_CHECKPOINT_KEYS = ("ckpt_name", "external_checkpoint_path", "load_ema_as_net", "source_ckpt_folder_name")
-"""Checkpoint keys of SuperGradients 2 and 3; `ckpt_name` also has the default value `ckpt_latest.pth`."""
+# Network options that appear in older recipes, but that no network uses.
 _IGNORED_OPTIONS = ("schema", "strict_load", "sync_bn")
-"""Network options that appear in older recipes, but that no network uses."""
+# For example, training_parms raises an error, but my_dataset_params does not.
 _MIN_SIMILARITY = 0.92
-"""For example, training_parms raises an error, but my_dataset_params does not."""
+# Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics.
 _PRECISE_BN_SAMPLES = 1024
-"""Default for `precise_bn_batch_size`, the number of samples used to compute precise BatchNorm statistics."""
+# Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`.
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
-"""Keys of `sg_logger_params`, with the corresponding arguments of `wandb.init`."""
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:

@@ -21,8 +21,9 @@ from slipstream.training.params import TrainingParams
 
 __all__ = ["LRSchedule", "RecipeLR", "TorchLR", "TrainPlateauLR", "lr_schedules"]
 
+# Warm-up modes, and the key that sets the length of the warm-up in each mode.
 _WARMUPS = {"LinearEpochLRWarmup": "lr_warmup_epochs", "LinearBatchLRWarmup": "lr_warmup_steps"}
-"""Warm-up modes, and the key that sets the length of the warm-up in each mode."""
+# Values of `lr_mode`, and the keys that each requires: exactly one of the keys that | separates.
 _MODES: Mapping[str, tuple[str, ...]] = {
     "StepLRScheduler": ("lr_updates|step_lr_update_freq", "lr_decay_factor"),
     "PolyLRScheduler": (),
@@ -30,11 +31,10 @@ _MODES: Mapping[str, tuple[str, ...]] = {
     "ExponentialLRScheduler": ("lr_decay_factor",),
     "FunctionLRScheduler": ("lr_schedule_function",),
 }
-"""Values of `lr_mode`, and the keys that each requires: exactly one of the keys that | separates."""
+# Phases at which a torch scheduler may step, and whether each step corresponds to an epoch.
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
-"""Phases at which a torch scheduler may step, and whether each step corresponds to an epoch."""
+# Maps arguments of torch's `ReduceLROnPlateau` to those of `ReduceOnPlateauLR` that have a different name.
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
-"""Maps arguments of torch's `ReduceLROnPlateau` to those of `ReduceOnPlateauLR` that have a different name."""
 
 
 @dataclass(frozen=True)

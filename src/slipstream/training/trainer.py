@@ -50,10 +50,10 @@ class Trainer:
         self.experiment_name = experiment_name
         self.ckpt_root_dir = ckpt_root_dir
         self.training_params = dict(plain(training_params or {}))
+        # Network of the last training run.
         self.net: nn.Module | None = None
-        """Network of the last training run."""
+        # Runner of the last training run.
         self.runner: Runner | None = None
-        """Runner of the last training run."""
         self._test_needs: tuple[str, ...] = ()
         self._teacher: Mapping[str, Any] | None = None
 

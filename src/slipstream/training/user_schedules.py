@@ -19,8 +19,8 @@ from slipstream.training.params import TrainingParams
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
+# Name under which the message hub stores the schedule's `lr`. Checkpoints contain the values in the hub.
 _KEY = "lr_callback"
-"""Name under which the message hub stores the schedule's `lr`. Checkpoints contain the values in the hub."""
 
 
 class LRCallbackBase(PhaseCallback):

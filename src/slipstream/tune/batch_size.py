@@ -21,8 +21,8 @@ from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError, format_seconds
 
 _WARMUP, _TIMED = 3, 3
+# Maximum fraction of the available CPU memory that a trial may use.
 _MAX_MEMORY_FRACTION = 0.9
-"""Maximum fraction of the available CPU memory that a trial may use."""
 
 
 @dataclass(frozen=True)

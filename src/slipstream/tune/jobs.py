@@ -25,8 +25,8 @@ from slipstream.speed import Capabilities, SpeedPlan
 from slipstream.step import CompiledStep
 from slipstream.tune.observer import Observer, shapes_of, total_loss
 
+# Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples.
 _NUM_REPEATED_BATCHES = 6
-"""Number of batches that a `RunnerJob` repeats, so that all trials read the same (possibly cached) samples."""
 
 _WRITING_HOOKS = (CheckpointHook, PreemptionHook, ProfilerHook, ReportHook)
 
@@ -176,8 +176,8 @@ class _StepHook(Hook):
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        # The distinct batch shapes.
         self.shapes: set[Any] = set()
-        """The distinct batch shapes."""
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Call the observer before the step."""

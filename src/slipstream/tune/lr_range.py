@@ -22,10 +22,10 @@ from slipstream.tune.observer import SETTLING, SMOOTHING, LrSweep
 from slipstream.tune.process import Job, Process, TrialError, format_seconds
 
 _MIN_STEPS = 10
+# Number of steps before and after a step that are used to compute the slope of the smoothed loss.
 _SPAN = 8
-"""Number of steps before and after a step that are used to compute the slope of the smoothed loss."""
+# Minimum relative decrease of the smoothed loss for which a learning rate is suggested.
 _MIN_DECREASE = 1e-3
-"""Minimum relative decrease of the smoothed loss for which a learning rate is suggested."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ SMOOTHING = 0.9
 """Decay of the exponential moving average of the losses in a learning rate range test."""
 SETTLING = 10
 """Number of steps after which individual batches hardly affect the average."""
+# The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number.
 _DIVERGENCE_RATIO = 4.0
-"""The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number."""
 
 
 class Finished(BaseException):

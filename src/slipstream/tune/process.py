@@ -34,10 +34,10 @@ from slipstream.tune.observer import Finished, Observer, Timer
 WARMUP = 6
 """Number of initial steps whose losses are compared. Timing starts after these steps."""
 _LOG = "output.log"
+# Seconds between two exchanges of the states of the ranks' trials.
 _INTERVAL = 0.2
-"""Seconds between two exchanges of the states of the ranks' trials."""
+# The failures of trials, in the order in which they are reported if ranks fail for different reasons.
 _STATUSES = ("out of memory", "failed", "timed out")
-"""The failures of trials, in the order in which they are reported if ranks fail for different reasons."""
 
 
 class Job(Protocol):
@@ -113,8 +113,8 @@ class Process:
         work = (job, make_observer) if fork else _pickle(job, make_observer)
         self._connection, child_connection = context.Pipe()
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-tune-"))
+        # Durations of the steps reported so far, in seconds.
         self.warmup_seconds: list[float] = []
-        """Durations of the steps reported so far, in seconds."""
         arguments = (child_connection, work, self._folder, torch.get_num_threads(), fork, _group())
         self._process = context.Process(target=_main, args=arguments)
         try:

@@ -22,14 +22,14 @@ from slipstream.tune.statistics import Estimate, difference, estimate
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _MAX_ROUND_SECONDS = 2.0
+# Fraction of the budget that is reserved for terminating processes and writing files.
 _MARGIN = 0.02
-"""Fraction of the budget that is reserved for terminating processes and writing files."""
 MIN_GAIN = 1.01
 """Minimum ratio for which an option is adopted."""
+# A trial ends after three or more rounds if its ratio is below this value in all of them.
 _EARLY_STOP_RATIO = 0.8
-"""A trial ends after three or more rounds if its ratio is below this value in all of them."""
+# After this fraction of the budget, a trial ends as soon as it has the minimum number of rounds.
 _ROUNDS_FRACTION = 0.12
-"""After this fraction of the budget, a trial ends as soon as it has the minimum number of rounds."""
 _NO_TIME = "the time budget ran out"
 
 
@@ -85,11 +85,11 @@ class _Running:
 
     def __init__(self, process: Process, warm: Mapping[str, Any], startup: float) -> None:
         self.process, self.warm = process, warm
+        # Seconds from the start of the process to the end of its warm-up.
         self.startup = startup
-        """Seconds from the start of the process to the end of its warm-up."""
         self.step_seconds = median(process.warmup_seconds[len(process.warmup_seconds) // 2 :])
+        # Duration of the warm-up minus the expected duration of its steps, in seconds.
         self.extra = max(sum(process.warmup_seconds) - len(process.warmup_seconds) * self.step_seconds, 0.0)
-        """Duration of the warm-up minus the expected duration of its steps, in seconds."""
         self.untimed = 1 + int(warm["buffered"])  # exclude batches that were loaded while the process waited
         self.seconds: list[float] = []
         self.peak_mib = float(warm["peak_mib"])

@@ -17,8 +17,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+# Maximum accepted change in a float32 output, relative to the largest absolute value of that output.
 _TOLERANCE = 1e-3
-"""Maximum accepted change in a float32 output, relative to the largest absolute value of that output."""
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
+# Default factor of each auxiliary output.
 _AUXILIARY_FACTOR = 0.4
-"""Default factor of each auxiliary output."""
 
 
 @MODELS.register_module()

@@ -32,6 +32,7 @@ from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
 from slipstream.zoo.timm_networks import PREFIX, TimmClassifier, add_prefix, import_timm
 
+# Name of the submodule that receives backbone weights, by network class; empty for the whole network.
 _BACKBONES = {
     "PPLiteSeg": "encoder.backbone",
     "STDCSeg": "cp.backbone",
@@ -42,7 +43,6 @@ _BACKBONES = {
     "TimmClassifier": "model",
     "UNet": "encoder",
 }
-"""Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
 TIMM_REMEDY = f"other classification networks come from timm, under the name {PREFIX}NAME"
 

@@ -27,10 +27,10 @@ class Network(nn.Module):
 
     task: ClassVar[str] = "segmentation"
     """`segmentation` or `classification`."""
+    # Regular expression that matches the names of the layers that return the class logits.
     _classifiers: ClassVar[str] = ""
-    """Regular expression that matches the names of the layers that return the class logits."""
+    # Submodules that SuperGradients' `replace_head` reinitializes in addition to the classification layers.
     _replaced_heads: ClassVar[tuple[str, ...]] = ()
-    """Submodules that SuperGradients' `replace_head` reinitializes in addition to the classification layers."""
     _processing: Processing | None = None
     _is_set_by_user = False
 

@@ -44,6 +44,7 @@ _DEFAULT: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"type": "SegNormalize", "mean": _MEAN, "std": _STD},
     ),
 }
+# SuperGradients' image processing classes, and the transforms that replace them.
 _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
     "classification": {"StandardizeImage": "ToTensor", "NormalizeImage": "Normalize"},
     "segmentation": {
@@ -53,9 +54,8 @@ _PROCESSINGS: Mapping[str, Mapping[str, str]] = {
         "SegmentationPadShortToCropSize": "SegPadShortToCropSize",
     },
 }
-"""SuperGradients' image processing classes, and the transforms that replace them."""
+# Arguments of a data preprocessor that do not change the image's pixels.
 _PADDING = ("non_blocking", "pad_size_divisor", "pad_value")
-"""Arguments of a data preprocessor that do not change the image's pixels."""
 
 
 @dataclass(frozen=True)

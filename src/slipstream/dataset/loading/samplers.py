@@ -192,8 +192,8 @@ _SAMPLERS_WITH_OWN_GENERATOR = (
     WeightedRandomSampler,
 )
 _MAX_RECORDED_BATCHES = 1024
+# The attribute of a sampler with a state: copies from the beginning of the first and of the latest epoch.
 _BEGINNINGS = "_slipstream_beginnings"
-"""The attribute of a sampler with a state: copies from the beginning of the first and of the latest epoch."""
 
 
 class EpochBatchSampler(Sampler[list[int]]):
@@ -243,14 +243,14 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.epoch = self.start = self.skip = 0
         self._fixed: list[list[int]] | None = None
         self._begins = False
+        # The number of earlier passes in this epoch, if the loader's class may start several passes in one epoch.
         self.passes: int | None = None
-        """The number of earlier passes in this epoch, if the loader's class may start several passes in one epoch."""
         self._offset = 0
         # None before the first epoch, and -1 if the states must be loaded before the next epoch.
         self._next_epoch: int | None = None
         self._states: dict[int, list[Any]] = {}
+        # The sample indices of the batches drawn last, by epoch (0 if every epoch is epoch 0) and index.
         self.recent: dict[tuple[int, int], list[int]] = {}
-        """The sample indices of the batches drawn last, by epoch (0 if every epoch is epoch 0) and index."""
 
     def set_epoch(self, epoch: int, start: int = 0, skip: int = 0) -> None:
         """Start the next iteration at batch `start` of this epoch, and skip the first `skip` samples of that batch."""

@@ -183,8 +183,8 @@ class Loading:
             raise DataLoaderError(f"{name}: {_SHARED_MEMORY}") from error
         finally:
             loader.generator = generator
+        # The ids of the worker processes.
         self.pids = {worker.pid for worker in getattr(self._iterator, "_workers", ())}
-        """The ids of the worker processes."""
         record_attributes(loader)
 
     def __iter__(self) -> Iterator[Any]:

@@ -202,8 +202,8 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
 _GOLDEN_RATIO = 0.618034
 _FIRST_HUE = 0.55
+# Chosen so that any two of the first colors are easy to tell apart.
 _SATURATIONS, _VALUES = (0.75, 0.55, 0.95), (0.95, 0.7, 0.85)
-"""Chosen so that any two of the first colors are easy to tell apart."""
 
 
 def default_palette(count: int) -> list[list[int]]:

@@ -25,8 +25,8 @@ MAX_PIXELS = 178_956_970
 
 Even a small file can decode to a huge image.
 """
+# Pillow's other decoders are not used, because an image file may come from an untrusted source.
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's other decoders are not used, because an image file may come from an untrusted source."""
 _ORIENTATION = 0x0112  # EXIF tag
 # Pillow's operations for the EXIF orientations 2 to 8.
 _TRANSPOSITIONS = (

@@ -41,8 +41,8 @@ def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[
     return EagerStep(loss_of, wrapper, optim_wrapper)(data)
 
 
+# Attributes that torch's DDP sets after its constructor.
 _OWN_ATTRIBUTES = ("_authoritative_rank", "buffer_hook")
-"""Attributes that torch's DDP sets after its constructor."""
 
 
 class ModelAttributes(nn.Module):

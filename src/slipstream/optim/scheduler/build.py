@@ -240,6 +240,7 @@ _STEP_PER_EPOCH = (
     lr_scheduler.PolynomialLR,
     lr_scheduler.CosineAnnealingLR,
 )
+# For each class, the argument that sets the length of the schedule; see `last_change`.
 _LAST_CHANGE: Mapping[type, str] = {
     OneCycleParamScheduler: "total_steps",
     lr_scheduler.OneCycleLR: "total_steps",
@@ -249,7 +250,6 @@ _LAST_CHANGE: Mapping[type, str] = {
     lr_scheduler.PolynomialLR: "total_iters",
     lr_scheduler.CosineAnnealingLR: "T_max",
 }
-"""For each class, the argument that sets the length of the schedule; see `last_change`."""
 
 
 def _counts_epochs(scheduler: LRScheduler) -> bool:

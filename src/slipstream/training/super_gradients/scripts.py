@@ -29,8 +29,8 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 SUPPORTED_VERSION = "3.7.1"
 """The version of SuperGradients whose interface this package implements."""
+# SuperGradients' default: tensors are matched by order if the names differ.
 _DEFAULT_STRICT_LOAD = "no_key_matching"
-"""SuperGradients' default: tensors are matched by order if the names differ."""
 
 # ---- setup ------------------------------------------------------------------------------------------------
 

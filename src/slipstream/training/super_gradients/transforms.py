@@ -78,6 +78,7 @@ class _Entry(dict[str, Any]):
         super().__init__({type(self).__name__: {key: v for key, v in named.items() if v is not None}})
 
 
+# SuperGradients' processing classes, and their arguments in order, with the defaults.
 _ENTRIES: Mapping[str, Mapping[str, Any]] = {
     "CenterCrop": {"size": 224},
     "ComposeProcessing": {"processings": None},
@@ -88,7 +89,6 @@ _ENTRIES: Mapping[str, Mapping[str, Any]] = {
     "SegmentationRescale": {"scale_factor": None, "short_size": None, "long_size": None},
     "StandardizeImage": {"max_value": 255.0},
 }
-"""SuperGradients' processing classes, and their arguments in order, with the defaults."""
 
 
 def __getattr__(name: str) -> type:
