@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import check_num_classes, init_weights, resize
+from slipstream.zoo.layers import init_weights, resize
 from slipstream.zoo.network import Network
 
 _CONTEXT_CHANNELS = 128
@@ -174,7 +174,7 @@ class DDRNet(Network):
     """
 
     _classifiers = r"(final_layer|seghead_extra)\.conv2"
-    _replaced_heads = ("final_layer", "seghead_extra")
+    _finetuned = _replaced_heads = ("final_layer", "seghead_extra")
 
     def __init__(
         self,
@@ -187,8 +187,7 @@ class DDRNet(Network):
         repeats: int = 1,
         use_aux_heads: bool = True,
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self._backbone = Backbone(width, depths, repeats)
         self.compression3 = nn.ModuleList(
             nn.Sequential(*_conv_bn(4 * width, high_width, 1)) for _ in range(repeats)
@@ -211,10 +210,6 @@ class DDRNet(Network):
         self.final_layer = Head(2 * high_width, head_width, num_classes)
         self.seghead_extra = Head(high_width, head_width, num_classes) if use_aux_heads else None
         init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
-        return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:
         self.seghead_extra = None

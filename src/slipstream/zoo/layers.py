@@ -6,9 +6,11 @@ Parameter names (`seq.conv`, `seq.bn`, `seg_head`) match SuperGradients', so its
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slipstream.errors import ModelError
 
@@ -103,6 +105,35 @@ class SegmentationHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits at the resolution of `x`."""
         return self.seg_head(x)
+
+
+def outputs_of(stages: Iterable[nn.Module], x: Tensor) -> list[Tensor]:
+    """Return the output of each stage. The input of a stage is the output of the previous stage."""
+    features = []
+    for stage in stages:
+        x = stage(x)
+        features.append(x)
+    return features
+
+
+def drop_path(x: Tensor, probability: float, training: bool) -> Tensor:
+    """Return `x` with random images set to 0, and the other images scaled to preserve the mean (arXiv 1603.09382).
+
+    If `training` is False, return `x` unchanged.
+    """
+    if not training or probability == 0:
+        return x
+    return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
+
+
+def check_size(network: str, x: Tensor, least: int) -> None:
+    """Raise `ModelError` unless the images (N, C, H, W) have at least `least` x `least` pixels."""
+    height, width = x.shape[-2:]
+    if height < least or width < least:
+        raise ModelError(
+            f"{network} requires images of at least {least} x {least} pixels, not {height} x {width}; enlarge or pad "
+            f"the images, for example with ImgDataPreprocessor(pad_size_divisor={least})"
+        )
 
 
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:

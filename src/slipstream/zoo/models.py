@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,14 @@ _BACKBONES = {
     "UNet": "encoder",
 }
 
+_ZOO = f"{__package__}."
 TIMM_REMEDY = f"other classification networks come from timm, under the name {PREFIX}NAME"
 
 
 def names() -> list[str]:
     """Return the sorted names that `get` accepts, except the names of networks from timm."""
-    scaled = ["pp_lite_t_seg", "pp_lite_b_seg", "stdc1_seg", "stdc2_seg"]
-    # The recipes at 50% and 75% of the image resolution use the same network.
-    known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
-    known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
-    known += [f"segformer_b{size}" for size in range(6)]
-    known += ["resnet18", "resnet18_cifar", "resnet34", "resnet50"]
-    return sorted([*known, "shelfnet18_lw", "shelfnet34_lw", "unet"])
+    # The networks are registered functions. The losses and the dataset of the zoo are classes.
+    return sorted(n for n, f in MODELS.module_dict.items() if isfunction(f) and f.__module__.startswith(_ZOO))
 
 
 def get(

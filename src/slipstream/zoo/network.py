@@ -29,10 +29,16 @@ class Network(nn.Module):
     """`segmentation` or `classification`."""
     # Regular expression that matches the names of the layers that return the class logits.
     _classifiers: ClassVar[str] = ""
-    # Submodules that SuperGradients' `replace_head` reinitializes in addition to the classification layers.
+    # Prefixes of the submodules that SuperGradients' `replace_head` reinitializes, besides the classification layers.
     _replaced_heads: ClassVar[tuple[str, ...]] = ()
+    # Prefixes of the names of the parameters that SuperGradients' `finetune` trains.
+    _finetuned: ClassVar[tuple[str, ...]] = ()
     _processing: Processing | None = None
     _is_set_by_user = False
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        check_num_classes(num_classes)
 
     def set_dataset_processing_params(
         self,
@@ -113,6 +119,10 @@ class Network(nn.Module):
             network.prep_model_for_conversion()
         return predict(network, images, self.task, self._processing, batch_size, fp16)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
+        return {**dict.fromkeys(self._finetuned, lr), "default": 0.0}
+
     def replace_head(self, new_num_classes: int) -> None:
         """Replace the classification layers with untrained ones for `new_num_classes` classes.
 
@@ -127,7 +137,7 @@ class Network(nn.Module):
                 self.set_submodule(name, _with_outputs(layer, new_num_classes))
         for name, module in self.named_modules():
             reset: Any = getattr(module, "reset_parameters", None)
-            if reset is not None and name.split(".")[0] in self._replaced_heads:
+            if reset is not None and name.startswith(self._replaced_heads):
                 reset()
         # The processing parameters describe the classes of the old head.
         self._processing, self._is_set_by_user = None, False

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import (
-    AdaptiveAvgPool2d,
-    ConvBNReLU,
-    SegmentationHead,
-    check_num_classes,
-    init_weights,
-    resize,
-)
+from slipstream.zoo.layers import AdaptiveAvgPool2d, ConvBNReLU, SegmentationHead, init_weights, resize
 from slipstream.zoo.network import Network
 from slipstream.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 
@@ -114,6 +107,7 @@ class PPLiteSeg(Network):
     """
 
     _classifiers = r"(seg_head|aux_heads\.\d+)\.0\.seg_head\.2"
+    _finetuned = ("seg_head", "aux_heads")
 
     def __init__(
         self,
@@ -124,8 +118,7 @@ class PPLiteSeg(Network):
         use_aux_heads: bool = True,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self.encoder = Encoder(STDCBackbone(blocks), skip_channels)
         self.decoder = Decoder(skip_channels, head_channels)
         # Each head is in a Sequential to match checkpoints, in which an upsampling module follows the head.
@@ -136,10 +129,6 @@ class PPLiteSeg(Network):
             if use_aux_heads
         )
         init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
-        return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:
         self.aux_heads = nn.ModuleList()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import ConvBNReLU, check_num_classes, init_weights, resize
+from slipstream.zoo.layers import ConvBNReLU, init_weights, outputs_of, resize
 from slipstream.zoo.network import Network
 
 _GROUP_WIDTH = 16
@@ -119,11 +119,7 @@ class Backbone(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features of each stage, with sizes rounded up."""
-        features = []
-        for stage in self.stages:
-            x = stage(x)
-            features.append(x)
-        return features
+        return outputs_of(self.stages, x)
 
 
 class Decoder(nn.Module):
@@ -160,11 +156,10 @@ class RegSeg(Network):
     """
 
     _classifiers = r"head\.1"
-    _replaced_heads = ("head",)
+    _finetuned = _replaced_heads = ("head",)
 
     def __init__(self, num_classes: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self.stem = ConvBNReLU(3, 32, stride=2)
         # The bias of this convolution exists only to match checkpoints; BatchNorm cancels it.
         self.stem.seq.conv = nn.Conv2d(3, 32, 3, stride=2, padding=1)
@@ -174,10 +169,6 @@ class RegSeg(Network):
         self.dropout = nn.Dropout(dropout)
         init_weights(self)
         self.register_load_state_dict_pre_hook(_rename)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the head and freezes the rest."""
-        return {"head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size."""

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import check_num_classes, init_weights
+from slipstream.zoo.layers import drop_path, init_weights
 from slipstream.zoo.network import Network
 
 
@@ -17,11 +17,6 @@ def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
 
 def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
-
-
-def _drop_path(x: Tensor, probability: float) -> Tensor:
-    """Return `x` with random images set to 0, and the other images scaled to preserve the mean (arXiv 1603.09382)."""
-    return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), probability)
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
@@ -49,9 +44,7 @@ class BasicBlock(nn.Module):
         """Return (N, width, ceil(H / stride), ceil(W / stride))."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        if self.training and self.droppath_prob:
-            out = _drop_path(out, self.droppath_prob)
+        out = drop_path(self.bn2(self.conv2(out)), self.droppath_prob, self.training)
         return F.relu(out + shortcut, inplace=True)
 
 
@@ -78,9 +71,7 @@ class Bottleneck(nn.Module):
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        if self.training and self.droppath_prob:
-            out = _drop_path(out, self.droppath_prob)
+        out = drop_path(self.bn3(self.conv3(out)), self.droppath_prob, self.training)
         return F.relu(out + shortcut, inplace=True)
 
 
@@ -103,6 +94,7 @@ class ResNet(Network):
 
     task = "classification"
     _classifiers = "fc"
+    _finetuned = ("fc",)
 
     def __init__(
         self,
@@ -113,8 +105,7 @@ class ResNet(Network):
         small_input: bool = False,
         droppath_prob: float = 0.0,
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         if not 0 <= droppath_prob < 1:
             raise ConfigError(f"must be at least 0 and less than 1, not {droppath_prob}", "droppath_prob")
         if small_input:
@@ -131,10 +122,6 @@ class ResNet(Network):
         self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], 2, droppath_prob)
         self.fc = nn.Linear(512 * block.expansion, num_classes)
         init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which freezes all layers except the classifier."""
-        return {"fc": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""

@@ -8,9 +8,8 @@ from collections import OrderedDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.errors import ModelError
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import check_num_classes, resize
+from slipstream.zoo.layers import check_size, drop_path, resize
 from slipstream.zoo.network import Network
 
 _SMALL = (32, 64, 160, 256)
@@ -18,7 +17,6 @@ _LARGE = (64, 128, 320, 512)
 _HEADS = (1, 2, 5, 8)
 _REDUCTIONS = (8, 4, 2, 1)
 _STRIDES = (4, 2, 2, 2)
-_MIN_SIZE = 32
 
 # Tokens always have the shape (N, h, w, C). Their (N, C, h, w) views for convolutions use the channels_last format.
 
@@ -103,13 +101,8 @@ class EncoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (N, h, w, C) for `x` of shape (N, h, w, C)."""
-        x = x + self._drop(self.attn(self.norm1(x)))
-        return x + self._drop(self.mlp(self.norm2(x)))
-
-    def _drop(self, x: Tensor) -> Tensor:
-        if not self.training or self.drop_path == 0:
-            return x
-        return x * F.dropout(x.new_ones(x.shape[0], 1, 1, 1), self.drop_path)
+        x = x + drop_path(self.attn(self.norm1(x)), self.drop_path, self.training)
+        return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
 
 
 class MixTransformer(nn.Module):
@@ -201,7 +194,7 @@ class SegFormer(Network):
     """
 
     _classifiers = r"decode_head\.linear_pred"
-    _replaced_heads = ("decode_head",)
+    _finetuned = _replaced_heads = ("decode_head",)
 
     def __init__(
         self,
@@ -212,15 +205,10 @@ class SegFormer(Network):
         drop_path: float = 0.1,
         dropout: float = 0.1,
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self._backbone = MixTransformer(widths, depths, drop_path)
         self.decode_head = DecodeHead(widths, head_width, num_classes, dropout)
         _init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the decoder and freezes the rest."""
-        return {"decode_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32 pixels.
@@ -228,12 +216,7 @@ class SegFormer(Network):
         Raises:
             ModelError: if the images are smaller than 32 x 32 pixels.
         """
-        height, width = x.shape[-2:]
-        if height < _MIN_SIZE or width < _MIN_SIZE:
-            raise ModelError(
-                f"SegFormer requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
-                "enlarge or pad the images, for example with ImgDataPreprocessor(pad_size_divisor=32)"
-            )
+        check_size("SegFormer", x, 32)
         return resize(self.decode_head(self._backbone(x)), x)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.registry import MODELS
 from slipstream.zoo.ddrnet import BasicBlock
-from slipstream.zoo.layers import ConvBlock, check_num_classes, resize
+from slipstream.zoo.layers import ConvBlock, outputs_of, resize
 from slipstream.zoo.network import Network
 
 _LEVELS = 3
@@ -67,11 +67,7 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features at 1/8, 1/16 and 1/32 of the resolution, with 128, 256 and 512 channels."""
         x = self.layer1(self.maxpool(F.relu(self.bn1(self.conv1(x)))))
-        features = []
-        for stage in (self.layer2, self.layer3, self.layer4):
-            x = stage(x)
-            features.append(x)
-        return features
+        return outputs_of((self.layer2, self.layer3, self.layer4), x)
 
 
 def _stage(in_channels: int, width: int, depth: int, stride: int) -> nn.Sequential:
@@ -173,12 +169,12 @@ class ShelfNet(Network):
     """
 
     _classifiers = r"net_output_list\.\d\.conv_out"
+    _finetuned = ("net_output_list",)
 
     def __init__(
         self, num_classes: int, depths: tuple[int, int, int, int], width: int, in_channels: int = 3
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         widths = [width * 2**level for level in range(_LEVELS)]
         self.backbone = Backbone(in_channels, depths)
         # The backbone's features have 128, 256 and 512 channels. If `width` is 64, 1x1 convolutions halve them.
@@ -191,10 +187,6 @@ class ShelfNet(Network):
         self.ladder = Ladder(width)
         self.decoder = Decoder(width)
         _init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
-        return {"net_output_list": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:
         self.net_output_list = self.net_output_list[:1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.zoo.layers import ConvBNReLU
+from slipstream.zoo.layers import ConvBNReLU, outputs_of
 
 STDC1_BLOCKS = (2, 2, 2)
 STDC2_BLOCKS = (4, 5, 3)
@@ -67,8 +67,4 @@ class STDCBackbone(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features at 1/8, 1/16 and 1/32 of the resolution of `x`, with sizes rounded up."""
-        features = []
-        for stage in self.stages.values():
-            x = stage(x)
-            features.append(x)
-        return features[-3:]
+        return outputs_of(self.stages.values(), x)[-3:]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
+from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, init_weights, resize
 from slipstream.zoo.network import Network
 from slipstream.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 
@@ -35,20 +35,6 @@ class AttentionRefinement(nn.Module):
         return x * self.attention_block(x)
 
 
-class GlobalContext(nn.Module):
-    """The projected global mean of the features, which is one vector per image."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.context_embedding = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), ConvBNReLU(in_channels, out_channels, kernel_size=1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (N, out_channels, 1, 1)."""
-        return self.context_embedding(x)
-
-
 class ContextPath(nn.Module):
     """The backbone and its context, which is upsampled from 1/32 via 1/16 to 1/8 of the resolution."""
 
@@ -56,7 +42,9 @@ class ContextPath(nn.Module):
         super().__init__()
         self.backbone = backbone
         _, width16, width32 = backbone.out_channels
-        self.context_embedding = GlobalContext(width32, channels)
+        # The projected global mean of the features. The name occurs twice to match checkpoints.
+        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), ConvBNReLU(width32, channels, kernel_size=1))
+        self.context_embedding = nn.Sequential(OrderedDict(context_embedding=pool))
         self.arm32 = AttentionRefinement(width32, channels)
         self.arm16 = AttentionRefinement(width16, channels)
         self.upsample32 = nn.Sequential(nn.Upsample(scale_factor=2), ConvBNReLU(channels, channels))
@@ -116,7 +104,7 @@ class STDCSeg(Network):
     """
 
     _classifiers = r"(segmentation_head|aux_head_s16|aux_head_s32)\.0\.seg_head\.2"
-    _replaced_heads = ("segmentation_head", "aux_head_s16", "aux_head_s32", "detail_head8")
+    _finetuned = _replaced_heads = ("segmentation_head", "aux_head", "detail_head")
 
     def __init__(
         self,
@@ -125,8 +113,7 @@ class STDCSeg(Network):
         use_aux_heads: bool = True,
         dropout: float = 0.2,
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self.use_aux_heads = use_aux_heads
         self.cp = ContextPath(STDCBackbone(blocks), _CONTEXT_CHANNELS)
         width8, width16, width32 = self.cp.backbone.out_channels
@@ -137,10 +124,6 @@ class STDCSeg(Network):
             self.aux_head_s32 = _head(width32, _HIDDEN_CHANNELS, num_classes, dropout)
             self.detail_head8 = _head(width8, _HIDDEN_CHANNELS, 1, dropout)
         init_weights(self)
-
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
-        return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
 
     def _remove_auxiliary_heads(self) -> None:
         if self.use_aux_heads:

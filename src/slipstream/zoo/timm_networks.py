@@ -52,8 +52,7 @@ class TimmClassifier(Network, PretrainedWeights):
     def __init__(
         self, name: str, num_classes: int, in_channels: int = 3, pretrained: bool = False, **options: Any
     ) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         if source := sorted(options.keys() & _SOURCE_OPTIONS):
             raise ConfigError(
                 "is not supported, because timm would load unchecked files; pass the file to models.get",

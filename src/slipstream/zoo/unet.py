@@ -8,14 +8,13 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
+from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, check_size, init_weights, outputs_of, resize
 from slipstream.zoo.network import Network
 
 _WIDTHS = (64, 128, 256, 512, 512)
 _UP_WIDTHS = (256, 128, 64, 32)
-_MIN_SIZE = 2 ** (len(_WIDTHS) - 1)
 
 
 class Stage(nn.Module):
@@ -44,11 +43,7 @@ class Backbone(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features of each stage."""
-        features = []
-        for stage in self.stages:
-            x = stage(x)
-            features.append(x)
-        return features
+        return outputs_of(self.stages, x)
 
 
 class UpBlock(nn.Module):
@@ -98,10 +93,10 @@ class UNet(Network):
     """
 
     _classifiers = r"seg_head\.0\.seg_head\.2"
+    _finetuned = ("seg_head",)
 
     def __init__(self, num_classes: int, in_channels: int = 3, dropout: float = 0.0) -> None:
-        super().__init__()
-        check_num_classes(num_classes)
+        super().__init__(num_classes)
         self.encoder = nn.Sequential(OrderedDict(backbone=Backbone(in_channels)))
         self.decoder = Decoder()
         # The head is in a Sequential to match checkpoints, in which an upsampling module follows the head.
@@ -109,22 +104,13 @@ class UNet(Network):
         self.seg_head = nn.Sequential(head)
         init_weights(self)
 
-    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`, which trains the head and freezes the rest."""
-        return {"seg_head": lr, "default": 0.0}
-
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W) of at least 16 x 16 pixels.
 
         Raises:
             ModelError: if the images are smaller than 16 x 16 pixels.
         """
-        height, width = x.shape[-2:]
-        if height < _MIN_SIZE or width < _MIN_SIZE:
-            raise ModelError(
-                f"U-Net requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
-                "enlarge or pad the images"
-            )
+        check_size("U-Net", x, 16)
         return self.seg_head(self.decoder(self.encoder(x)))
 
 
