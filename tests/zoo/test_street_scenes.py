@@ -85,7 +85,7 @@ def test_dataset_loads_scenes_and_checks_its_options():
     assert (
         data.cache_key(3) == StreetScenes(SMALL, 9, 3).cache_key(3) != StreetScenes(SMALL, 5, 4).cache_key(3)
     )
-    with pytest.raises(IndexError, match="increase"):
+    with pytest.raises(IndexError, match="no sample 5"):
         data.load(5)
     for wrong in (dict(length=0), dict(size=(31, 64)), dict(size=64), dict(seed=-1)):
         with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from enum import Enum
 from functools import partial
 from inspect import isclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from slipstream.checkpoint import OPTIMIZER, check
+from slipstream.checkpoint import OPTIMIZER
+from slipstream.checkpoint import check as check_state
 from slipstream.dataset.loading.loader import build_dataloader, copied_loader
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.dataset.sources.base import SegmentationDataset
@@ -26,6 +27,7 @@ from slipstream.model import unwrap_model
 from slipstream.model.tasks import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
 from slipstream.training.params import configuration, read_factory
+from slipstream.typecheck import check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -422,9 +424,7 @@ class EarlyStop(EarlyStoppingHook):
     ) -> None:
         if phase not in (Phase.VALIDATION_EPOCH_END, Phase.VALIDATION_EPOCH_END.value):
             raise ConfigError(f"EarlyStop only supports VALIDATION_EPOCH_END, not {phase}", "phase")
-        if mode not in ("min", "max"):
-            raise ConfigError(f"must be 'min' or 'max', not {mode!r}", "mode")
-        rule = "less" if mode == "min" else "greater"
+        rule = "less" if check(mode, Literal["min", "max"], "mode") == "min" else "greater"
         super().__init__(monitor, rule, min_delta, strict, check_finite, patience, threshold)
 
 
@@ -516,7 +516,7 @@ class NewOptimizerHook(Hook):
             return
         assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
         initial_state = runner.optim_wrapper.state_dict()
-        check(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
+        check_state(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
         groups = checkpoint["optimizer"]["param_groups"]
         # Not strict, because the schedulers check the number of groups.
         for own, saved in zip(initial_state["param_groups"], groups, strict=False):

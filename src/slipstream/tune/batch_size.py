@@ -19,6 +19,7 @@ from slipstream.tables import make_table, table_text
 from slipstream.tune.jobs import Setting
 from slipstream.tune.observer import Timer
 from slipstream.tune.process import Job, Process, TrialError, format_seconds
+from slipstream.typecheck import PositiveInt, check
 
 _WARMUP, _TIMED = 3, 3
 # Maximum fraction of the available CPU memory that a trial may use.
@@ -104,8 +105,7 @@ def search_batch_sizes(
         ConfigError: the budget is too short for the first batch size.
         SlipstreamError: training failed with every batch size.
     """
-    if max_size < 1:
-        raise ConfigError(f"must be at least 1, not {max_size}", "max_size")
+    check(max_size, PositiveInt, "max_size")
     end = (time.monotonic() if start_time is None else start_time) + budget
     search = _Search(make_job, max_size, end, report)
     stopped = ""

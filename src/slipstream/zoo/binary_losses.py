@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
+from slipstream.typecheck import check
 from slipstream.zoo.losses import at_least_float32
 
 _SMOOTH = 1.0
@@ -37,12 +38,7 @@ class BCEDiceLoss(nn.Module):
 
     def __init__(self, loss_weights: Sequence[float] = (0.5, 0.5), logits: bool = True) -> None:
         super().__init__()
-        if len(loss_weights) != 2:
-            raise ConfigError(
-                f"must contain two numbers, for cross-entropy and Dice, not {list(loss_weights)}",
-                "loss_weights",
-            )
-        self.loss_weights = tuple(loss_weights)
+        self.loss_weights = tuple(check(loss_weights, tuple[float, float], "loss_weights"))
         self.logits = logits
 
     def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> Tensor:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ModelError
 from slipstream.registry import MODELS
+from slipstream.typecheck import Probability, check
 from slipstream.zoo.losses import at_least_float32
 
+_Mode = Literal["channel_wise", "spatial_wise"]
 LossOrConfig = Callable[..., Any] | Mapping[str, Any]
 
 
@@ -90,10 +92,7 @@ class KDLogitsLoss(nn.Module):
         distillation_loss_coeff: float = 0.5,
     ) -> None:
         super().__init__()
-        if not 0 <= distillation_loss_coeff <= 1:
-            raise ConfigError(
-                f"must be between 0 and 1, not {distillation_loss_coeff}", "distillation_loss_coeff"
-            )
+        check(distillation_loss_coeff, Probability, "distillation_loss_coeff")
         self.task_loss_fn = _build(task_loss_fn)
         self.distillation_loss_fn = _build(distillation_loss_fn or KDklDivLoss())
         self.distillation_loss_coeff = distillation_loss_coeff
@@ -132,16 +131,12 @@ class ChannelWiseKnowledgeDistillationLoss(nn.Module):
 
     def __init__(
         self,
-        normalization_mode: str = "channel_wise",
+        normalization_mode: _Mode = "channel_wise",
         temperature: float = 4.0,
         ignore_index: int | None = None,
     ) -> None:
         super().__init__()
-        if normalization_mode not in ("channel_wise", "spatial_wise"):
-            raise ConfigError(
-                f"must be 'channel_wise' or 'spatial_wise', not {normalization_mode!r}", "normalization_mode"
-            )
-        self.normalization_mode = normalization_mode
+        self.normalization_mode = check(normalization_mode, _Mode, "normalization_mode")
         self.temperature = temperature
         self.ignore_index = ignore_index
 
@@ -189,11 +184,7 @@ class SegKDLoss(nn.Module):
         kd_loss_weights: Sequence[float],
     ) -> None:
         super().__init__()
-        if len(kd_loss_weights) != 2:
-            raise ConfigError(
-                f"must contain two numbers, for ce_loss and kd_loss, not {list(kd_loss_weights)}",
-                "kd_loss_weights",
-            )
+        check(kd_loss_weights, tuple[float, float], "kd_loss_weights")
         self.kd_loss, self.ce_loss = _build(kd_loss), _build(ce_loss)
         self.weights, self.kd_loss_weights = tuple(weights), tuple(kd_loss_weights)
 

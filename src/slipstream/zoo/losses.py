@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
+from slipstream.typecheck import Probability, check
 
 # Default factor of each auxiliary output.
 _AUXILIARY_FACTOR = 0.4
@@ -39,10 +40,8 @@ class CrossEntropy(nn.Module):
         self, ignore_index: int = -100, label_smoothing: float = 0.0, weight: Sequence[float] | None = None
     ) -> None:
         super().__init__()
-        if not 0 <= label_smoothing <= 1:
-            raise ConfigError(f"must be between 0 and 1, not {label_smoothing}", "label_smoothing")
         self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
+        self.label_smoothing = check(label_smoothing, Probability, "label_smoothing")
         self.register_buffer("weight", _class_weights(weight), persistent=False)
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
+from slipstream.typecheck import Probability, check
 from slipstream.zoo.layers import drop_path, init_weights
 from slipstream.zoo.network import Network
 
@@ -106,8 +106,7 @@ class ResNet(Network):
         droppath_prob: float = 0.0,
     ) -> None:
         super().__init__(num_classes)
-        if not 0 <= droppath_prob < 1:
-            raise ConfigError(f"must be at least 0 and less than 1, not {droppath_prob}", "droppath_prob")
+        check(droppath_prob, Probability, "droppath_prob")
         if small_input:
             self.conv1 = _conv3x3(in_channels, 64)
             self.maxpool: nn.Module = nn.Identity()

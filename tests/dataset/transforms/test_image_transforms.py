@@ -38,7 +38,7 @@ def test_flip_mirrors_horizontally_with_the_given_probability():
     assert 60 < sum(flips) < 140
     assert np.array_equal(RandomHorizontalFlip(0)(image(), rng), image())
     assert np.array_equal(RandomHorizontalFlip(1)(image(), rng), mirrored)
-    with pytest.raises(ConfigError, match="p must be in the range 0 to 1"):
+    with pytest.raises(ConfigError, match="p: must be a float between 0 and 1"):
         RandomHorizontalFlip(1.5)
 
 

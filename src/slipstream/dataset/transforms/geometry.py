@@ -20,6 +20,7 @@ from slipstream.dataset.transforms.crop import CropRegion, Geometric, Sample
 from slipstream.errors import ConfigError, DataError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
+from slipstream.typecheck import Positive, PositiveInt, Probability, check
 
 Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -29,7 +30,7 @@ class SegRandomFlip(Geometric):
     """Mirror the image and the mask left to right with probability `prob`."""
 
     def __init__(self, prob: float = 0.5) -> None:
-        self.prob = _probability(prob)
+        self.prob = check(prob, Probability, "prob")
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion:
         """Return the region, possibly mirrored."""
@@ -121,7 +122,7 @@ class SegPadShortToCropSize(Geometric):
     ) -> None:
         self.crop_size = _size(crop_size)
         self.fill = read_fill(fill_mask, fill_image)
-        self.padding_mode = _one_of("padding_mode", padding_mode, ("center", "random"))
+        self.padding_mode = check(padding_mode, Literal["center", "random"], "padding_mode")
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
         """Return the region, padded to at least the crop size."""
@@ -153,9 +154,7 @@ class SegPadToDivisible(Geometric):
     """
 
     def __init__(self, divisible_value: int, fill_mask: int = 0, fill_image: int | Sequence[int] = 0) -> None:
-        if divisible_value < 1:
-            raise ConfigError(f"must be at least 1, not {divisible_value}", "divisible_value")
-        self.divisible_value = divisible_value
+        self.divisible_value = check(divisible_value, PositiveInt, "divisible_value")
         self.fill = read_fill(fill_mask, fill_image)
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
@@ -181,7 +180,7 @@ class SegCropImageAndMask(Geometric):
 
     def __init__(self, crop_size: int | Sequence[int], mode: Literal["random", "center"] = "random") -> None:
         self.crop_size = _size(crop_size)
-        self.mode = _one_of("mode", mode, ("random", "center"))
+        self.mode = check(mode, Literal["random", "center"], "mode")
 
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion:
         """Return the cropped region."""
@@ -297,7 +296,7 @@ class SegRandomGaussianBlur:
     """
 
     def __init__(self, prob: float = 0.5) -> None:
-        self.prob = _probability(prob)
+        self.prob = check(prob, Probability, "prob")
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample, possibly with a blurred image."""
@@ -328,9 +327,7 @@ class SegStandardize(Affine):
     """Divide the image by `max_value`."""
 
     def __init__(self, max_value: float = 255) -> None:
-        if not max_value > 0:
-            raise ConfigError(f"must be greater than 0, got {max_value!r}", "max_value")
-        self.max_value = max_value
+        self.max_value = check(max_value, Positive, "max_value")
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
         """Return the scale and shift, divided by `max_value`."""
@@ -386,12 +383,6 @@ def read_fill(fill_mask: int, fill_image: int | Sequence[int]) -> tuple[int, int
     return colors[0], colors[1], colors[2], fill_mask
 
 
-def _probability(prob: float) -> float:
-    if not 0 <= prob <= 1:
-        raise ConfigError(f"must be between 0 and 1, not {prob}", "prob")
-    return prob
-
-
 def _rescaled(region: CropRegion, scale: float) -> CropRegion | None:
     width, height = region.canvas
     return region.resized((max(1, int(width * scale)), max(1, int(height * scale))))
@@ -411,12 +402,6 @@ def _size(crop_size: int | Sequence[int]) -> tuple[int, int]:
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise ConfigError(f"crop_size must be (width, height) in pixels, or one number, got {crop_size!r}")
     return sides[0], sides[1]
-
-
-def _one_of(name: str, value: str, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
-    return value
 
 
 def _factors(name: str, value: float | Sequence[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from slipstream.errors import ConfigError, DataError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
+from slipstream.typecheck import NonNegativeInt, Probability, check
 
-_FILTERS = ("bilinear", "bicubic", "lanczos", "hamming", "nearest", "box")
+_Filter = Literal["bilinear", "bicubic", "lanczos", "hamming", "nearest", "box"]
 _RANDOM_FILTERS = ("bilinear", "bicubic")
 # Maximum number of random boxes to try. If none fits in the image, a centered box is used.
 _MAX_ATTEMPTS = 10
@@ -41,9 +42,7 @@ class RandomCrop:
     """
 
     def __init__(self, size: int | Sequence[int], padding: int = 0) -> None:
-        if padding < 0:
-            raise ConfigError(f"must be at least 0, not {padding!r}", "padding")
-        self.size, self.padding = _pair("size", size), padding
+        self.size, self.padding = _pair("size", size), check(padding, NonNegativeInt, "padding")
 
     def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         """Return the crop."""
@@ -62,9 +61,7 @@ class RandomHorizontalFlip:
     """Mirror an image left to right with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p <= 1:
-            raise ConfigError(f"p must be in the range 0 to 1, got {p}")
-        self.p = p
+        self.p = check(p, Probability, "p")
 
     def __call__(self, image: Image, rng: np.random.Generator) -> Image:
         """Return the image, possibly mirrored."""
@@ -181,10 +178,7 @@ def _resized(image: Image, size: tuple[int, int], interpolation: str) -> Image:
 
 
 def _filter(name: Any) -> str:
-    name = "bilinear" if name == "default" else name
-    if name not in _FILTERS:
-        raise ConfigError(f"must be one of {', '.join(_FILTERS)}, not {name!r}", "interpolation")
-    return str(name)
+    return check("bilinear" if name == "default" else name, _Filter, "interpolation")
 
 
 def _pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from slipstream.errors import ConfigError
 from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
+from slipstream.typecheck import Probability, check
 
 _MAX_MAGNITUDE = 10.0
 # Probability of each operation with `w0`. Without `w0`, all operations have the same probability.
@@ -44,8 +45,7 @@ class RandAugmentTransform:
     def __init__(
         self, config_str: str, crop_size: int = 224, img_mean: Sequence[float] = (0.5, 0.5, 0.5)
     ) -> None:
-        if len(img_mean) != 3 or not all(0 <= value <= 1 for value in img_mean):
-            raise ConfigError(f"must be three numbers between 0 and 1, not {img_mean!r}", "img_mean")
+        check(img_mean, tuple[Probability, Probability, Probability], "img_mean")
         self.fill = tuple(min(255, round(255 * value)) for value in img_mean)
         sections = _sections(config_str)
         self.magnitude = float(sections.get("m", _MAX_MAGNITUDE))

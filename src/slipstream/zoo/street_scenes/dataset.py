@@ -7,22 +7,23 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.dataset.sources.base import SegmentationDataset, Transform
+from slipstream.dataset.sources.base import SegmentationDataset, Transform, check_index
 from slipstream.dataset.sources.cityscapes_labels import (
     CITYSCAPES_CLASSES,
     CITYSCAPES_IGNORE_INDEX,
     CITYSCAPES_PALETTE,
 )
-from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
-from slipstream.typecheck import matches
+from slipstream.typecheck import NonNegativeInt, PositiveInt, Rule, check
 from slipstream.zoo.street_scenes.render import render
 from slipstream.zoo.street_scenes.scene import Scene
+
+_Side = Annotated[int, Rule(lambda value: 32 <= value <= 16384, "between 32 and 16384")]
 
 
 def draw_street_scene(
@@ -43,14 +44,11 @@ def draw_street_scene(
 
     Raises:
         ConfigError: if the size is not a pair of ints between 32 and 16384.
-        DataError: if the seed or the index is negative.
+        ValueError: if the seed or the index is negative.
     """
-    _check_size(size)
-    if seed < 0 or index < 0:
-        raise DataError(f"the seed and index of a street scene must not be negative, got {seed} and {index}")
+    size = _checked(size)
     rng = np.random.default_rng((seed, index))
-    scene = Scene(Random(int(rng.integers(2**63))))
-    return render(scene, (size[0], size[1]), rng)
+    return render(Scene(Random(int(rng.integers(2**63)))), size, rng)
 
 
 @DATASETS.register_module()
@@ -78,14 +76,9 @@ class StreetScenes(SegmentationDataset):
         cache: str | Path | None = None,
     ) -> None:
         super().__init__(transforms, cache_in_memory, cache)
-        _check_size(size)
-        if not matches(length, int) or length < 1:
-            raise ConfigError(f"the length of StreetScenes must be at least 1, not {length!r}", "length")
-        if not matches(seed, int) or seed < 0:
-            raise ConfigError(f"the seed must be a non-negative int, not {seed!r}", "seed")
-        self.size = (size[0], size[1])
-        self.length = length
-        self.seed = seed
+        self.size = _checked(size)
+        self.length = check(length, PositiveInt, "length")
+        self.seed = check(seed, NonNegativeInt, "seed")
         self.metainfo: dict[str, Any] = {
             "classes": CITYSCAPES_CLASSES,
             "palette": [list(color) for color in CITYSCAPES_PALETTE],
@@ -101,10 +94,7 @@ class StreetScenes(SegmentationDataset):
         Raises:
             IndexError: if the index is out of range.
         """
-        if not 0 <= index < self.length:
-            raise IndexError(
-                f"index {index} is out of range for {self.length} street scenes; increase `length`"
-            )
+        check_index(self, index)
         return draw_street_scene(self.seed, int(index), self.size)
 
     def cache_key(self, index: int) -> tuple[str, str]:
@@ -122,11 +112,7 @@ def _drawing_version() -> str:
     return digest.hexdigest()
 
 
-def _check_size(size: Any) -> None:
-    valid = (
-        matches(size, tuple) and len(size) == 2 and all(matches(n, int) and 32 <= n <= 16384 for n in size)
-    )
-    if not valid:
-        raise ConfigError(
-            f"size must be a tuple (height, width) of ints between 32 and 16384, not {size!r}", "size"
-        )
+def _checked(size: Any) -> tuple[int, int]:
+    """Return the height and width as a tuple."""
+    height, width = check(size, tuple[_Side, _Side], "size")
+    return height, width
