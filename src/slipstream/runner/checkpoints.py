@@ -150,7 +150,7 @@ class Checkpoints:
             resume.check_matches(checkpoint, source, runner.model, optim, schedulers, warn, fixed_rates)
             resume.check_stream(checkpoint["meta"], runner.train_loop, source)
             with restoring("meta.sampler_generators", source):
-                resume.restore_samplers(runner.train_loop.dataloader, checkpoint["meta"])
+                resume.restore_samplers(runner.train_loop, checkpoint["meta"])
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
                     "The checkpoint contains averaged weights, but the Runner has no EMAHook, so training continues "
@@ -259,9 +259,10 @@ class Checkpoints:
         runner = self._runner
         loader = runner.train_dataloader if runner.is_training else None
         loop = runner.train_loop
-        states = all_gather_object((loop.random_state, resume.sampler_states(loader)))
+        position = loop.position(by_epoch)
+        states = all_gather_object((loop.random_state, resume.sampler_states(loop, loader, position)))
         return {
-            **loop.position(by_epoch),
+            **position,
             "frozen": loop.frozen(),
             "frozen_at_start": self._frozen_at_start,
             "num_workers": getattr(loader, "num_workers", 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from slipstream.dataset.loading.lockstep import (
     until_all_end,
     until_one_ends,
 )
+from slipstream.dataset.loading.stateful import LoaderState
 from slipstream.dataset.loading.workers import Loading, end_workers, explain_worker_errors
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
@@ -49,7 +50,7 @@ from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFract
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-Loadable = DataLoader[Any] | Mapping[str, Any] | Sequence[Any]
+Loadable = DataLoader[Any] | Mapping[str, Any] | Iterable[Any]
 
 
 class BaseLoop:
@@ -146,6 +147,7 @@ class _TrainLoop(BaseLoop):
         # Modules that were in evaluation mode before the validation.
         self._kept_in_eval: list[torch.nn.Module] = []
         self._sizes, self._world_size = BatchSizes(self.dataloader), get_world_size()
+        self.loader_state = LoaderState(self.dataloader)
         # Number of samples in the latest step, summed over all processes.
         self.step_samples = 0
         # Number of finished batches in the current epoch (or pass over the data).
@@ -400,12 +402,14 @@ class _TrainLoop(BaseLoop):
         seeks = can_seek(self.dataloader)
         if (order := order_of(self.dataloader)) is not None:
             order.set_epoch(self._epoch, start if seeks else 0, used_samples)
-        batches: Iterator[Any] = iter(self._load(self._epoch))
-        if start and not seeks:
+        state = self.loader_state
+        batches: Iterator[Any] = iter(state.record(self._load(self._epoch)))
+        restored, state.restored = state.restored, False
+        if start and not seeks and not restored:
             # This loader cannot seek, so load and discard the finished batches.
             next(islice(batches, start - 1, None), None)
         self._runner.checkpoints.restore_random_state()
-        if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
+        if self._runner.speed.prefetch and can_draw_ahead(self.dataloader) and not state.exists:
             feed = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch)
             batches = feed.move_batches(batches)
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)

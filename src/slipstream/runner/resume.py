@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
     META,
@@ -250,22 +249,31 @@ def _match_layout(param: nn.Parameter, gradient: Tensor) -> Tensor:
     return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
-def sampler_states(loader: Any) -> dict[str, Any]:
-    """Return the state of the loader's sampler, to save in a checkpoint."""
-    order = order_of(loader)
-    return {} if order is None else order.state_dict()
+def sampler_states(loop: Any, loader: Any, position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the loader, or of its sampler, to save in a checkpoint."""
+    if (order := order_of(loader)) is not None:
+        return order.state_dict()
+    state = None if loader is None else loop.loader_state.get(position["inner_samples"] > 0)
+    return {} if state is None else {"loader": state}
 
 
-def restore_samplers(loader: DataLoader[Any], meta: Mapping[str, Any]) -> None:
-    """Restore the state of the loader's sampler.
+def restore_samplers(loop: Any, meta: Mapping[str, Any]) -> None:
+    """Restore the state of the loader, or of its sampler.
 
     The checkpoint contains the states that `sampler_states` returned on each rank. If the number of processes has
-    changed, all processes use the states of rank 0.
+    changed, all processes use the states of rank 0, except the states of loaders.
     """
-    states, order = meta.get("sampler_generators"), order_of(loader)
-    if not states or order is None:
-        return
-    order.load_state_dict(states[get_rank() if len(states) == get_world_size() else 0])
+    states, order = meta.get("sampler_generators") or [], order_of(loop.dataloader)
+    same = len(states) == get_world_size()
+    if states and order is not None:
+        order.load_state_dict(states[get_rank() if same else 0])
+    elif states and "loader" in states[0]:
+        if not same:
+            raise CheckpointError(
+                f"it contains the positions of the data loaders of {len(states)} processes, but this run has "
+                f"{get_world_size()}; use the same number of processes, or start a new run with load_from"
+            )
+        loop.loader_state.restore(states[get_rank()]["loader"])
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:

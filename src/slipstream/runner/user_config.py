@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slipstream.optim import OptimWrapper
 
-    LoaderArgument = DataLoader[Any] | Mapping[str, Any] | Sequence[Any] | None
+    LoaderArgument = DataLoader[Any] | Mapping[str, Any] | Iterable[Any] | None
     """Type of the Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
     OptimArgument = OptimWrapper | Optimizer | Mapping[str, Any] | None
     """Type of the Runner's `optim_wrapper` argument."""

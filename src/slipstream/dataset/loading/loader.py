@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -33,6 +33,7 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.samples import SeededDataset, TensorBatches
+from slipstream.dataset.loading.stateful import LoaderBatches
 from slipstream.dataset.loading.streaming import StreamingSamples, as_map_style
 from slipstream.dataset.loading.workers import has_changed, prepared_workers, record_attributes
 from slipstream.dist import get_local_size, get_world_size
@@ -42,17 +43,17 @@ from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule,
 
 
 def build_dataloader(
-    cfg: Mapping[str, Any] | DataLoader[Any] | Sequence[Any], seed: int, name: str, training: bool
+    cfg: Mapping[str, Any] | DataLoader[Any] | Iterable[Any], seed: int, name: str, training: bool
 ) -> DataLoader[Any]:
-    """Build a data loader from a configuration in MMEngine's format, or wrap an existing `DataLoader`.
+    """Build a data loader from a configuration in MMEngine's format, or wrap an existing loader.
 
     Args:
         cfg: a dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
             and the arguments of `torch.utils.data.DataLoader`. `num_workers="auto"` starts one worker for each core
             that this process may use. `skip_errors` is the maximum number of samples that may raise an error and be
             replaced (see `SeededDataset`). `cfg` may also be a `DataLoader`, `dict(dataloader=...,
-            num_batch_per_epoch=...)` to limit the number of batches per epoch, or a list of batches, which are used in
-            the given order.
+            num_batch_per_epoch=...)` to limit the number of batches per epoch, a list of batches, which are used in
+            the given order, or another library's loader, that is, an iterable of batches.
         seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
         name: name of the loader in error messages (such as `train_dataloader`).
         training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
@@ -70,7 +71,12 @@ def build_dataloader(
     if isinstance(cfg, list | tuple):
         return _list_loader(cfg, seed, name)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"must be a DataLoader, a dict or a list of batches, got {short_repr(cfg)}", name)
+        if isinstance(cfg, str | bytes) or not hasattr(cfg, "__iter__"):
+            raise ConfigError(
+                f"must be a DataLoader, a dict or a list of batches, got {short_repr(cfg)}", name
+            )
+        batches: Any = cfg if isinstance(cfg, IterableDataset) else LoaderBatches(cfg)
+        return RunLoader(batches, batch_size=None, collate_fn=_identity, **_defaults({}, seed))
     options = dict(cfg)
     _check_options(options, name, training)
     dataset = _dataset(options.pop("dataset"), name)

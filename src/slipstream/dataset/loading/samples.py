@@ -9,12 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from slipstream.dataset.loading.generators import (
-    IsolatedGenerators,
-    SampleIndex,
-    hash_numbers,
-    seed_generators,
-)
+from slipstream.dataset.loading.generators import IsolatedGenerators, SampleIndex, hash_numbers
+from slipstream.dataset.loading.reachable import find_generators
 from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
 from slipstream.logging import print_log
@@ -49,9 +45,10 @@ class TensorBatches(DatasetReader):
 
 
 class SeededDataset(DatasetReader):
-    """Dataset reader that seeds the global generators of Python, NumPy and torch for each sample.
+    """Dataset reader that seeds the random generators for each sample.
 
-    The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
+    The global generators of Python, NumPy and torch, and the generators that the dataset and `collate` use (see
+    `find_generators`), are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
     is collated, so a `collate_fn` may also draw random numbers. The dataset's `set_epoch` is called before the first
     sample of an epoch, except for the epoch in which the reader is created.
 
@@ -81,6 +78,7 @@ class SeededDataset(DatasetReader):
         self._generators = IsolatedGenerators()
         self._set_epoch = getattr(dataset, "set_epoch", None)
         self._epoch = epoch
+        self._searched: int | None = None
 
     def __getitem__(self, index: Any) -> Any:
         with self._generators:
@@ -115,7 +113,10 @@ class SeededDataset(DatasetReader):
             if self._set_epoch is not None and epoch != self._epoch:
                 self._epoch = epoch
                 self._set_epoch(epoch)
-            seed_generators((seed, epoch, int(index) % 2**64))
+            if epoch != self._searched:
+                self._searched = epoch
+                self._generators.include(find_generators(self.dataset, self.collate))
+            self._generators.seed((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 
     def _candidates(self, index: Any) -> Iterator[Any]:

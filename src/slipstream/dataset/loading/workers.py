@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.queues import Queue
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from slipstream.dataset.loading.generators import hash_numbers
+from slipstream.dataset.loading.generators import hash_numbers, seed_objects
+from slipstream.dataset.loading.reachable import find_generators, reachable
 from slipstream.dataset.loading.samples import DatasetReader
 from slipstream.dist import get_rank
 from slipstream.errors import DataLoaderError
@@ -34,8 +34,6 @@ _IGNORED_SIGNALS = [
 ]
 # Interval in seconds at which a worker checks whether the training process is alive.
 _POLL_INTERVAL = 1.0
-# Limits on the attributes of a dataset that are compared.
-_MAX_ATTRIBUTES, _MAX_ITEMS = 10_000, 1000
 _SHARED_MEMORY = (
     "the worker processes have no shared memory left for their batches; increase the size of /dev/shm (docker run "
     "--shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set num_workers=0"
@@ -86,6 +84,8 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)  # the class is frozen
         if os.getpid() != self.owner:  # a worker may also be a thread of the owner
             self._prepare()
+            if info is not None:  # map-style datasets are seeded again for each sample
+                seed_objects(find_generators(info.dataset), (info.seed,))
         if self.user_init is not None:
             self.user_init(worker_id)
 
@@ -174,6 +174,8 @@ class Loading:
         loader.generator = torch.Generator().manual_seed(hash_numbers((*numbers, own_seed, get_rank())))
         if has_changed(loader):
             end_workers(loader)
+        if not loader.num_workers and getattr(loader, "order", None) is None:
+            seed_objects(find_generators(loader.dataset), (*numbers, get_rank()))
         try:
             with prepared_workers(loader):
                 self._iterator: Any = iter(loader)
@@ -245,27 +247,15 @@ def _attributes(dataset: Any) -> list[Any]:
     Containers with more than 1000 items are compared by their identity and length.
     """
     found: list[Any] = []
-    seen: set[int] = set()
-    values: list[Any] = [dataset]
-    while values:
-        value = values.pop()
+    for value in reachable(dataset):
         if isinstance(value, str | bytes | int | float):
             found.append(value)
             continue
         found.append(type(value) if isinstance(value, tuple) else id(value))
-        if id(value) in seen or len(seen) >= _MAX_ATTRIBUTES:
-            continue
-        seen.add(id(value))
         if isinstance(value, Tensor):
             found.append(value._version)
         elif isinstance(value, dict | list | tuple | set | deque):
             found.append(len(value))
-            if len(value) <= _MAX_ITEMS:
-                values += value
-                # Not `items()`, whose tuples are temporary, so that two of them may have the same identity.
-                values += value.values() if isinstance(value, dict) else ()
-        elif hasattr(value, "__dict__") and not isinstance(value, type | FunctionType | ModuleType):
-            values.append(vars(value))
     return found
 
 
