@@ -385,3 +385,41 @@ def test_a_resumed_run_trains_what_hooks_have_unfrozen(tmp_path, epochs, capsys)
     assert_same(weights(train("parts", 3, resume=True)), whole)
     train("parts", 4, frozen(bias=False), resume=True, log_level="WARNING")
     assert "started with other frozen parameters" in capsys.readouterr().out
+
+
+def test_resumed_run_continues_its_tensorboard_curves_in_one_folder(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def train(folder, **changes):
+        runner = Runner(
+            **training(
+                tmp_path / folder,
+                train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1),
+                default_hooks=dict(
+                    logger=dict(type="LoggerHook", interval=1),
+                    checkpoint=dict(type="CheckpointHook", interval=1),
+                ),
+                visualizer=dict(type="Visualizer", vis_backends=[dict(type="TensorboardVisBackend")]),
+                cfg=dict(note="writes an event before the run"),
+                resume=True,
+                **validation(),
+                **changes,
+            )
+        )
+        runner.train()
+
+    def curves(folder):
+        (run_folder,) = {path.parent for path in (tmp_path / folder).rglob("events.out.tfevents.*")}
+        events = accumulator.EventAccumulator(str(run_folder))
+        events.Reload()
+        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in ("loss", "lr", "acc")}
+
+    train("whole")
+    # The checkpoints are from steps 5 and 10. The steps after them, and the first validation, are repeated.
+    for stop in (Stop(8), Stop(12), Stop(10, "after_val_iter")):
+        with pytest.raises(StoppedError):
+            train("resumed", custom_hooks=[stop])
+        assert [step for step, _ in curves("resumed")["loss"]] == list(range(1, stop.iteration + 1))
+    train("resumed")
+    assert curves("resumed") == curves("whole")
+    assert [step for step, _ in curves("whole")["acc"]] == [1, 2, 3]

@@ -1,4 +1,6 @@
 import importlib.util
+import os
+import subprocess
 import sys
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.errors import MissingPackageError
-from slipstream.visualization import MLflowVisBackend, WandbVisBackend
+from slipstream.visualization import MLflowVisBackend, TrackioVisBackend, WandbVisBackend
 from tiny_runs import Stop, StoppedError, run
 
 PICTURE = np.zeros((4, 5, 3), np.uint8)
@@ -81,7 +83,10 @@ def test_wandb_logs_numbers_with_their_step_as_a_value(wandb, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("kind", "package"), [(WandbVisBackend, "wandb"), (MLflowVisBackend, "mlflow")])
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [(WandbVisBackend, "wandb"), (MLflowVisBackend, "mlflow"), (TrackioVisBackend, "trackio")],
+)
 def test_missing_package_error_names_the_extra(monkeypatch, tmp_path, kind, package):
     monkeypatch.setitem(sys.modules, package, None)
     backend = kind(tmp_path)
@@ -129,3 +134,22 @@ def test_mlflow_store_contains_the_logged_values(tmp_path, monkeypatch):
     history = client.get_metric_history(backend.run_id, "train/loss")
     assert [(m.step, m.value) for m in history] == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
     assert {f.path for f in client.list_artifacts(backend.run_id)} == {"config.py", "scalars.json", "val"}
+
+
+def test_trackio_stores_the_values_of_a_run(tmp_path):
+    pytest.importorskip("trackio")
+    backends = [dict(type="TrackioVisBackend", init_kwargs=dict(project="tiny", name="first"))]
+    code = f"""
+import trackio
+from tiny_runs import run
+runner = run({str(tmp_path)!r}, visualizer=dict(type="Visualizer", vis_backends={backends!r}), cfg=dict(note=3))
+backend = runner.visualizer.get_backend("TrackioVisBackend")
+backend.add_image("sheet", __import__("numpy").zeros((4, 5, 3), "uint8"), step=2)
+backend.close()
+(found,) = trackio.Api().runs("tiny")
+rows = trackio.SQLiteStorage.get_logs("tiny", "first")
+print(found.name, [row["step"] for row in rows if "loss" in row], found.config["note"])
+"""
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "\nfirst [5, 10] 3\n" in done.stdout, done.stdout + done.stderr

@@ -94,8 +94,8 @@ def _describe(value: Any) -> str:
 _Tensors = dict[str, Any]
 _COUNTS = dict.fromkeys(("epoch", "iter", "inner_samples", "num_workers"), NonNegativeInt)
 _STATES = {"random_state": list[dict[str, Any]] | None, "sampler_generators": list[dict[str, Any]]}
-_TEXTS = {"run_id": str, "cfg": str | None, "seed": int | None, "validated": bool}
-_SIZES = {"samples_per_step": PositiveInt, "epoch_length": PositiveInt | None}
+_TEXTS = {"run_id": str, "cfg": str | None, "seed": int | None, "validated": bool, "log_folder": str}
+_SIZES = {"saved_at": float, "samples_per_step": PositiveInt, "epoch_length": PositiveInt | None}
 _FROZEN = dict.fromkeys(("frozen", "frozen_at_start"), dict[str, list[str]] | None)
 META = Schema(optional={**_COUNTS, **_STATES, **_TEXTS, **_SIZES, **_FROZEN})
 """The `meta` entry of a checkpoint that a run resumes from."""

@@ -27,8 +27,8 @@ OK, NO, WARN = "ok", "--", "!!"
 # Maps the optional dependencies in pyproject.toml to a module of each.
 _EXTRAS = {
     "images": "PIL", "recipes": "hydra", "plots": "matplotlib", "tensorboard": "tensorboard",
-    "metrics": "torchmetrics", "wandb": "wandb", "mlflow": "mlflow", "toml": "tomli_w", "png": "imagecodecs",
-    "jpeg": "simplejpeg", "video": "av", "export": "onnxruntime",
+    "metrics": "torchmetrics", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "toml": "tomli_w",
+    "png": "imagecodecs", "jpeg": "simplejpeg", "video": "av", "export": "onnxruntime",
 }  # fmt: skip
 _MIN_SHM, _MIN_MEMORY = 256 * 2**20, 2 * 2**30
 _DEBUGGING = ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")

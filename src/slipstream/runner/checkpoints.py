@@ -53,6 +53,8 @@ class Checkpoints:
         self.resume_from = resume_from
         # Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues.
         self.run_id = secrets.token_hex(8)
+        # The log folder with the curves. A resumed run has that of the run that it continues.
+        self._log_folder = Path(runner.log_dir).name
         self._writer = BackgroundWriter()
         self._counts: tuple[Mapping[str, Mapping[str, int]], int] = {}, 0
         self._loaded = self._initialized = False
@@ -164,6 +166,15 @@ class Checkpoints:
         self.resumed_meta = checkpoint["meta"]
         self._frozen, self._frozen_at_start = map(self.resumed_meta.get, ("frozen", "frozen_at_start"))
         self.run_id = checkpoint["meta"].get("run_id", self.run_id)
+        self._continue_curves(self.resumed_meta.get("log_folder", ""), self.resumed_meta.get("saved_at"))
+
+    def _continue_curves(self, log_folder: str, saved_at: float | None) -> None:
+        """Let the visualizer continue the curves of the run that saved the checkpoint, if it had the same work_dir."""
+        runner, earlier = self._runner, Path(self._runner.work_dir, log_folder)
+        if saved_at is not None and Path(log_folder).name == log_folder and earlier.is_dir():
+            self._log_folder = log_folder
+            if hasattr(runner.visualizer, "continue_run"):
+                runner.visualizer.continue_run(Path(runner.log_dir), earlier, saved_at)
 
     def _read(
         self, source: str | Path, map_location: str | torch.device, revise_keys: Sequence[tuple[str, str]]
@@ -268,6 +279,8 @@ class Checkpoints:
             "num_workers": getattr(loader, "num_workers", 0),
             "seed": runner.seed,
             "run_id": self.run_id,
+            "log_folder": self._log_folder,
+            "saved_at": time.time(),
             "random_state": [random_state for random_state, _ in states],
             "sampler_generators": [generators for _, generators in states],
             "experiment_name": runner.experiment_name,

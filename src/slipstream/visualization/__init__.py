@@ -7,10 +7,10 @@ from slipstream.visualization.backends import (
     default_backends,
 )
 from slipstream.visualization.segmentation import colorize, contact_sheet, overlay
-from slipstream.visualization.trackers import MLflowVisBackend, WandbVisBackend
+from slipstream.visualization.trackers import MLflowVisBackend, TrackioVisBackend, WandbVisBackend
 from slipstream.visualization.visualizer import Visualizer
 
 __all__ = [
     "BaseVisBackend", "LocalVisBackend", "MLflowVisBackend", "TensorboardVisBackend",
-    "Visualizer", "WandbVisBackend", "colorize", "contact_sheet", "default_backends", "overlay",
+    "TrackioVisBackend", "Visualizer", "WandbVisBackend", "colorize", "contact_sheet", "default_backends", "overlay",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
-from slipstream.files import check_name
+from slipstream.files import atomic_write, check_name
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _SAVE_DIR = "the backend's save_dir"
+_EVENT_FILES = "events.out.tfevents.*"
 
 
 def default_backends() -> list[dict[str, str]]:
@@ -183,6 +184,26 @@ class TensorboardVisBackend(BaseVisBackend):
         """Write an image summary."""
         self.experiment.add_image(name, check_image(name, image), step, dataformats="HWC")
 
+    def continue_run(self, log_dir: Path, earlier: Path, time: float) -> None:
+        """Continue the event files of an earlier run, so that TensorBoard shows a single run without repeated steps.
+
+        Args:
+            log_dir, earlier: the log folders of this run and of the earlier run.
+            time: events that the earlier run wrote after this time are removed.
+        """
+        folder = self.save_dir
+        if folder.is_relative_to(log_dir):
+            folder = earlier / folder.relative_to(log_dir)
+        if not (files := [*folder.glob(_EVENT_FILES)]):
+            return
+        self.close()
+        self.__dict__.pop("experiment", None)
+        for file in files:
+            _remove_events(file, time)
+        for file in self.save_dir.glob(_EVENT_FILES):
+            file.replace(folder / file.name)
+        self.save_dir = folder
+
     def flush(self) -> None:
         """Write the queued events to the event file."""
         if "experiment" in self.__dict__:
@@ -192,6 +213,20 @@ class TensorboardVisBackend(BaseVisBackend):
         """Flush and close the event file, if it was created."""
         if "experiment" in self.__dict__:
             self.experiment.close()
+
+
+def _remove_events(path: Path, time: float) -> None:
+    """Remove the events after `time` from an event file."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    records = [(record, Event.FromString(record)) for record in RawEventFileLoader(str(path)).Load()]
+    kept = [record for record, event in records if event.wall_time <= time or event.file_version]
+    if len(kept) < len(records):
+        with atomic_write(path) as temporary, temporary.open("wb") as file:
+            for record in kept:
+                RecordWriter(file).write(record)
 
 
 def _with_suffix(name: str, suffix: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""Visualization backends for tracking services: Weights & Biases and MLflow."""
+"""Visualization backends for tracking services: Weights & Biases, Trackio and MLflow."""
 
 from __future__ import annotations
 
@@ -90,6 +90,56 @@ class WandbVisBackend(BaseVisBackend):
         import wandb
 
         run.log({name: wandb.Image(check_image(name, image)), "step": step}, commit=self.commit)
+
+    def close(self) -> None:
+        """Finish the run, if it was started."""
+        if "experiment" in self.__dict__:
+            self.experiment.finish()
+
+
+@VISBACKENDS.register_module()
+class TrackioVisBackend(BaseVisBackend):
+    """Log to a Trackio run. Trackio stores runs on this machine, or on a server that `init_kwargs` names.
+
+    Args:
+        save_dir: a folder whose two parents are the default names of the project and the run.
+        init_kwargs: arguments of `trackio.init` (`project`, `name`, `resume`, `server_url`, ...).
+    """
+
+    def __init__(self, save_dir: str | Path, init_kwargs: dict[str, Any] | None = None) -> None:
+        super().__init__(save_dir)
+        run = self.save_dir.absolute().parent
+        names = {"project": run.parent.name, "name": run.name}
+        self.init_kwargs = {**names, "embed": False, **(init_kwargs or {})}
+
+    @cached_property
+    def experiment(self) -> Any:
+        """The `trackio.Run`."""
+        with extra("trackio"):
+            import trackio
+
+        return trackio.init(**self.init_kwargs)
+
+    def add_config(self, config: Any) -> None:
+        """Record the configuration."""
+        self.experiment.config.update(as_dict(config))
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Record a scalar."""
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Record the numeric values."""
+        self.experiment.log(scalars_in(scalar_dict), step=step)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Record an image."""
+        run = self.experiment  # reports a missing package before the import below
+        import trackio
+
+        run.log({name: trackio.Image(check_image(name, image))}, step=step)
 
     def close(self) -> None:
         """Finish the run, if it was started."""

@@ -112,6 +112,10 @@ class Visualizer:
         """
         self._call("add_image", name, image, step)
 
+    def continue_run(self, log_dir: Path, earlier: Path, time: float) -> None:
+        """Continue the curves of an earlier run, up to `time`; see `TensorboardVisBackend.continue_run`."""
+        self._call("continue_run", log_dir, earlier, time)
+
     def flush(self) -> None:
         """Flush every backend."""
         self._call("flush")
