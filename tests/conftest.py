@@ -59,7 +59,7 @@ def _restore_torch_settings() -> Iterator[None]:
 def _forget_current_loggers() -> Iterator[None]:
     """Print messages without a Runner to stderr again, because a test may have made its logger current."""
     yield
-    logger._loggers.set({})
+    logger.MMLogger.instances.set({})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

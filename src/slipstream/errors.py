@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "BuildError", "CheckpointError", "ConfigError", "DataError", "DataLoaderError", "DistributedError",
     "LossError", "MissingPackageError", "ModelError", "NonFiniteLossError", "SlipstreamError",
-    "UnknownNameError", "did_you_mean",
+    "UnknownNameError", "did_you_mean", "explained",
 ]  # fmt: skip
 
 
@@ -97,6 +98,22 @@ class DataLoaderError(SlipstreamError, RuntimeError):
 
 class DistributedError(SlipstreamError, RuntimeError):
     """The process group cannot be set up or used."""
+
+
+@contextmanager
+def explained(kind: type[SlipstreamError], message: Callable[[str], str]) -> Iterator[None]:
+    """Raise a `kind` in place of any other error inside the `with` block.
+
+    Args:
+        kind: class of the error.
+        message: returns the message, given the class and the text of the other error.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as error:
+        raise kind(message(f"{type(error).__name__}: {error}")) from error
 
 
 # Hints for names that belong to other libraries, by the end of their path.

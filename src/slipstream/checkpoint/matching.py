@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from slipstream.errors import CheckpointError, ModelError
+from slipstream.errors import CheckpointError, ModelError, explained
 from slipstream.plain_values import PLAIN_TYPES
 from slipstream.typecheck import NonNegativeInt, PositiveInt, describe_with_article, is_real, matches
 
@@ -144,18 +144,10 @@ RESUMED = Schema(
 # ---- entries that must match the run -------------------------------------------------------------------
 
 
-@contextmanager
-def restoring(key: str, source: Any) -> Iterator[None]:
+def restoring(key: str, source: Any) -> AbstractContextManager[None]:
     """Raise a CheckpointError in place of any error that occurs while `key` is being restored."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # the entry can have any structure
-        raise CheckpointError(
-            f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be only partly "
-            "restored; create a new Runner before training"
-        ) from error
+    remedy = "The run may be only partly restored; create a new Runner before training"
+    return explained(CheckpointError, lambda why: f"{source}: '{key}' cannot be restored ({why}). {remedy}")
 
 
 def check_tensors(

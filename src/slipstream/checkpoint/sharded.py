@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint, verify
 from slipstream.dist import all_gather_object, get_rank, is_main_process
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, explained
 from slipstream.files import sync_folder
 from slipstream.plain_values import plain
 from slipstream.sharding import full_tensor, is_sharded, local_shard, placements_on
@@ -137,16 +137,9 @@ def load_sharded(
         return dict(checkpoint)
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged file can raise any exception
-        raise CheckpointError(
-            f"{folder} is incomplete or damaged ({type(error).__name__}: {error}); use another checkpoint"
-        ) from error
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    remedy = "use another checkpoint"
+    return explained(CheckpointError, lambda why: f"{folder} is incomplete or damaged ({why}); {remedy}")
 
 
 def read_meta(path: Path) -> dict[str, Any]:

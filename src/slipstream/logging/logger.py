@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.logging.instances import Named, instances_by_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,11 +23,8 @@ _DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 _DATE_LENGTH = len("2000/01/01 00:00:00")
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
-# Maps names to the loggers of this context (thread or task); the last logger is the current one.
-_loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", default=MappingProxyType({}))
 
-
-class MMLogger(logging.Logger):
+class MMLogger(Named, logging.Logger):
     """The logger of one Runner, created by `build_logger`.
 
     The logger is not part of Python's logger hierarchy, so two Runners in one process do not share handlers.
@@ -38,6 +33,8 @@ class MMLogger(logging.Logger):
         console: the rich Console that prints the log lines; a `ProgressBar` on this console stays below them.
         rank: the rank of this process; ranks other than 0 print only errors to the console.
     """
+
+    instances = instances_by_name("slipstream_loggers")
 
     def __init__(self, name: str, console: Console, rank: int = 0) -> None:
         super().__init__(name, logging.DEBUG)
@@ -53,36 +50,19 @@ class MMLogger(logging.Logger):
         for handler in self.handlers:
             handler.close()
 
-    @contextmanager
-    def as_current(self) -> Iterator[MMLogger]:
-        """Make `get_current_instance` return this logger inside the `with` block."""
-        token = _loggers.set(self._with_others())
-        try:
-            yield self
-        finally:
-            _loggers.reset(token)
-
-    def make_current(self) -> None:
-        """Make `get_current_instance` return this logger in this context from now on."""
-        _loggers.set(self._with_others())
-
-    def _with_others(self) -> Mapping[str, MMLogger]:
-        others = {name: logger for name, logger in _loggers.get().items() if name != self.name}
-        return {**others, self.name: self}
-
     @classmethod
     def get_instance(
         cls, name: str, log_file: str | Path | None = None, log_level: int | str = "INFO"
     ) -> MMLogger:
         """Return this context's logger `name`; the first call creates it with `build_logger`."""
-        if name not in _loggers.get():
-            _loggers.set(build_logger(name, log_file, log_level)._with_others())
-        return _loggers.get()[name]
+        if name not in cls.instances.get():
+            build_logger(name, log_file, log_level).make_current()
+        return cls.instances.get()[name]
 
     @classmethod
     def get_current_instance(cls) -> MMLogger:
         """Return the logger of the active Runner in this context, or else a logger that prints to stderr."""
-        for logger in reversed(list(_loggers.get().values())):
+        for logger in reversed(list(cls.instances.get().values())):
             return logger
         return _console_logger("slipstream", _console(stderr=True), logging.INFO)
 
@@ -188,7 +168,7 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
     elif not isinstance(logger, str):
         raise ConfigError(f"logger must be a Logger, a name or None, not {type(logger).__name__}")
     elif logger != "silent":
-        known = _loggers.get()
+        known = MMLogger.instances.get()
         if logger not in known:
             raise UnknownNameError(
                 f"unknown logger '{logger}'; create it with MMLogger.get_instance('{logger}')"

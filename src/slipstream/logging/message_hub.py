@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from slipstream.errors import CheckpointError, DataError, UnknownNameError, did_you_mean
 from slipstream.logging.history import HistoryBuffer, Number
+from slipstream.logging.instances import Named, instances_by_name
 from slipstream.plain_values import plain
 
-# Maps names to the hubs of this context (thread or task); the last hub is the current one.
-_hubs: ContextVar[Mapping[str, MessageHub]] = ContextVar("slipstream_hubs", default=MappingProxyType({}))
 
-
-class MessageHub:
+class MessageHub(Named):
     """The scalars of one Runner, such as `train/loss`, and its runtime values, such as `eta`.
 
     Args:
         name: name of the run.
     """
+
+    instances = instances_by_name("slipstream_hubs")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -164,34 +162,17 @@ class MessageHub:
         self._infos.update(infos)
         self._resumed.update(dict.fromkeys([*histories, *infos], True))
 
-    @contextmanager
-    def as_current(self) -> Iterator[MessageHub]:
-        """Make `get_current_instance` return this hub inside the `with` block."""
-        token = _hubs.set(self._with_others())
-        try:
-            yield self
-        finally:
-            _hubs.reset(token)
-
-    def make_current(self) -> None:
-        """Make `get_current_instance` return this hub in this context from now on."""
-        _hubs.set(self._with_others())
-
-    def _with_others(self) -> Mapping[str, MessageHub]:
-        others = {name: hub for name, hub in _hubs.get().items() if name != self.name}
-        return {**others, self.name: self}
-
     @classmethod
     def get_instance(cls, name: str) -> MessageHub:
         """Return this context's hub named `name`; the first call creates it. A run's hub is named after the run."""
-        if name not in _hubs.get():
+        if name not in cls.instances.get():
             cls(name).make_current()
-        return _hubs.get()[name]
+        return cls.instances.get()[name]
 
     @classmethod
     def check_instance_created(cls, name: str) -> bool:
         """Return whether this context has a hub named `name`."""
-        return name in _hubs.get()
+        return name in cls.instances.get()
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
@@ -199,7 +180,7 @@ class MessageHub:
 
         If this context has no hub, create one.
         """
-        for hub in reversed(list(_hubs.get().values())):
+        for hub in reversed(list(cls.instances.get().values())):
             return hub
         return cls.get_instance("slipstream")
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.dataset.sources.base import file_version
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, explained
 from slipstream.files import atomic_write, user_cache
 
 MAX_BYTES = 2**28
@@ -165,7 +165,8 @@ def _read_headers(path: Path) -> Index:
         DataError: the archive is compressed, damaged or incomplete, or contains something other than regular files.
     """
     files, size = [], path.stat().st_size
-    try:
+    remedy = "shards must be uncompressed tar files"
+    with explained(DataError, lambda why: f"cannot read '{path}': {why}; {remedy}"):
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 if not (member.isdir() or (member.isreg() and not member.issparse())):
@@ -178,10 +179,6 @@ def _read_headers(path: Path) -> Index:
             file.seek(end)
             # `tarfile` stops at a damaged header, and does not check that the archive is complete.
             complete = end < size and not any(any(block) for block in iter(lambda: file.read(2**20), b""))
-    except DataError:
-        raise
-    except Exception as error:  # `tarfile` raises many types of errors for damaged headers
-        raise DataError(f"cannot read '{path}': {error}; shards must be uncompressed tar files") from error
     if not complete:
         raise DataError(f"'{path}' is damaged or incomplete after byte {end:,}; copy the file again")
     parts = np.array([position for _, *position in files], np.int64).reshape(-1, 2)

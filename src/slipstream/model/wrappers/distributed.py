@@ -72,6 +72,14 @@ class ModelAttributes(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def val_step(self, data: Any) -> Any:
+        """Return the predictions of the wrapped model."""
+        return self.module.val_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        """Return the predictions of the wrapped model."""
+        return self.module.test_step(data)
+
 
 @MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
@@ -165,14 +173,6 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
         """Train on one batch and return 0-dim device tensors to log."""
         return train_wrapped(self, data, optim_wrapper)
 
-    def val_step(self, data: Any) -> Any:
-        """Return the predictions of the wrapped model."""
-        return self.module.val_step(data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return the predictions of the wrapped model."""
-        return self.module.test_step(data)
-
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(ModelAttributes, BaseModel):
@@ -195,14 +195,6 @@ class MMSeparateDistributedDataParallel(ModelAttributes, BaseModel):
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
         """Run the model's training step."""
         return self.module.train_step(data, optim_wrapper)
-
-    def val_step(self, data: Any) -> Any:
-        """Return the predictions of the model."""
-        return self.module.val_step(data)
-
-    def test_step(self, data: Any) -> Any:
-        """Return the predictions of the model."""
-        return self.module.test_step(data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
