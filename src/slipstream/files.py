@@ -14,9 +14,9 @@ from slipstream.errors import ConfigError
 
 # Seconds without data after which a download fails.
 _DOWNLOAD_TIMEOUT = 60
+# Maximum length, in bytes, of a checkpoint's configured name. Most file systems allow 255 bytes; the rest is
+# used for the number and for the suffixes of shards, temporary files and replaced files.
 CHECKPOINT_NAME_LENGTH = 215
-"""Maximum length, in bytes, of a checkpoint's configured name. Most file systems allow 255 bytes; the rest is
-used for the number and for the suffixes of shards, temporary files and replaced files."""
 _PROBED_BLOCKS, _PROBED_BYTES = 16, 2**16
 _TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 

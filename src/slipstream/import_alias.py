@@ -18,8 +18,8 @@ from slipstream.logging import print_log
 class ReplacementFinder(MetaPathFinder):
     """Find the package `name` and all of its submodules."""
 
+    # Name of the package that is replaced.
     name: str
-    """Name of the package that is replaced."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

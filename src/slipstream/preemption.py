@@ -18,11 +18,11 @@ import torch.distributed as dist
 from slipstream.dist import another_rank_failed, broadcast_object_list, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
+# Name, without suffix, of the checkpoint that a Runner saves after a signal.
 CHECKPOINT_NAME = "preempted"
-"""Name, without suffix, of the checkpoint that a Runner saves after a signal."""
 
+# Exit status of a run that stopped after a signal (`EX_TEMPFAIL` in sysexits.h, which means "try again").
 EXIT_STATUS = 75
-"""Exit status of a run that stopped after a signal (`EX_TEMPFAIL` in sysexits.h, which means "try again")."""
 SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")

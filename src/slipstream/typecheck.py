@@ -22,8 +22,8 @@ class Rule:
     """A condition on values of an annotated type, used as `Annotated` metadata."""
 
     accepts: Callable[[Any], bool]
+    # The condition, worded to follow the type in an error message, such as `of at least 1`.
     text: str
-    """The condition, worded to follow the type in an error message, such as `of at least 1`."""
 
 
 PositiveInt = Annotated[int, Rule(lambda value: value >= 1, "of at least 1")]
@@ -35,8 +35,8 @@ PositiveIntOrFraction = (
 )
 NonNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "of at least 0")]
 Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "between 0 and 1")]
+# A float, including infinity but not NaN. `float` without a rule matches only finite numbers.
 Number = Annotated[float, Rule(lambda value: value == value, "other than NaN")]
-"""A float, including infinity but not NaN. `float` without a rule matches only finite numbers."""
 
 
 def check(value: T, annotation: Any, path: str) -> T:

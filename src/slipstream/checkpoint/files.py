@@ -24,8 +24,8 @@ from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import atomic_write, check_space
 from slipstream.plain_values import plain
 
+# Name of the file that contains everything except the shards, in the folder of a sharded checkpoint.
 PLAIN_FILE = "plain.pth"
-"""Name of the file that contains everything except the shards, in the folder of a sharded checkpoint."""
 _CHUNK = 2**22
 
 

@@ -97,10 +97,11 @@ _STATES = {"random_state": list[dict[str, Any]] | None, "sampler_generators": li
 _TEXTS = {"run_id": str, "cfg": str | None, "seed": int | None, "validated": bool, "log_folder": str}
 _SIZES = {"saved_at": float, "samples_per_step": PositiveInt, "epoch_length": PositiveInt | None}
 _FROZEN = dict.fromkeys(("frozen", "frozen_at_start"), dict[str, list[str]] | None)
+# The `meta` entry of a checkpoint that a run resumes from.
 META = Schema(optional={**_COUNTS, **_STATES, **_TEXTS, **_SIZES, **_FROZEN})
-"""The `meta` entry of a checkpoint that a run resumes from."""
+# The entries of `meta` from which `slipstream predict` builds the model and colors the masks.
 DESCRIPTION = Schema(optional={"cfg": str | None, "dataset_meta": dict[str, Any] | None})
-"""The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""
+# The state of a training step from `slipstream.accelerate`.
 ACCELERATED = Schema(
     {"optimizer": dict[str, Any], "steps": NonNegativeInt},
     {
@@ -111,14 +112,14 @@ ACCELERATED = Schema(
         "window": PositiveInt,
     },
 )
-"""The state of a training step from `slipstream.accelerate`."""
+# A file saved by a training step from `slipstream.accelerate`.
 ACCELERATED_FILE = Schema(
     {"state_dict": _Tensors, "step": ACCELERATED},
     {"random_state": list[dict[str, Any]], "values": dict[str, Any]},
 )
-"""A file saved by a training step from `slipstream.accelerate`."""
+# The state of one optimizer.
 OPTIMIZER = Schema({"state": Mapping, "param_groups": list[dict[str, Any]]})
-"""The state of one optimizer."""
+# The batch counts and the accumulation window of each optimizer wrapper, and the gradients of unfinished windows.
 PENDING = Schema(
     optional={
         "batches": dict[str, NonNegativeInt],
@@ -128,7 +129,7 @@ PENDING = Schema(
         "rank_gradients": list[_Tensors],
     }
 )
-"""The batch counts and the accumulation window of each optimizer wrapper, and the gradients of unfinished windows."""
+# A checkpoint that a run resumes from.
 RESUMED = Schema(
     optional={
         "meta": META,
@@ -138,7 +139,6 @@ RESUMED = Schema(
         "message_hub": dict[str, Any] | None,
     }
 )
-"""A checkpoint that a run resumes from."""
 
 
 # ---- entries that must match the run -------------------------------------------------------------------

@@ -34,8 +34,8 @@ class LoadedConfig(NamedTuple):
     """The configuration for a command, and the number of devices."""
 
     cfg: Config
+    # Number of devices on this machine to train on (None: all); always 1 for recipes in the Runner's syntax.
     gpus: int | None
-    """Number of devices on this machine to train on (None: all); always 1 for recipes in the Runner's syntax."""
 
 
 def configure(args: argparse.Namespace) -> Config:

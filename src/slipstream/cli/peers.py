@@ -47,16 +47,16 @@ class Work:
 
     net: nn.Module
     loader: DataLoader[Any]
+    # `loss(net, batch)` returns the loss to minimize; `net` may be wrapped by the framework.
     loss: Callable[[Any, Any], Tensor]
-    """`loss(net, batch)` returns the loss to minimize; `net` may be wrapped by the framework."""
     make_optimizer: Callable[[nn.Module], Optimizer]
+    # Folder for the files that the framework writes.
     folder: str
-    """Folder for the files that the framework writes."""
+    # Called with the detached loss after each step.
     after_step: Callable[[Tensor], None]
-    """Called with the detached loss after each step."""
     epochs: int = 1
+    # The device of the network and the batches.
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # devices are immutable
-    """The device of the network and the batches."""
 
 
 def hand_written(work: Work, compiled: bool = False) -> None:
@@ -179,6 +179,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
     run.visualizer.close()
 
 
+# Maps the names that `slipstream bench --against` accepts to the contenders.
 CONTENDERS: dict[str, Callable[[Work], None]] = {
     "loop": hand_written,
     "loop_compiled": partial(hand_written, compiled=True),
@@ -188,9 +189,8 @@ CONTENDERS: dict[str, Callable[[Work], None]] = {
     "slipstream": with_slipstream,
     "slipstream_compiled": partial(with_slipstream, speed={"compile": {"scope": "step"}}),
 }
-"""Maps the names that `slipstream bench --against` accepts to the contenders."""
+# The contenders that require a package of the same name.
 FRAMEWORKS = ("accelerate", "lightning", "mmengine")
-"""The contenders that require a package of the same name."""
 
 
 class _Subject(NamedTuple):

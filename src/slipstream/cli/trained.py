@@ -37,11 +37,11 @@ class TrainedModel:
     """A trained model and the data from its checkpoint."""
 
     path: Path
+    # The path, the metrics for which this checkpoint is the best, the epoch, and whether it contains an average.
     description: str
-    """The path, the metrics for which this checkpoint is the best, the epoch, and whether it contains an average."""
     model: Any
+    # Validation transforms.
     transforms: Sequence[Any]
-    """Validation transforms."""
     transform_configs: Sequence[Any]
     classes: Sequence[str]
     palette: Sequence[Sequence[int]] | None

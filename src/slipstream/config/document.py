@@ -26,8 +26,8 @@ class Document(Protocol):
     """A parsed file. Its values can be read once its bases are loaded."""
 
     base_names: list[str]
+    # The variables of a Python file, and the keys of its bases, from which it computes values.
     variables: frozenset[str]
-    """The variables of a Python file, and the keys of its bases, from which it computes values."""
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
         """Return only the values set in this file. `bases` contains the merged values of the file's bases."""

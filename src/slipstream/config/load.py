@@ -13,8 +13,8 @@ from slipstream.config.document import SUFFIXES, open_document
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
 
+# Key in a dict with a `type`. Its value is the library that is searched first for the names in the dict.
 SCOPE = "_scope_"
-"""Key in a dict with a `type`. Its value is the library that is searched first for the names in the dict."""
 
 _NAME = re.compile(r"(\w+)::([^:]+)")
 
@@ -24,8 +24,8 @@ class LoadedConfig(NamedTuple):
 
     values: dict[str, Any]
     text: str
+    # The variables of Python files from which values are computed.
     variables: frozenset[str]
-    """The variables of Python files from which values are computed."""
 
 
 class Base(NamedTuple):

@@ -32,8 +32,8 @@ class Placement:
     world_size: int
     master_addr: str
     master_port: str
+    # Number of processes on this machine; None if the launcher does not set it.
     local_size: int | None = None
-    """Number of processes on this machine; None if the launcher does not set it."""
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables that torch reads."""

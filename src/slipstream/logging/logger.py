@@ -15,8 +15,8 @@ from slipstream.logging.instances import Named, instances_by_name
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Start of the last record in the log file of a run that ended with an error.
 RUN_FAILED = "The run failed: "
-"""Start of the last record in the log file of a run that ended with an error."""
 
 _FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
 _DATE_FORMAT = "%Y/%m/%d %H:%M:%S"

@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
 
+# `data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
+# of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is compiled as
+# one graph. `logging`: reading the losses from the device, and writing log lines and scalars. `other`: start and end of
+# a run.
 Phase = Literal[
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
     "validation", "test", "checkpoint", "other",
 ]  # fmt: skip
-"""`data`: waiting for a batch. `preprocess`: the data preprocessor, which copies the batch to the device. `step`: parts
-of the training step that are not split into `forward`, `backward` and `optimizer`, such as a step that is compiled as
-one graph. `logging`: reading the losses from the device, and writing log lines and scalars. `other`: start and end of a
-run."""
 
+# The phases of training, excluding validation and checkpoints.
 STEP_PHASES: tuple[Phase, ...] = (
     "data", "preprocess", "forward", "backward", "optimizer", "step", "hooks", "logging",
 )  # fmt: skip
-"""The phases of training, excluding validation and checkpoints."""
 
 
 class PhaseTimes:

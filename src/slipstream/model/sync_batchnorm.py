@@ -26,11 +26,11 @@ __all__ = [
 
 _Send = Callable[[Tensor], Tensor]
 
+# Replacement for the all-reduce in eager forward passes, called with the values and the all-reduce function.
+# Activation checkpointing sets this variable to reuse the sums of the first forward pass.
 all_reduce_override: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar(
     "all_reduce_override", default=None
 )
-"""Replacement for the all-reduce in eager forward passes, called with the values and the all-reduce function.
-Activation checkpointing sets this variable to reuse the sums of the first forward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):

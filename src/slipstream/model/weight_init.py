@@ -221,8 +221,8 @@ class PretrainedWeights:
     resumed run does not need, and which `slipstream predict` must not start for a checkpoint from an untrusted source.
     """
 
+    # Whether the pretrained weights have yet to be loaded by `load_pretrained`.
     pretrained_pending = False
-    """Whether the pretrained weights have yet to be loaded by `load_pretrained`."""
 
     def _load_pretrained(self) -> None:
         raise NotImplementedError

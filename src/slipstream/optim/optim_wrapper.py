@@ -84,16 +84,16 @@ class AccumulationWindow:
     with the last batch of each epoch, so such windows can be smaller.
     """
 
+    # Number of batches per window.
     counts: int = 1
-    """Number of batches per window."""
+    # Total number of batches of the run, or -1 if it is unknown.
     total: int = -1
-    """Total number of batches of the run, or -1 if it is unknown."""
+    # Number of batches per epoch if windows end at the end of each epoch; otherwise None.
     batches_per_epoch: int | None = None
-    """Number of batches per epoch if windows end at the end of each epoch; otherwise None."""
+    # Number of batches trained on, including those before resuming.
     count: int = 0
-    """Number of batches trained on, including those before resuming."""
+    # Value of `count` at the end of the last window.
     start: int = 0
-    """Value of `count` at the end of the last window."""
 
     def ends(self, count: int) -> bool:
         """Return whether batch number `count` (counted from 1) ends a window."""

@@ -13,8 +13,8 @@ from slipstream.config.yaml_format import Loader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
 FOLDER = Path(__file__).parent
+# A recipe in SuperGradients syntax has at least one of these keys.
 COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
-"""A recipe in SuperGradients syntax has at least one of these keys."""
 
 
 def _folders(config_dir: str | Path | None) -> list[Path]:

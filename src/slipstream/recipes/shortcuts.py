@@ -22,13 +22,13 @@ _KEYS = {
         f"{loader}.dataset.{root}" for loader in _LOADERS for root in ("data_root", "root_dir", "root")
     ),
 }
+# Maps names from other tools to the shortcuts.
 SYNONYMS = {
     **dict.fromkeys(("learning_rate", "initial_lr"), "lr"),
     **dict.fromkeys(("num_epochs", "max_epochs"), "epochs"),
     "workers": "num_workers",
     **dict.fromkeys(("data_root", "data_dir", "root_dir", "root"), "data_root_dir"),
 }
-"""Maps names from other tools to the shortcuts."""
 
 
 def runner_overrides(cfg: Config, overrides: Iterable[str]) -> list[str]:

@@ -25,6 +25,7 @@ ROOT_SCOPE = "slipstream"
 # Scopes in MMEngine and SuperGradients configurations, which refer to the root registry.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
+# Scopes whose child registries are created by the `registry` module of the package with the same name.
 LIBRARIES = (
     "mmaction",
     "mmagic",
@@ -37,7 +38,6 @@ LIBRARIES = (
     "mmseg",
     "mmyolo",
 )
-"""Scopes whose child registries are created by the `registry` module of the package with the same name."""
 
 # Packages whose modules `import_registered` may import. Modules of other packages must already have been imported.
 _IMPORTABLE = (*LIBRARIES, "mmcv", "mmengine", "slipstream", "torch", "torchmetrics")

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from slipstream.errors import DataError
 
+# Format version of `report.json`.
 FORMAT = 2
-"""Format version of `report.json`."""
 _MAX_POINTS = 1000
 
+# `incomplete`: the run is still running, or it was killed before it could write its report.
 Status = Literal["finished", "interrupted", "failed", "incomplete"]
-"""`incomplete`: the run is still running, or it was killed before it could write its report."""
 
 
 @dataclass
@@ -245,10 +245,10 @@ class RunRecord:
             raise DataError(f"{file_name} is damaged: {error}") from error
 
 
+# Fields that `RunRecord.value` returns.
 VALUES = ("name", "status", "started", "iteration", "epoch", "seconds", "step", "images_per_second")
-"""Fields that `RunRecord.value` returns."""
+# The phases of a run that are not part of training.
 NON_TRAINING_PHASES = ("other", "test")
-"""The phases of a run that are not part of training."""
 _NESTED: dict[str, Any] = {
     "phases": PhaseSplit, "confusions": Confusion, "options": OptionRow,
     "messages": LogMessage,

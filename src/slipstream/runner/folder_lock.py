@@ -16,9 +16,9 @@ from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import remove_temporary_files
 
+# The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
+# folder. This path remains valid if both are moved together.
 LOCK_FILE = ".lock"
-"""The first line describes the process that holds the lock. The rest is the path of the run's work_dir relative to the
-folder. This path remains valid if both are moved together."""
 # Seconds to wait for the lock, because the data loader workers of a killed run hold it until they end.
 _TIMEOUT = 5.0
 

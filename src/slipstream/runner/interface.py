@@ -18,8 +18,8 @@ from slipstream.speed.apply import to_device
 from slipstream.speed.steps import ModelLosses
 from slipstream.train_step import LossFunction, outputs_and_targets, read_losses
 
+# The Runner's `loss_fn` argument.
 LossArgument = LossFunction | Mapping[str, Any] | Literal["model"] | None
-"""The Runner's `loss_fn` argument."""
 
 
 class ModelInterface:
@@ -29,8 +29,8 @@ class ModelInterface:
         model: the model, wrapped if there are several processes.
     """
 
+    # Whether the model's `init_weights` method is called before training.
     initializes_weights = True
-    """Whether the model's `init_weights` method is called before training."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -52,8 +52,8 @@ from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.optim.scheduler import TorchSchedulerAdapter, all_schedulers
 from slipstream.sharding import is_sharded, local_shard, mesh_of, shard_like
 
+# (pattern, replacement) pairs that remove the prefixes of DDP and `torch.compile` from weight names.
 STRIP_WRAPPER = ((r"^((module|_orig_mod)\.)+", ""),)
-"""(pattern, replacement) pairs that remove the prefixes of DDP and `torch.compile` from weight names."""
 # Optional entries of `meta`. Without them, a resumed run differs from an uninterrupted run.
 _OPTIONAL_META = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
 

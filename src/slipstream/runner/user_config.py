@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from slipstream.optim import OptimWrapper
 
+    # Type of the Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments.
     LoaderArgument = DataLoader[Any] | Mapping[str, Any] | Iterable[Any] | None
-    """Type of the Runner's `train_dataloader`, `val_dataloader` and `test_dataloader` arguments."""
+    # Type of the Runner's `optim_wrapper` argument.
     OptimArgument = OptimWrapper | Optimizer | Mapping[str, Any] | None
-    """Type of the Runner's `optim_wrapper` argument."""
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -148,10 +148,10 @@ class Limits:
 
     train: float | None = None
     evaluation: float | None = None
+    # Whether every epoch uses the batches of the first epoch.
     overfit: bool = False
-    """Whether every epoch uses the batches of the first epoch."""
+    # The Runner's arguments that set the two limits.
     options: tuple[str, str] = ("limit_train_batches", "limit_val_batches")
-    """The Runner's arguments that set the two limits."""
 
     def apply(self, loader: DataLoader[Any], mode: str, name: str) -> DataLoader[Any]:
         """Return `loader`, limited to the maximum number of batches for this mode.

@@ -43,8 +43,8 @@ _TOTALS = {
     "SegKDLoss": "Total_Loss",
     "ShelfNetOHEMLoss": "Loss",
 }
+# Key of the losses in a model's predictions.
 LOSSES_KEY = "watched_losses"
-"""Key of the losses in a model's predictions."""
 
 
 @MODELS.register_module(name="RecipeCrossEntropy")
@@ -169,8 +169,8 @@ def _stdc(arguments: dict[str, Any]) -> dict[str, Any]:
 class Watched:
     """A metric or loss computed during validation."""
 
+    # Name of the metric or loss in the validation results.
     name: str
-    """Name of the metric or loss in the validation results."""
     is_loss: bool = False
 
 

@@ -18,8 +18,8 @@ from slipstream.registry import METRICS
 from slipstream.training.params import pop_fixed, read_factory
 
 _SAME = ("IoU", "Dice", "BinaryIOU", "BinaryDice", "PixelAccuracy", "Top5")
+# Maps SuperGradients' metric names to names in METRICS.
 NAMES = {**{name: name for name in _SAME}, "Accuracy": "Top1"}
-"""Maps SuperGradients' metric names to names in METRICS."""
 IgnoredIds = int | Sequence[int] | None
 
 

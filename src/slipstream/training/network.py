@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 ModuleOrConfig = nn.Module | Mapping[str, Any]
 
+# Losses that compare class scores with class ids or class probabilities.
 CLASS_LOSSES = (
     nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss, ShelfNetOHEMLoss,
 )  # fmt: skip
-"""Losses that compare class scores with class ids or class probabilities."""
 
 
 @MODELS.register_module()

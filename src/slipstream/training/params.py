@@ -22,6 +22,7 @@ _OLD_SCHEDULES = {
 _OLD_WARMUPS = {"linear_step": "Epoch", "linear_epoch_step": "Epoch", "linear_batch_step": "Batch"}
 _BOARD = "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder"
 _REMOTE = "uploads are not supported; copy the run's folder, or use sg_logger 'wandb_sg_logger'"
+# Keys that support only their default value, and the reasons.
 UNSUPPORTED = {
     "run_id": "an experiment has a single folder; use a different experiment_name, or set resume_path",
     "resume_from_remote_sg_logger": "downloads are not supported; download the checkpoint and set resume_path",
@@ -33,7 +34,6 @@ UNSUPPORTED = {
     "save_tensorboard_remote": _REMOTE,
     "dataset_statistics": "use `slipstream data stats` instead",
 }
-"""Keys that support only their default value, and the reasons."""
 
 
 @dataclass(frozen=True)

@@ -159,8 +159,8 @@ class IDecayFunction:
         raise NotImplementedError(f"{type(self).__name__} must define __call__(decay, step, total_steps)")
 
 
+# User-defined decay schedules by name, for example `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`.
 EMA_DECAY_FUNCTIONS: dict[str, type[IDecayFunction]] = {}
-"""User-defined decay schedules by name, for example `EMA_DECAY_FUNCTIONS["linear"] = LinearDecay`."""
 
 
 def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]:

@@ -35,18 +35,18 @@ _WRITING_HOOKS = (CheckpointHook, PreemptionHook, ProfilerHook, ReportHook)
 class Setting:
     """Changes that a trial makes to the baseline."""
 
+    # Fields of `SpeedPlan`.
     speed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SpeedPlan`."""
+    # Number of worker processes of the training loader; None leaves it unchanged.
     num_workers: int | None = None
-    """Number of worker processes of the training loader; None leaves it unchanged."""
+    # Number of samples in every batch; None leaves it unchanged.
     batch_size: int | None = None
-    """Number of samples in every batch; None leaves it unchanged."""
+    # Whether to remove the learning rate schedule and the check for non-finite losses, for the range test.
     constant_lr: bool = False
-    """Whether to remove the learning rate schedule and the check for non-finite losses, for the range test."""
+    # Whether to train on the first batch only, without loading data.
     single_batch: bool = False
-    """Whether to train on the first batch only, without loading data."""
+    # Folder for compiled code. It is initially empty, so that the compilation time can be measured.
     compile_cache: str | None = None
-    """Folder for compiled code. It is initially empty, so that the compilation time can be measured."""
 
     @property
     def dataloader(self) -> dict[str, Any]:

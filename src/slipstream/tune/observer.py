@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.errors import ModelError
 
+# Decay of the exponential moving average of the losses in a learning rate range test.
 SMOOTHING = 0.9
-"""Decay of the exponential moving average of the losses in a learning rate range test."""
+# Number of steps after which individual batches hardly affect the average.
 SETTLING = 10
-"""Number of steps after which individual batches hardly affect the average."""
 # The sweep diverges if the ratio of the smoothed loss to its smallest value exceeds this number.
 _DIVERGENCE_RATIO = 4.0
 
@@ -32,8 +32,8 @@ class Finished(BaseException):
 class Observer:
     """Base class for objects that are called before and after each training step of a trial."""
 
+    # Returns properties of the run, to report after the warm-up; set by the job.
     describe: Callable[[], Mapping[str, Any]] = dict
-    """Returns properties of the run, to report after the warm-up; set by the job."""
 
     def before_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Called with the parameter groups of the optimizer."""

@@ -16,16 +16,16 @@ from slipstream.tune.jobs import Setting
 class Tolerance:
     """Maximum relative differences between the losses of a trial and those of the baseline."""
 
+    # Maximum difference in the first loss, before any weight update.
     first: float
-    """Maximum difference in the first loss, before any weight update."""
+    # Maximum difference in the mean loss. Optimizers such as Adam amplify rounding errors in the first updates.
     mean: float
-    """Maximum difference in the mean loss. Optimizers such as Adam amplify rounding errors in the first updates."""
 
 
+# Tolerance for options that compute in float32: only the order of operations may change.
 EXACT = Tolerance(first=1e-4, mean=2e-2)
-"""Tolerance for options that compute in float32: only the order of operations may change."""
+# Tolerance for options that compute in 16-bit precision or TF32.
 LOW_PRECISION = Tolerance(first=2e-2, mean=5e-2)
-"""Tolerance for options that compute in 16-bit precision or TF32."""
 
 _MAX_WORKERS = 8
 
@@ -43,10 +43,10 @@ class Candidate:
     label: str
     setting: Setting
     tolerance: Tolerance = EXACT
+    # The label of another value of the option. If that value works, this value is skipped.
     fallback_for: str = ""
-    """The label of another value of the option. If that value works, this value is skipped."""
+    # Another option. This value is skipped unless that option is part of the plan.
     requires: str = ""
-    """Another option. This value is skipped unless that option is part of the plan."""
 
 
 def check_names(names: Iterable[str]) -> list[str]:

@@ -31,8 +31,8 @@ from slipstream.dist import all_gather_object, init_dist, is_distributed
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.tune.observer import Finished, Observer, Timer
 
+# Number of initial steps whose losses are compared. Timing starts after these steps.
 WARMUP = 6
-"""Number of initial steps whose losses are compared. Timing starts after these steps."""
 _LOG = "output.log"
 # Seconds between two exchanges of the states of the ranks' trials.
 _INTERVAL = 0.2

@@ -24,8 +24,8 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 24
 _MAX_ROUND_SECONDS = 2.0
 # Fraction of the budget that is reserved for terminating processes and writing files.
 _MARGIN = 0.02
+# Minimum ratio for which an option is adopted.
 MIN_GAIN = 1.01
-"""Minimum ratio for which an option is adopted."""
 # A trial ends after three or more rounds if its ratio is below this value in all of them.
 _EARLY_STOP_RATIO = 0.8
 # After this fraction of the budget, a trial ends as soon as it has the minimum number of rounds.

@@ -25,8 +25,8 @@ class Network(nn.Module):
     A subclass defines `_classifiers`. If it has auxiliary heads, it also overrides `_remove_auxiliary_heads`.
     """
 
+    # `segmentation` or `classification`.
     task: ClassVar[str] = "segmentation"
-    """`segmentation` or `classification`."""
     # Regular expression that matches the names of the layers that return the class logits.
     _classifiers: ClassVar[str] = ""
     # Prefixes of the submodules that SuperGradients' `replace_head` reinitializes, besides the classification layers.

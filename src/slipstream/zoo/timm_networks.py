@@ -15,8 +15,8 @@ from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.network import Network
 
+# Prefix of the names of timm's networks in `models.get` and in `architecture`.
 PREFIX = "timm:"
-"""Prefix of the names of timm's networks in `models.get` and in `architecture`."""
 _SOURCE_OPTIONS = {
     "checkpoint_path",
     "checkpoint_paths",

@@ -241,12 +241,12 @@ class RunLoader(DataLoader[Any]):
     """
 
     __slots__ = ("_failed", "_iterator", "generator", "limit", "order", "skip_errors")
+    # The order of the batches; None if the dataset is iterable or has no batch sampler.
     order: EpochBatchSampler | None
-    """The order of the batches; None if the dataset is iterable or has no batch sampler."""
+    # The maximum number of batches in a pass without an `order`.
     limit: int | None
-    """The maximum number of batches in a pass without an `order`."""
+    # See `SeededDataset`.
     skip_errors: int
-    """See `SeededDataset`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._iterator = self.limit = self.order = None

@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from PIL import Image
     from PIL.ImageFile import ImageFile
 
+# Default maximum number of pixels in a file. Pillow raises an error above the same limit.
+#
+# Even a small file can decode to a huge image.
 MAX_PIXELS = 178_956_970
-"""Default maximum number of pixels in a file. Pillow raises an error above the same limit.
-
-Even a small file can decode to a huge image.
-"""
 # Pillow's other decoders are not used, because an image file may come from an untrusted source.
 _FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _ORIENTATION = 0x0112  # EXIF tag

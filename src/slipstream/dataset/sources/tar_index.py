@@ -19,8 +19,8 @@ from slipstream.dataset.sources.base import file_version
 from slipstream.errors import ConfigError, DataError, explained
 from slipstream.files import atomic_write, user_cache
 
+# Default maximum size in bytes of a file in a shard. Each file is read into memory before it is decoded.
 MAX_BYTES = 2**28
-"""Default maximum size in bytes of a file in a shard. Each file is read into memory before it is decoded."""
 _FORMAT = 3
 # WebDataset's rule: the key ends at the first dot of the file name, and the rest is the extension.
 _NAME = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)", re.DOTALL)
@@ -133,8 +133,8 @@ def _version(path: Path) -> str:
     return f"{_FORMAT}-{file_version(path)}"
 
 
+# The name of each file in a shard, and its offset and size, int64 (files, 2).
 Index = tuple[NDArray[np.bytes_], NDArray[np.int64]]
-"""The name of each file in a shard, and its offset and size, int64 (files, 2)."""
 
 
 def _shard_index(path: Path, folder: Path) -> Index:

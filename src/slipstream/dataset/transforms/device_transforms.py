@@ -28,8 +28,8 @@ __all__ = [
     "transform_images",
 ]  # fmt: skip
 
+# Number of color parameters and number of affine parameters.
 NUM_COLOR_PARAMS, NUM_AFFINE_PARAMS = 13, 6
-"""Number of color parameters and number of affine parameters."""
 _STAGES = 3
 _GRAY = (0.299, 0.587, 0.114)
 

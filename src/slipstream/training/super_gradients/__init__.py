@@ -33,8 +33,8 @@ def _read_modules() -> dict[str, dict[str, str]]:
     return modules
 
 
+# Maps each SuperGradients module to its names, and each name to the Slipstream object that replaces it.
 MODULES: Mapping[str, Mapping[str, str]] = _read_modules()
-"""Maps each SuperGradients module to its names, and each name to the Slipstream object that replaces it."""
 
 
 def missing_message(fullname: str) -> str:

@@ -27,8 +27,8 @@ from slipstream.zoo import models
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+# The version of SuperGradients whose interface this package implements.
 SUPPORTED_VERSION = "3.7.1"
-"""The version of SuperGradients whose interface this package implements."""
 # SuperGradients' default: tensors are matched by order if the names differ.
 _DEFAULT_STRICT_LOAD = "no_key_matching"
 
@@ -217,8 +217,8 @@ def load_checkpoint_to_model(
     models.load(net, ckpt_local_path, strict, load_backbone)
 
 
+# Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`.
 Models = SimpleNamespace(**{network.upper(): network for network in models.names()})
-"""Network names for `models.get`: `Models.DDRNET_23` is `'ddrnet_23'`."""
 
 
 class Losses:
