@@ -19,6 +19,14 @@ from zipfile import ZipFile, ZipInfo
 import torch
 
 from slipstream.checkpoint.mmengine_files import convert_checkpoint, is_from_mmengine, safe_globals
+from slipstream.checkpoint.safetensors_files import (
+    INDEX,
+    SUFFIX,
+    is_safetensors,
+    read_safetensors,
+    save_safetensors,
+)
+from slipstream.checkpoint.weights import weights_in
 from slipstream.cores import cores
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import atomic_write, check_space
@@ -33,11 +41,15 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     """Write `checkpoint` to `path` atomically: a crash leaves either the old file or the complete new one.
 
     Values that are neither tensors nor built-in Python values are omitted, because `torch.load` cannot read them with
-    `weights_only=True`. `warn` is called for each of these values.
+    `weights_only=True`. `warn` is called for each of these values. A file
+    whose name ends with `.safetensors` contains only the weights.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = plain(checkpoint, warn)
+    if path.suffix == SUFFIX:
+        save_safetensors(weights_in(content, path), path)
+        return
     with atomic_write(path) as temporary:
         try:
             torch.save(content, temporary)
@@ -47,7 +59,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
 
 
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint file without executing code from it.
+    """Read a checkpoint file, or the weights in safetensors files, without executing code from it.
 
     With `map_location="meta"`, the tensor data is neither read nor verified.
 
@@ -55,10 +67,14 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
     """
     if not path.is_file():
-        candidates = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
+        candidates = (
+            p for pattern in ("*.pth", "*.sharded", "*.safetensors*") for p in path.parent.glob(pattern)
+        )
         siblings = [p.name for p in candidates] if path.parent.is_dir() else []
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     with path.open("rb") as file:
+        if path.name.endswith(SUFFIX + INDEX) or is_safetensors(file):
+            return dict(read_safetensors(path, map_location))
         if file.read(1) not in (b"P", b"\x80"):  # a zip archive, or a pickle (the old format of `torch.save`)
             raise CheckpointError(
                 f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"
@@ -89,14 +105,14 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
 def verify(file: IO[bytes], name: Path) -> None:
     """Verify each entry of a file written by `torch.save` against its CRC-32, which `torch.load` does not verify.
 
-    Pickles (written by torch before 1.6) and files written after `torch.serialization.set_crc32_options(False)` have no
-    checksums and are not verified.
+    Safetensors files, pickles (written by torch before 1.6), and files written after
+    `torch.serialization.set_crc32_options(False)` have no checksums and are not verified.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     file.seek(0)
-    if file.read(1) == b"\x80":
+    if is_safetensors(file) or file.read(1) == b"\x80":
         return
     try:
         with ZipFile(file) as archive, ThreadPoolExecutor(min(cores(), 8)) as pool:

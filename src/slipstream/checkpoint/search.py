@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slipstream.checkpoint.files import PLAIN_FILE, replaced_name
+from slipstream.checkpoint.safetensors_files import in_folder
 from slipstream.checkpoint.sharded import read_origin
 from slipstream.errors import CheckpointError
 from slipstream.files import write_text
@@ -57,9 +58,11 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint from a run's folder; other paths, such as sharded checkpoints, are returned unchanged.
+    """Return a checkpoint from a run's folder, or the safetensors file or index in another folder.
 
-    The result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
+    Other paths, such as sharded checkpoints, are returned unchanged.
+
+    For a run, the result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
 
     Raises:
         CheckpointError: the folder contains no checkpoint.
@@ -67,7 +70,7 @@ def checkpoint_of(path: Path) -> Path:
     if not path.is_dir() or path.suffix == ".sharded" or (path / PLAIN_FILE).is_file():
         return path
     best = _by_age([path], _BEST_PATTERNS)
-    found = best[0] if best else find_latest_checkpoint(path)
+    found = best[0] if best else find_latest_checkpoint(path) or in_folder(path)
     if found is None:
         raise CheckpointError(
             f"the folder {path} contains no checkpoint; train first, or pass the path of a checkpoint"

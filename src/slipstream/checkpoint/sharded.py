@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint, verify
+from slipstream.checkpoint.safetensors_files import SUFFIX, in_folder
 from slipstream.dist import all_gather_object, get_rank, is_main_process
 from slipstream.errors import CheckpointError, explained
 from slipstream.files import sync_folder
@@ -72,7 +73,7 @@ def write_checkpoint(
     else:  # only the sharded tensors are needed
         content = plain(checkpoint, lambda _: None, copy=lambda _, tensor: tensor)
     rest = _map_sharded(content, extract)
-    if tensors and not consolidate:
+    if tensors and not consolidate and path.suffix != SUFFIX:
         path = path.with_name(sharded_name(path.name))
         _write_folder(path, rest, tensors, paths, group)
     else:
@@ -90,7 +91,7 @@ def load_checkpoint(
     """Read a checkpoint file or the folder of a sharded checkpoint, without executing code from the checkpoint.
 
     Args:
-        path: path of the checkpoint.
+        path: path of the checkpoint; or a safetensors file, its index, or a folder that contains them.
         map_location: device on which to load the tensors.
         mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default, they are not sharded.
 
@@ -98,6 +99,7 @@ def load_checkpoint(
         CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
     """
     path = Path(path)
+    path = (in_folder(path) if path.is_dir() else None) or path
     return load_sharded(path, map_location, mesh) if path.is_dir() else read_file(path, map_location)
 
 

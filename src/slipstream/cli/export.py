@@ -1,4 +1,4 @@
-"""`slipstream export` writes a trained model as an ONNX or torch.export file.
+"""`slipstream export` writes a trained model as an ONNX or torch.export file, or its weights as a safetensors file.
 
 `slipstream consolidate` writes a sharded checkpoint as one file.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.checkpoint import consolidate, load_checkpoint, save_checkpoint, weights_in
 from slipstream.cli.trained import find_checkpoint, load_trained
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.image_transforms import Normalize, ToTensor, read_transforms
@@ -40,6 +41,8 @@ _INCLUDED = (Affine, SegConvertToTensor, ToTensor, Normalize)
 
 def run(args: argparse.Namespace) -> int:
     """Write the file, and compare its output with the model's. The file is not kept if the scores or classes differ."""
+    if args.to == "safetensors":
+        return _export_weights(find_checkpoint(args.run), args.out)
     trained = load_trained(find_checkpoint(args.run), args.config, bool(args.trust), torch.device("cpu"))
     suffix = _SUFFIXES[args.to]
     out = Path(args.out) if args.out else trained.path.with_suffix(suffix)
@@ -79,10 +82,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _export_weights(path: Path, out: str | None) -> int:
+    """Write the weights of a checkpoint's network."""
+    target = Path(out) if out else path.with_suffix(".safetensors")
+    if target.suffix != ".safetensors":
+        raise ConfigError(f"must end with .safetensors, not '{out}'", "--out")
+    weights = weights_in(load_checkpoint(path), path)
+    network = {
+        name.removeprefix("network."): value for name, value in weights.items() if name.startswith("network.")
+    }
+    save_checkpoint({"state_dict": network or weights}, target, print)
+    print(f"Written: {target} ({len(network or weights)} tensors of {path})")
+    return 0
+
+
 def consolidate_folder(args: argparse.Namespace) -> int:
     """Write a sharded checkpoint as one file. The default path is next to the checkpoint folder."""
-    from slipstream.checkpoint import consolidate
-
     folder = Path(args.folder)
     out = Path(args.out) if args.out else folder.with_suffix(".pth")
     consolidate(folder, out)

@@ -132,7 +132,12 @@ def _add_model_commands(commands: _Commands) -> None:
         commands, "export", "export.run", "write a trained model in a format that runs without Slipstream"
     )
     export.add_argument("run", metavar="RUN", help="run folder or checkpoint")
-    export.option("--to", "onnx, or torch (torch.export)", required=True, choices=("onnx", "torch"))
+    export.option(
+        "--to",
+        "onnx, torch (torch.export), or safetensors (weights)",
+        required=True,
+        choices=("onnx", "torch", "safetensors"),
+    )
     export.option("--out", "output file (default: next to the checkpoint)", metavar="FILE")
     export.option("--shape", "shape of the example input (default: 256x256 pixels)", type=_shape,
                   metavar="CxHxW")  # fmt: skip

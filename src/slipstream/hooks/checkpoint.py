@@ -113,6 +113,10 @@ class CheckpointHook(Hook):
         for file, key in names:
             if file is not None:
                 check_name(file, key, folder, CHECKPOINT_NAME_LENGTH)
+                if file.endswith(".safetensors"):
+                    raise ConfigError(
+                        "must end with .pth, because a run cannot resume from weights alone", key
+                    )
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"

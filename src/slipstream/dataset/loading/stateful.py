@@ -75,7 +75,7 @@ class LoaderState:
             in_epoch: False if the epoch has ended.
         """
         if self._last_two:
-            return self._last_two[0 if in_epoch else -1]  # type: ignore[no-any-return]
+            return self._last_two[0 if in_epoch else -1]
         return self._source.state_dict() if self.exists else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
