@@ -100,21 +100,27 @@ def _run_hydra(args: argparse.Namespace, path: Path, trust: bool) -> None:
 
 
 def best_value(name: str, overrides: Sequence[str], config_dir: str | None, work_dir: Path) -> float | None:
-    """Return the best value of the metric that selects the best checkpoint, or None if the run has not logged it.
+    """Return the best value of the metric that selects the best checkpoint; None if it has no value, name or rule.
 
     The values are read from the run's JSON log, because the run may have been several processes.
     """
     from slipstream.cli.configure import load_config
+    from slipstream.hooks.schedule import implied_rule
+    from slipstream.typecheck import matches
 
     hooks = load_config(name, overrides, config_dir).cfg.get("default_hooks") or {}
     checkpoint = hooks.get("checkpoint") or {}
-    metric = str(checkpoint.get("save_best") or "").removeprefix("val/")
+    monitors = checkpoint.get("save_best") or ""
+    metric = (monitors if isinstance(monitors, str) else monitors[0]).removeprefix("val/")
+    rule = checkpoint.get("rule") or implied_rule(metric)
     values = []
     for log in work_dir.glob("*/vis_data/scalars.json"):
         entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        values += [entry[metric] for entry in entries if metric in entry]
-    best = min if checkpoint.get("rule") == "less" else max
-    return float(best(values)) if values else None
+        # The name has a prefix if training records a scalar of the same name; only the lines of training have "iter".
+        found = [entry.get(f"val/{metric}", entry.get(metric)) for entry in entries if "iter" not in entry]
+        values += [value for value in found if matches(value, float)]
+    best = min if rule == "less" else max
+    return float(best(values)) if values and rule else None
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Tests of `python -m slipstream.train_from_recipe`, SuperGradients' command with Hydra's options."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+
+from slipstream.train_from_recipe import best_value, main
 
 # A recipe in SuperGradients' syntax that needs no data.
 COMPOSED = Path(__file__).resolve().parents[1] / "recipes/composed"
@@ -85,3 +88,49 @@ def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
     few = ["train_cfg.max_epochs=1", "train_cfg.val_interval=1", "param_scheduler=null", "+compile=false"]
     from_recipe("--config-name=street_scenes_pp_lite_t", *sizes, *few)
     assert "work_dirs/street_scenes_pp_lite_t" in everything(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        (dict(save_best="loss"), 0.4),
+        (dict(save_best="val/loss", rule="greater"), 0.6),
+        (dict(save_best=["mIoU", "loss"]), 70.0),
+        (dict(save_best="score", rule="less"), 1.0),
+        (dict(save_best="score"), None),
+        (dict(), None),
+    ],
+)
+def test_search_gets_the_best_value_of_validation_by_the_hooks_rule(tmp_path, options, best):
+    lines = [dict(step=9, loss=0.01, iter=9)]
+    lines += [{"step": i, "val/loss": v, "mIoU": m, "score": s} for i, v, m, s in [
+        (1, 0.6, 70.0, 2.0), (2, 0.4, 60.0, 1.0), (3, None, None, None)]]  # fmt: skip
+    log = tmp_path / "20260101_000000/vis_data/scalars.json"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(map(json.dumps, lines)))
+    recipe = dict(
+        model=dict(type="Net"), default_hooks=dict(checkpoint=dict(type="CheckpointHook", **options))
+    )
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    assert best_value("mine", [], str(tmp_path), tmp_path) == best
+
+
+@pytest.mark.slow
+def test_optuna_searches_the_recipe_on_the_page(tmp_path, monkeypatch):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    monkeypatch.chdir(tmp_path)
+    sizes = [
+        f"{split}_dataloader.dataset.{word}"
+        for split in ("train", "val")
+        for word in ("size=[64,128]", "length=4")
+    ]
+    few = ["train_cfg.max_epochs=1", "train_cfg.val_interval=1", "param_scheduler=null", "+compile=false"]
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=2"]
+    rate = "optim_wrapper.optimizer.lr=tag(log,interval(1e-4,1e-1))"
+    assert main(["--config-name=street_scenes_pp_lite_t", "--multirun", *search, rate, *sizes, *few]) == 0
+    (results,) = tmp_path.rglob("optimization_results.yaml")
+    found = yaml.safe_load(results.read_text())
+    logs = [
+        json.loads(line) for log in tmp_path.rglob("scalars.json") for line in log.read_text().splitlines()
+    ]
+    assert found["best_value"] == max(line["mIoU"] for line in logs if "mIoU" in line)

@@ -8,7 +8,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
 from slipstream.runner import Runner
-from tiny_runs import Scripted, assert_same, loader, run, training, validation, weights
+from tiny_runs import Scripted, assert_same, loader, run, scalars, training, validation, weights
 
 
 def files(folder):
@@ -209,8 +209,33 @@ def test_after_new_best_is_called_after_the_checkpoint_is_written(tmp_path):
 def test_metric_with_ambiguous_name_requires_a_rule(tmp_path):
     with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
         trained(tmp_path, [0.1], "score", save_best="score")
-    with pytest.raises(ConfigError, match="'greater' or 'less', not 'more'"):
+    with pytest.raises(ConfigError, match="'greater' or 'less' or None, not 'more'"):
         trained(tmp_path, [0.1], "score", save_best="score", rule="more")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "better"),
+    [("MulticlassF1Score", None, "greater"), ("MulticlassCalibrationError", "quality", "less")],
+)
+@pytest.mark.parametrize("collection", [False, True])
+def test_torchmetrics_declares_whether_higher_is_better(tmp_path, kind, name, better, collection):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    metric = getattr(torchmetrics.classification, kind)(num_classes=3)
+    monitor = "/".join(filter(None, (name, kind if collection or not name else "")))
+    metric = torchmetrics.MetricCollection([metric]) if collection else metric
+    stop = dict(type="EarlyStoppingHook", monitor=monitor, patience=9)
+    runner = run(
+        tmp_path,
+        train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=1.0)),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best=monitor)),
+        custom_hooks=[stop],
+        **validation(dict(type="TorchMetric", metric=metric, name=name)),
+    )
+    values = [line[monitor] for line in scalars(runner) if monitor in line]
+    assert len(set(values)) > 1
+    best = max(values) if better == "greater" else min(values)
+    assert runner.message_hub.get_info(f"best_score/{monitor}") == pytest.approx(best)
 
 
 def test_auto_with_an_ambiguous_metric_name_warns_once_and_saves_regular_checkpoints(tmp_path):

@@ -190,6 +190,15 @@ class TorchMetric(BaseMetric):
         self._on_device = False
         return self._add_prefix(dict(_flatten(self.name, value)))
 
+    def higher_is_better(self, key: str) -> bool | None:
+        """Return what torchmetrics declares for the value reported as `key`; None if that is unknown."""
+        is_collection = isinstance(self.metric, nn.ModuleDict)
+        for name, metric in self.metric.items() if is_collection else [("", self.metric)]:
+            reported = "/".join(filter(None, (self.prefix, self.name, name)))
+            if f"{key}/".startswith(f"{reported}/"):
+                return getattr(metric, "higher_is_better", None)
+        return None
+
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
         """Not used; torchmetrics stores the state."""
         raise NotImplementedError

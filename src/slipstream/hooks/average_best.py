@@ -20,7 +20,7 @@ from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
-from slipstream.hooks.schedule import infer_rule, metric_value
+from slipstream.hooks.schedule import Rule, infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.sharding import shard_like
 from slipstream.typecheck import PositiveInt, check
@@ -44,8 +44,8 @@ class AverageBestHook(Hook):
 
     Args:
         metric: name of the validation metric that ranks the epochs.
-        rule: `greater` if higher values are better, `less` if lower values are; by default inferred from the metric's
-            name.
+        rule: `greater` if higher values are better, `less` if lower values are; by default what torchmetrics declares,
+            or what the metric's name implies.
         count: maximum number of epochs to average.
         filename: file name of the averaged weights, in the work_dir.
     """
@@ -62,10 +62,12 @@ class AverageBestHook(Hook):
         check(count, PositiveInt, "count")
         check_name(filename, "filename", max_length=CHECKPOINT_NAME_LENGTH)
         self.metric, self.count, self.filename = metric, count, filename
-        self.greater = infer_rule(metric, rule) == "greater"
+        check(rule, Rule, "rule")
+        self.rule = rule
 
     def before_train(self, runner: Runner) -> None:
         """Restore a resumed run's list of best epochs."""
+        self.greater = infer_rule(self, runner, self.metric) == "greater"
         self._folder = Path(runner.work_dir) / FOLDER
         best = [(value, name) for value, name in runner.message_hub.get_info(FOLDER, [])]
         missing = [[name for _, name in best if not (self._folder / name).is_file()]]

@@ -15,9 +15,10 @@ from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook
-from slipstream.hooks.schedule import infer_rule, metric_value
+from slipstream.hooks.schedule import Rule, infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.sharding import mesh_of
+from slipstream.typecheck import check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -42,8 +43,8 @@ class CheckpointHook(Hook):
         save_best: one or more metrics, or `auto` for the first metric that validation returns. With `auto`, if
             neither the metric's name nor `rule` indicates whether higher values are better, a warning is logged and no
             best checkpoint is saved.
-        rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
-            from the metrics' names.
+        rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default what
+            torchmetrics declares, or what the metrics' names imply.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
             previous one. Default: `epoch_{}.pth` or `iter_{}.pth`.
         save_begin: number of epochs or steps to wait before counting intervals.
@@ -85,6 +86,7 @@ class CheckpointHook(Hook):
         self.save_last, self.max_keep_ckpts = save_last, max_keep_ckpts
         self.out_dir = out_dir
         self.monitors = [save_best] if isinstance(save_best, str) else list(save_best or ())
+        check(rule, Rule, "rule")
         self.rule = rule
         self.filename_tmpl, self.best_filename = filename_tmpl, best_filename
         self.save_epochs = frozenset(save_epochs)
@@ -96,9 +98,6 @@ class CheckpointHook(Hook):
             "background": async_save,
         }
         self._warned = False
-        for monitor in self.monitors:
-            if monitor != "auto":
-                infer_rule(monitor, rule)
 
     def _check_names(self) -> None:
         try:
@@ -133,6 +132,9 @@ class CheckpointHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Validate the options against the training loop and restore the list of kept checkpoints."""
+        for monitor in self.monitors:
+            if monitor != "auto":
+                infer_rule(self, runner, monitor)
         if self.by_epoch is None:
             self.by_epoch = runner.by_epoch
         if self.by_epoch and not runner.by_epoch:
@@ -267,7 +269,7 @@ class CheckpointHook(Hook):
                 return None
             runner.message_hub.update_info(self._auto_metric_key, key)
         try:
-            infer_rule(key, self.rule)
+            infer_rule(self, runner, key)
         except ConfigError:
             if not self._warned:
                 runner.logger.warning(
@@ -281,7 +283,7 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
         hub = runner.message_hub
         best = hub.get_info(f"best_score/{key}")
-        greater = infer_rule(key, self.rule) == "greater"
+        greater = infer_rule(self, runner, key) == "greater"
         if not math.isfinite(value) or (best is not None and not (value > best if greater else value < best)):
             return False
         previous = hub.get_info(f"best_ckpt/{key}")

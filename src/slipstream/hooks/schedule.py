@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from slipstream.dist import all_reduce_params, get_world_size
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import did_you_mean
+from slipstream.evaluator import TorchMetric
 from slipstream.hooks.hook import Hook
 from slipstream.optim.scheduler import all_schedulers
 from slipstream.registry import HOOKS
@@ -67,23 +68,33 @@ _LESS = r"loss|error|perplexity|(?<![a-z])(err|wer|mae|mse|rmse)(?![a-z])"
 _GREATER = r"accuracy|iou|dice|precision|recall|psnr|ssim|(?<![a-z])([abm]?acc|accu|top|m?ap|map|auc|f|auroc)(?![a-z])"
 
 
-def infer_rule(key: str, rule: str | None) -> str:
-    """Return `rule` if it is set; otherwise, infer `greater` or `less` from the metric name.
+Rule = Literal["greater", "less"] | None
+
+
+def implied_rule(key: str) -> str | None:
+    """Return the rule that a metric's name implies, such as `less` for a loss; None if the name is ambiguous."""
+    less, greater = (re.search(pattern, key.lower()) is not None for pattern in (_LESS, _GREATER))
+    return None if less == greater else "less" if less else "greater"
+
+
+def infer_rule(hook: Any, runner: Runner, key: str) -> str:
+    """Return the hook's `rule`, what torchmetrics declares (`higher_is_better`), or what the metric's name implies.
 
     Raises:
-        ConfigError: if `rule` is invalid, or the name is ambiguous.
+        ConfigError: if the rule is not set, and the name is ambiguous.
     """
-    if rule is not None:
-        if rule not in ("greater", "less"):
-            raise ConfigError(f"must be 'greater' or 'less', not {rule!r}", "rule")
-        return rule
-    name = key.lower()
-    less, greater = re.search(_LESS, name) is not None, re.search(_GREATER, name) is not None
-    if less != greater:
-        return "less" if less else "greater"
-    raise ConfigError(
-        f"cannot infer the rule from the metric's name '{key}'; set rule to 'greater' or 'less'", "rule"
-    )
+    if hook.rule is not None:
+        return str(hook.rule)
+    metrics = getattr(getattr(runner.val_loop, "evaluator", None), "metrics", ())
+    for metric in metrics:
+        better = metric.higher_is_better(key) if isinstance(metric, TorchMetric) else None
+        if better is not None:
+            return "greater" if better else "less"
+    if (implied := implied_rule(key)) is None:
+        raise hook.config_error(
+            f"cannot infer the rule from the metric's name '{key}'; set rule to 'greater' or 'less'", "rule"
+        )
+    return implied
 
 
 def metric_value(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
@@ -140,7 +151,8 @@ class EarlyStoppingHook(Hook):
 
     Args:
         monitor: name of the metric to monitor.
-        rule: `greater` if higher values are better, `less` if lower values are. Default: inferred from the name.
+        rule: `greater` if higher values are better, `less` if lower values are. Default: what torchmetrics declares, or
+            what the name implies.
         min_delta: minimum change that counts as an improvement.
         strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
@@ -162,10 +174,10 @@ class EarlyStoppingHook(Hook):
     ) -> None:
         check(patience, NonNegativeInt, "patience")
         check(min_delta, NonNegative, "min_delta")
-        self.monitor, self.rule = monitor, infer_rule(monitor, rule)
+        check(rule, Rule, "rule")
+        self.monitor, self.rule = monitor, rule
         self.min_delta, self.strict, self.check_finite = min_delta, strict, check_finite
         self.patience, self.stopping_threshold = patience, stopping_threshold
-        self._sign = 1 if self.rule == "greater" else -1
 
     def before_run(self, runner: Runner) -> None:
         """Reset the best score and the patience counter."""
@@ -173,6 +185,7 @@ class EarlyStoppingHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Restore the best score and the patience counter if the run was resumed."""
+        self._sign = 1 if infer_rule(self, runner, self.monitor) == "greater" else -1
         self._best, self._num_unimproved = runner.message_hub.get_info(
             self._key, (self._best, self._num_unimproved)
         )
