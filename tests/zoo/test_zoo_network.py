@@ -12,22 +12,20 @@ from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.zoo import models, predicting
-from slipstream.zoo.fusion import fuse_batch_norms
 
 Image = pytest.importorskip("PIL.Image")
 
-# The backbone attribute, the number of BatchNorms (excluding auxiliary heads), and the number of BatchNorms that fusion
-# cannot remove, because their input is the output of a pooling layer, a sum or a concatenation.
+# The backbone attribute of each network.
 NETWORKS = {
-    "pp_lite_t_seg": ("encoder", 46, 0),
-    "stdc1_seg": ("cp", 38, 0),
-    "regseg48": ("backbone", 64, 12),
-    "ddrnet_23_slim": ("_backbone", 55, 12),
-    "segformer_b0": ("_backbone", 1, 0),
-    "resnet18": ("layer4", 20, 0),
-    "resnet50": ("layer4", 53, 0),
-    "unet": ("encoder", 18, 0),
-    "shelfnet18_lw": ("backbone", 50, 12),
+    "pp_lite_t_seg": "encoder",
+    "stdc1_seg": "cp",
+    "regseg48": "backbone",
+    "ddrnet_23_slim": "_backbone",
+    "segformer_b0": "_backbone",
+    "resnet18": "layer4",
+    "resnet50": "layer4",
+    "unet": "encoder",
+    "shelfnet18_lw": "backbone",
 }
 WITH_HEADS = {name: {"use_aux_heads": True} for name in ("pp_lite_t_seg", "ddrnet_23_slim")}
 CLASSIFY = [{"type": "ToTensor"}, {"type": "Normalize", "mean": [0.5, 0.4, 0.3], "std": [0.1, 0.2, 0.3]}]
@@ -39,7 +37,7 @@ SEGMENT = [
 
 
 def perturbed(network):
-    """Randomize the BatchNorms, so that fusion changes every weight. Return the network in evaluation mode."""
+    """Randomize the BatchNorms. Return the network in evaluation mode."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.running_mean.normal_()
@@ -49,21 +47,13 @@ def perturbed(network):
     return network.eval()
 
 
-def norms(network):
-    return sum(isinstance(module, nn.BatchNorm2d) for module in network.modules())
-
-
 def picture(height=20, width=30, seed=0):
     return np.random.default_rng(seed).integers(256, size=(height, width, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "count", "left"), [(name, *rest) for name, rest in NETWORKS.items()]
-)
-def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, left):
+@pytest.mark.parametrize("name", NETWORKS)
+def test_preparation_removes_auxiliary_heads_and_keeps_the_outputs(name):
     torch.manual_seed(0)
-    heads = {} if name[:3] in ("reg", "res", "seg", "she", "une") else {"use_aux_heads": False}
-    assert norms(models.get(name, 5, **heads)) == count
     network = perturbed(models.get(name, 5, **WITH_HEADS.get(name, {}))).double()
     x = torch.randn(2, 3, 96, 64, dtype=torch.float64)
     with torch.no_grad():
@@ -71,33 +61,10 @@ def test_preparation_fuses_batch_norm_and_keeps_the_outputs(name, part, count, l
         network.train().prep_model_for_conversion(input_size=[64, 96])
         assert not network.training
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
-    assert norms(network) == left
     assert isinstance(network.train()(x), torch.Tensor)  # there are no auxiliary heads
 
 
-def test_only_convolutions_whose_unchanged_output_has_one_consumer_are_fused():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1, self.conv2, self.conv3, self.conv4 = (nn.Conv2d(3, 3, 1) for _ in range(4))
-            self.bn1, self.bn2, self.bn3, self.bn4 = (nn.BatchNorm2d(3) for _ in range(4))
-
-        def forward(self, x):
-            x = self.bn1(torch.relu_(self.conv1(x)))
-            out = self.conv2(x)
-            x = self.bn2(out) + self.bn3(out)
-            x = self.conv3(self.conv3(x))
-            return self.bn4(self.conv4(x))
-
-    network = perturbed(Net())
-    x = torch.randn(2, 3, 4, 4)
-    expected = network(x).detach()
-    assert fuse_batch_norms(network, x) == 1
-    assert isinstance(network.bn4, nn.Identity)
-    torch.testing.assert_close(network(x).detach(), expected)
-
-
-@pytest.mark.parametrize(("name", "kept"), [(name, rest[0]) for name, rest in NETWORKS.items()])
+@pytest.mark.parametrize(("name", "kept"), NETWORKS.items())
 def test_replacing_the_head_changes_the_number_of_classes_and_keeps_the_backbone(name, kept):
     heads = WITH_HEADS.get(name, {})
     network = models.get(name, 5, **heads)
@@ -131,12 +98,11 @@ def test_classification_returns_the_class_and_its_probability(tmp_path):
     Image.fromarray(image).save(tmp_path / "image.png")
     inputs = [image, tmp_path / "image.png", str(tmp_path / "image.png"), Image.fromarray(image)]
     inputs += [torch.from_numpy(image).permute(2, 0, 1), picture(18, 22, seed=1)]
-    several = network.predict(inputs, batch_size=2, fuse_model=True)
+    several = network.predict(inputs, batch_size=2)
     assert [one.prediction.confidence for one in several[:5]] == pytest.approx(
         [found.prediction.confidence] * 5, abs=1e-5
     )
     assert several[5].prediction.image_shape == (18, 22)
-    assert norms(network) == 20  # only a copy is fused
     assert len(network.predict(tmp_path)) == 1
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from slipstream.errors import ConfigError, ModelError
-from slipstream.zoo.fusion import fuse_batch_norms
+from slipstream.errors import ModelError
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.predicting import Processing, predict, stored_processing
 from slipstream.zoo.predictions import ImagePrediction, ImagesPredictions
-
-_EXAMPLE_SIDE = 64
 
 
 class Network(nn.Module):
@@ -107,17 +102,13 @@ class Network(nn.Module):
             images: a path, a folder, a Pillow image, a uint8 array (H, W, 3) in RGB or (H, W), a uint8 tensor
                 (3, H, W), or a list of these.
             batch_size: maximum batch size. Only consecutive images of the same size form a batch.
-            fuse_model: whether to predict with a copy of the network prepared with `prep_model_for_conversion`.
+            fuse_model: has no effect.
             fp16: whether to use float16 where autocast allows it. This option has no effect on the CPU.
 
         Raises:
             DataError: if a file cannot be read, or an image has an unsupported dtype or shape.
         """
-        network = self
-        if fuse_model:
-            network = copy.deepcopy(self)
-            network.prep_model_for_conversion()
-        return predict(network, images, self.task, self._processing, batch_size, fp16)
+        return predict(self, images, self.task, self._processing, batch_size, fp16)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`, which trains the heads and freezes the rest."""
@@ -143,33 +134,15 @@ class Network(nn.Module):
         self._processing, self._is_set_by_user = None, False
 
     def prep_model_for_conversion(self, input_size: Sequence[int] | None = None, **_: Any) -> None:
-        """Prepare the network for export, in place: remove auxiliary heads, and fuse BatchNorm with convolutions.
+        """Prepare the network for export, in place: remove the auxiliary heads, and set the evaluation mode.
 
-        Afterwards, the network is in evaluation mode and should not be trained further. Other arguments are ignored.
-
-        Args:
-            input_size: shape (H, W), (C, H, W) or (N, C, H, W) of an input that the network accepts. Default: 64 x 64,
-                or timm's input size for a network from timm.
-
-        Raises:
-            ConfigError: if `input_size` is invalid.
+        The arguments have no effect.
         """
         self._remove_auxiliary_heads()
-        first = next(self.parameters())
-        shape = (1, *self._example_shape(input_size))
-        fuse_batch_norms(self, torch.zeros(shape, dtype=first.dtype, device=first.device))
+        self.eval()
 
     def _remove_auxiliary_heads(self) -> None:
         """Remove the heads that are used only in training."""
-
-    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
-        convolution = next(module for module in self.modules() if isinstance(module, nn.Conv2d))
-        if input_size is None:
-            return convolution.in_channels, _EXAMPLE_SIDE, _EXAMPLE_SIDE
-        sizes = tuple(input_size)
-        if not 2 <= len(sizes) <= 4 or any(type(size) is not int or size < 1 for size in sizes):
-            raise ConfigError(f"must be (height, width), not {input_size!r}", "input_size")
-        return convolution.in_channels, sizes[-2], sizes[-1]
 
 
 def _with_outputs(layer: nn.Module, count: int) -> nn.Module:

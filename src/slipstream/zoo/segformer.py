@@ -141,9 +141,6 @@ class FuseConv(nn.Conv2d):
     concatenation is not stored.
     """
 
-    # A BatchNorm after this layer can be fused into it, because the layer has the parameters of an `nn.Conv2d`.
-    fuses_norm = True
-
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last feature map."""
         weights = self.weight.chunk(len(images), dim=1)

@@ -108,13 +108,6 @@ class TimmClassifier(Network, PretrainedWeights):
         self.model = import_timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)
 
-    def _example_shape(self, input_size: Sequence[int] | None) -> tuple[int, int, int]:
-        channels, height, width = super()._example_shape(input_size)
-        if input_size is None:
-            cfg: Any = getattr(self.model, "pretrained_cfg", {})
-            _, height, width = cfg.get("input_size") or (channels, height, width)
-        return channels, height, width
-
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
         return self.model(x)
