@@ -49,6 +49,22 @@ BEFORE = {"docs/data.md": RECORD_IMAGES}
 ENVIRONMENT = {"docs/from_mmengine.md": {"TORCH_COMPILE_DISABLE": "1"}}
 """Environment variables of a page's process. Compilation is disabled because Inductor takes about a minute."""
 AFTER = {
+    "docs/cross_validation.md": "assert len(scores) == 4 and all(50 < score <= 100 for score in scores)\n",
+    "docs/fine_tuning.md": """
+pretrained = torch.load("pretrained.pth")["state_dict"]
+states = [torch.load(f"runs/tuned/epoch_{epoch}.pth")["state_dict"] for epoch in (2, 3)]
+for name in ("stem.0.weight", "stem.1.running_mean"):
+    assert [torch.equal(state[name], pretrained[name]) for state in states] == [True, False], name
+assert not torch.equal(states[0]["body.0.weight"], pretrained["body.0.weight"])
+groups = runner.optim_wrapper.param_groups
+assert sorted({round(group["lr"], 6) for group in groups}) == [1e-4, 3e-4, 1e-3]
+""",
+    "docs/metrics.md": """
+assert sorted(metrics) == ["MulticlassF1Score", "acc", "all/micro", "each/0", "each/1"]
+assert metrics["acc"] == hub.get_scalar("val/acc").current() == (metrics["each/0"] + metrics["each/1"]) / 2
+assert hub.get_info("best_score/MulticlassF1Score") >= metrics["MulticlassF1Score"]
+""",
+    "docs/mixup.md": "assert runner.val()['accuracy/top1'] > 50\n",
     "docs/own_loop.md": "assert param_scheduler['by_epoch'] is False\n",
     "docs/data.md": """
 images = [image for image in seen if image.shape[1] == 3]

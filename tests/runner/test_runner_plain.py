@@ -211,3 +211,39 @@ def test_a_module_that_the_train_method_freezes_is_trained_once_the_method_unfre
     model = FreezesFirst(*net())
     Runner(**arguments(tmp_path, model, custom_hooks=[Counts()])).train()
     assert model[1].num_batches_tracked == 5
+
+
+class Detector(nn.Module):
+    """A model with losses in training mode and predictions in evaluation mode, like torchvision's detectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.last = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 1, dropout=0.5)
+
+    def forward(self, inputs, targets):
+        scores = self.last(self.drop(self.attention(*[self.norm(inputs)] * 3)[0]))
+        return {"loss_class": F.cross_entropy(scores, targets)} if self.training else list(scores)
+
+
+def test_validation_loss_of_a_detector_is_that_of_its_layers_in_evaluation_mode(tmp_path):
+    torch.manual_seed(0)
+    modes = []
+
+    class Modes(Hook):
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            modes.extend(module.training for module in runner.model.modules())
+
+    loaders = dict(val_dataloader=loader(data(), shuffle=False), val_cfg={}, val_evaluator="loss")
+    model = Detector().double()
+    runner = Runner(**arguments(tmp_path, model, loss_fn="model", custom_hooks=[Modes()], **loaders))
+    runner.train()
+    statistics = model.norm.running_mean.clone()
+    found = runner.val()["loss"]
+    model.eval()
+    expected = [
+        F.cross_entropy(torch.stack(model(x, y)), y).item() * len(x) for x, y in runner.val_dataloader
+    ]
+    assert found == pytest.approx(sum(expected) / len(data()), rel=1e-6)
+    assert torch.equal(model.norm.running_mean, statistics)
+    assert not any(modes)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, LossError
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
@@ -99,6 +100,7 @@ class PlainModel(ModelInterface):
     ) -> None:
         super().__init__(model)
         self._losses = read_losses(loss_fn, None)
+        self._trains_for_losses = False  # whether the model returns losses only in training mode
         self._preprocessor = (preprocessor or BaseDataPreprocessor()).to(device)
 
     @property
@@ -125,6 +127,33 @@ class PlainModel(ModelInterface):
     def predict(self, batch: Any, mode: str) -> Any:
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
         return outputs_and_targets(self.core, self.prepare(False)(batch))
+
+    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch. If the model returns none in evaluation mode, its layers stay in this mode."""
+        if not self._trains_for_losses:
+            try:
+                return super().evaluate_losses(batch)
+            except LossError:
+                self._trains_for_losses = True
+        with _training_containers(self.core):
+            return super().evaluate_losses(batch)
+
+
+@contextmanager
+def _training_containers(model: nn.Module) -> Iterator[None]:
+    """Put the modules that contain others into training mode, in which torchvision's detectors return losses.
+
+    Layers, such as BatchNorm and dropout, and the modules of torch stay in their current mode.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        if next(module.children(), None) is not None and not type(module).__module__.startswith("torch.nn."):
+            module.training = True
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _parsed_losses(parse_losses: Callable[[Any], Any], module: nn.Module, inputs: Any) -> Any:
