@@ -20,6 +20,7 @@ from slipstream.dataset.prediction import PreparedImage, prepare_image, validati
 from slipstream.dataset.sources.decode import read_image
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 from slipstream.dataset.transforms.image_transforms import read_transforms
+from slipstream.dataset.transforms.libraries import call_image_transform
 from slipstream.dataset.transforms.pipeline import check_transforms
 from slipstream.errors import ConfigError, DataError
 from slipstream.logging import print_log
@@ -207,10 +208,10 @@ def _prepare(image: RGB, task: str, transforms: Sequence[Any]) -> PreparedImage:
     if task == "segmentation":
         return prepare_image(image, transforms)
     pixel_transforms, params = read_transforms(transforms)
-    planes = image.transpose(2, 0, 1)
+    planes: Any = image.transpose(2, 0, 1)
     for transform in pixel_transforms:
-        planes = transform(planes, sample_rng(0))
-    inputs = torch.from_numpy(np.array(planes, order="C"))
+        planes = call_image_transform(transform, planes, sample_rng(0))
+    inputs = planes if isinstance(planes, Tensor) else torch.from_numpy(np.array(planes, order="C"))
     sample = {"inputs": inputs} if params is None else {"inputs": inputs, "device_params": params}
     return PreparedImage(sample, (0, 0, inputs.shape[-1], inputs.shape[-2]), image.shape[:2])
 

@@ -19,6 +19,7 @@ from slipstream.dataset.loading.generators import sample_rng
 from slipstream.dataset.sources.cache import DecodeCache
 from slipstream.dataset.transforms.crop import Sample
 from slipstream.dataset.transforms.image_transforms import ImageTransforms, read_transforms
+from slipstream.dataset.transforms.libraries import call_image_transform, is_uint8
 from slipstream.dataset.transforms.pipeline import Transform, apply_transforms, check_transforms
 from slipstream.errors import ConfigError, DataError
 from slipstream.files import download
@@ -80,8 +81,12 @@ class ImageDataset(Dataset[dict[str, Any]], ABC):
             if not isinstance(image, np.ndarray):
                 raise DataError("transforms require an image in the field 'inputs'")
             for transform in self.transforms:
-                image = transform(image, rng)
+                image = call_image_transform(transform, image, rng)
             sample["inputs"] = image
+            if self._device_params is not None and not is_uint8(image):
+                raise DataError(
+                    "ToTensor requires uint8 images, but a transform before it normalizes them; remove one"
+                )
         for key, value in sample.items():
             if isinstance(value, np.ndarray):
                 sample[key] = torch.from_numpy(np.array(value, order="C"))
@@ -100,8 +105,9 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     workers, processes or the access order.
 
     Args:
-        transforms: functions that take a sample and a generator, and return a new sample without modifying their input
-            arrays; or dicts from which `TRANSFORMS` builds such functions.
+        transforms: functions that take a sample, and optionally a generator, and return a new sample without modifying
+            their input arrays; transforms of Albumentations and torchvision.transforms.v2; or dicts from which
+            `TRANSFORMS` builds transforms.
         cache_in_memory: keep each loaded image and mask (before the transforms) in memory. Use this option for small
             datasets, or for samples that are slow to create. Every worker process keeps a separate copy.
         cache: folder in which decoded images and masks are stored for later epochs and for all processes (see

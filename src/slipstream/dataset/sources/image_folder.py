@@ -213,8 +213,9 @@ class ImageNetDataset(ImageDataset):
     Args:
         root: folder that contains the class folders.
         transforms: `RandomResizedCropAndInterpolation`, `RandomHorizontalFlip`, `RandAugmentTransform`, `Resize`,
-            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and a generator;
-            followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+            `CenterCrop`, `RandomCrop`, or functions that take an image, uint8 (3, H, W), and optionally a generator;
+            followed by `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`. Transforms of Albumentations
+            and torchvision, which may also normalize the image, are supported, too.
         max_pixels: maximum number of pixels in a file; None for no limit.
 
     Raises:

@@ -90,15 +90,17 @@ def normalizes(batch: Mapping[str, Any]) -> bool:
 
 
 def check_same_params(samples: Sequence[Any]) -> None:
-    """Raise a DataError if the number of device transform parameters differs between the samples.
+    """Raise a DataError if the number of device transform parameters or the dtype of the images differs.
 
-    Without this check, collating would fail or silently drop the parameters.
+    Without this check, collating would fail, silently drop the parameters, or convert the images to one dtype.
     """
-    params = [sample.get("device_params") if isinstance(sample, Mapping) else None for sample in samples]
-    if len({getattr(row, "shape", None) for row in params}) > 1:
+    fields = [sample if isinstance(sample, Mapping) else {} for sample in samples]
+    params = {getattr(sample.get("device_params"), "shape", None) for sample in fields}
+    if len(params) > 1 or len({getattr(sample.get("inputs"), "dtype", None) for sample in fields}) > 1:
         raise DataError(
             "a batch mixes samples with and without color jitter or normalization; use the same color jitter "
-            "(SegColorJitter) and normalization (SegStandardize, SegNormalize, ToTensor) in all datasets"
+            "(SegColorJitter) and normalization (SegStandardize, SegNormalize, ToTensor, or that of another library) "
+            "in all datasets"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.dataset.transforms.crop import CropRegion, Geometric, Sample
 from slipstream.dataset.transforms.geometry import Affine, SegColorJitter, SegConvertToTensor
+from slipstream.dataset.transforms.libraries import call_transform, is_uint8
 from slipstream.errors import ConfigError, DataError
 
 Transform: TypeAlias = Callable[[Sample, np.random.Generator], Sample]
@@ -25,14 +26,18 @@ class Composed:
         region: geometric transforms of the sample.
         params: parameters of the device transforms (see `slipstream.dataset.transforms.device_transforms`), or
             None if there are no device transforms.
+        normalized: the result, if a transform has converted the image to float or the mask to another type.
     """
 
     sample: Sample
     region: CropRegion
     params: Floats | None
+    normalized: dict[str, torch.Tensor] | None = None
 
     def apply(self) -> dict[str, torch.Tensor]:
         """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
+        if self.normalized is not None:
+            return self.normalized
         planes, mask = self.region.render(self.sample)
         tensors = {"inputs": torch.from_numpy(planes), "targets": torch.from_numpy(mask)}
         return tensors if self.params is None else {**tensors, "device_params": torch.from_numpy(self.params)}
@@ -68,7 +73,9 @@ def compose(
         if position == plan.jitter_index:
             changes = transform.draw(rng)  # type: ignore[attr-defined]
         elif not isinstance(transform, Geometric):
-            sample = transform(region.apply(sample), rng)
+            sample = call_transform(transform, region.apply(sample), rng)
+            if not all(map(is_uint8, sample.values())):
+                return _normalized(sample, [*plan.pixels[position + 1 :], *plan.affine], rng, name)
             region = _initial_region(sample, name)
         elif (updated := transform.update_region(region, rng)) is not None:
             region = updated
@@ -79,6 +86,28 @@ def compose(
     if plan.affine:
         params.append(_affine_params(plan.affine))
     return Composed(sample, region, np.concatenate(params) if params else None)
+
+
+def _normalized(
+    sample: dict[str, Any], rest: Sequence[Transform], rng: np.random.Generator, name: str
+) -> Composed:
+    """Apply the transforms after a transform of another library that normalizes the image."""
+    for transform in rest:
+        if type(transform).__module__.startswith("slipstream."):
+            raise ConfigError(
+                f"{type(transform).__name__} requires uint8 images and masks; move it before the normalization",
+                "transforms",
+            )
+        sample = call_transform(transform, sample, rng)
+    image, mask = sample["image"], torch.as_tensor(sample["mask"])
+    inputs = image if isinstance(image, torch.Tensor) else torch.from_numpy(image.transpose(2, 0, 1).copy())
+    if inputs.shape != (3, *mask.shape) or mask.is_floating_point():
+        raise DataError(
+            f"{name}: the transforms must return an image (3, H, W) and an integer mask (H, W), not "
+            f"{inputs.dtype} {tuple(inputs.shape)} and {mask.dtype} {tuple(mask.shape)}"
+        )
+    region = CropRegion.identity(np.empty(mask.shape, np.uint8))
+    return Composed(sample, region, None, {"inputs": inputs, "targets": mask})
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
