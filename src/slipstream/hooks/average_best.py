@@ -19,7 +19,7 @@ from slipstream.config import config_text
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
-from slipstream.hooks.hook import Hook
+from slipstream.hooks.hook import Hook, validation_count
 from slipstream.hooks.schedule import Rule, infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.sharding import shard_like
@@ -83,7 +83,7 @@ class AverageBestHook(Hook):
         if not runner.is_training:
             return
         value = metric_value(self, metrics or {}, self.metric, "metric")
-        count, unit = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
+        count, unit = validation_count(runner, runner.by_epoch)
         entry = (value, f"{unit}_{count}.pth")
         # Sorting is stable, so the earlier epoch ranks first if values are identical.
         ranked = sorted(

@@ -14,7 +14,7 @@ from slipstream.checkpoint import read_origin, remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
-from slipstream.hooks.hook import Hook
+from slipstream.hooks.hook import Hook, validation_count
 from slipstream.hooks.schedule import Rule, infer_rule, metric_value
 from slipstream.registry import HOOKS
 from slipstream.sharding import mesh_of
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class CheckpointHook(Hook):
     """Save checkpoints every `interval` epochs or steps, and whenever a monitored metric improves.
 
+    If validation runs within epochs, the best checkpoints are named by the number of steps.
+
     After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` on all hooks that define it.
 
     Args:
@@ -40,7 +42,8 @@ class CheckpointHook(Hook):
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all. A resumed run does not remove
             checkpoints that an earlier run kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
-        save_best: one or more metrics, or `auto` for the first metric that validation returns. With `auto`, if
+        save_best: one or more metrics, such as `loss`, or `NAME/loss` for the validation loader `NAME`, or `auto` for
+            the first metric that validation returns. With `auto`, if
             neither the metric's name nor `rule` indicates whether higher values are better, a warning is logged and no
             best checkpoint is saved.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default what
@@ -52,6 +55,7 @@ class CheckpointHook(Hook):
             metric's name and the number of epochs or steps.
         save_epochs: epochs (counted from 1) after which to save an additional checkpoint that is never removed (such
             as `ckpt_epoch_1.pth`), as with SuperGradients' `save_ckpt_epoch_list`.
+        max_keep_best: number of best checkpoints to keep for each metric; -1 keeps all that were among the best.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
         async_save: write checkpoints in a background thread. This requires host memory for a copy of the checkpoint.
     """
@@ -75,15 +79,17 @@ class CheckpointHook(Hook):
         save_epochs: Sequence[int] = (),
         consolidate: bool = False,
         async_save: bool = True,
+        max_keep_best: int = 1,
     ) -> None:
         if interval == 0 or interval < -1:
             raise ConfigError(f"must be at least 1, or -1 (save only the last), not {interval}", "interval")
         if save_begin < 0:
             raise ConfigError(f"must be at least 0, not {save_begin}", "save_begin")
-        if max_keep_ckpts == 0 or max_keep_ckpts < -1:
-            raise ConfigError(f"must be -1 (keep all) or at least 1, not {max_keep_ckpts}", "max_keep_ckpts")
+        for name, count in {"max_keep_ckpts": max_keep_ckpts, "max_keep_best": max_keep_best}.items():
+            if count == 0 or count < -1:
+                raise ConfigError(f"must be -1 (keep all) or at least 1, not {count}", name)
         self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
-        self.save_last, self.max_keep_ckpts = save_last, max_keep_ckpts
+        self.save_last, self.max_keep_ckpts, self.max_keep_best = save_last, max_keep_ckpts, max_keep_best
         self.out_dir = out_dir
         self.monitors = [save_best] if isinstance(save_best, str) else list(save_best or ())
         check(rule, Rule, "rule")
@@ -120,6 +126,8 @@ class CheckpointHook(Hook):
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
+        if self.best_filename is not None and self.max_keep_best != 1:
+            raise ConfigError("must be 1 if best_filename is set; remove one of them", "max_keep_best")
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(f"must be at least 1, not {min(self.save_epochs)}", "save_epochs")
 
@@ -281,22 +289,32 @@ class CheckpointHook(Hook):
         return key if _is_number(metrics.get(key)) else None
 
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
-        hub = runner.message_hub
-        best = hub.get_info(f"best_score/{key}")
-        greater = infer_rule(self, runner, key) == "greater"
-        if not math.isfinite(value) or (best is not None and not (value > best if greater else value < best)):
+        """Save a checkpoint if the value is one of the best; return whether it is better than all earlier ones."""
+        if not math.isfinite(value):
             return False
-        previous = hub.get_info(f"best_ckpt/{key}")
-        prefix = f"best_{key.replace('/', '_')}_{'epoch' if self.by_epoch else 'iter'}_"
-        count = runner.epoch if self.by_epoch else runner.iter
-        name = self._name(runner, self.best_filename or f"{prefix}{count}.pth")
-        hub.update_info(f"best_score/{key}", value)
-        hub.update_info(f"best_ckpt/{key}", name)
-        message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
-        surplus = [previous] if previous not in (None, name) else []
+        hub = runner.message_hub
+        count, unit = validation_count(runner, bool(self.by_epoch))
+        name = self._name(runner, self.best_filename or f"best_{key.replace('/', '_')}_{unit}_{count}.pth")
+        entry, limit = [value, name], self.max_keep_best if self.max_keep_best > 0 else None
+        best = hub.get_info(f"best_score/{key}")
+        first = [] if best is None else [[best, hub.get_info(f"best_ckpt/{key}")]]
+        # Checkpoints beyond the limit are from an earlier run with a higher limit; they are not removed.
+        previous = hub.get_info(f"best_ckpts/{key}", first)[:limit]
+        # Sorting is stable, so the earlier checkpoint ranks first if values are equal.
+        greater = infer_rule(self, runner, key) == "greater"
+        kept = sorted([*previous, entry], key=lambda other: other[0], reverse=greater)[:limit]
+        if entry in previous or entry not in kept:
+            return False
+        kept = [other for other in kept if other is entry or other[1] != name]
+        hub.update_info(f"best_ckpts/{key}", kept)
+        if is_best := kept[0] is entry:
+            hub.update_info_dict({f"best_score/{key}": value, f"best_ckpt/{key}": name})
+        rank = "" if is_best else f" number {kept.index(entry) + 1}"
+        message = f"Saved the best checkpoint{rank} ({key} {value:.4f}) to {name}"
+        surplus = [old for _, old in previous if old is not None and old not in [other[1] for other in kept]]
         # With by_epoch=None, the counters are saved as they are: they already include this epoch (or step).
         self._save(runner, name, message, surplus, by_epoch=None)
-        return True
+        return is_best
 
 
 def _is_number(value: Any) -> bool:

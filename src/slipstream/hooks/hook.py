@@ -218,6 +218,17 @@ class Hook:
         return method if has_general and getattr(type(self), general) is not getattr(Hook, general) else None
 
 
+def validation_count(runner: Runner, by_epoch: bool) -> tuple[int, str]:
+    """Return the number that identifies the current validation run, and its unit, `epoch` or `iter`.
+
+    Args:
+        runner: the Runner.
+        by_epoch: whether to count epochs; if validation also runs within epochs, steps are counted instead.
+    """
+    runs = getattr(runner.loops.get_if_built("train"), "validations_per_epoch", 1)
+    return (runner.epoch, "epoch") if by_epoch and runs == 1 else (runner.iter, "iter")
+
+
 class HookList:
     """A list of hooks, sorted by priority and then by order of registration."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from slipstream.hooks.hook import Hook
+from slipstream.hooks.hook import Hook, validation_count
 from slipstream.hooks.live_values import LiveValues
 from slipstream.logging import ProgressBar
 from slipstream.registry import HOOKS
@@ -66,16 +66,18 @@ class LoggerHook(Hook):
             runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Log the last steps of an epoch whose length was not known in advance."""
+        """Log the last steps of an epoch whose length was not known in advance, and the epoch's mean losses."""
         known = not self._by_epoch or runner.train_loop.epoch_length is not None
-        if known or self._ignore_last or runner.inner_iter % self.interval == 0:
-            return
         with runner.phases.during("logging"):
-            runner.read_logs()
-            tag, line = runner.log_processor.get_log_after_iter(runner, runner.inner_iter - 1, "train")
-            tag["iter"] = runner.iter  # the last step is already counted
-            runner.logger.info(line)
-            runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
+            if not (known or self._ignore_last or runner.inner_iter % self.interval == 0):
+                runner.read_logs()
+                tag, line = runner.log_processor.get_log_after_iter(runner, runner.inner_iter - 1, "train")
+                tag["iter"] = runner.iter  # the last step is already counted
+                runner.logger.info(line)
+                runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
+            if means := runner.message_hub.get_info("epoch_means"):
+                values = "  ".join(f"{name}: {mean:.4f}" for name, mean in means.items())
+                runner.logger.info(f"Epoch(train) [{runner.epoch + 1}] mean  {values}")
 
     def _is_last(self, runner: Runner, batch_idx: int) -> bool:
         if self._by_epoch:
@@ -100,9 +102,7 @@ class LoggerHook(Hook):
         """Log the validation metrics."""
         tag, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.batches, "val")
         runner.logger.info(line)
-        within_epochs = getattr(runner.loops.get_if_built("train"), "validations_per_epoch", 1) > 1
-        by_epoch = self.log_metric_by_epoch and runner.by_epoch and not within_epochs
-        step = runner.epoch if by_epoch else runner.iter
+        step, _ = validation_count(runner, self.log_metric_by_epoch and runner.by_epoch)
         runner.visualizer.add_scalars(tag, step=step, file_path=runner.json_log)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
