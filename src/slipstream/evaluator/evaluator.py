@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.dist import get_comm_device
 from slipstream.errors import ConfigError, DataError
-from slipstream.evaluator.metric import BaseMetric, read_pair
+from slipstream.evaluator.metric import BaseMetric, LossMetric, read_pair
 from slipstream.registry import EVALUATOR, METRICS
 
 
@@ -21,9 +21,9 @@ class Evaluator:
     """Pass each batch to the metrics and merge their values.
 
     Args:
-        metrics: one or more metrics, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
+        metrics: one or more metrics, each a `BaseMetric`, a torchmetrics object, a dict whose `type`
             is a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
-            num_classes=10)`).
+            num_classes=10)`), or `'loss'` for the mean of each loss.
 
     Raises:
         ConfigError: if an entry has a different type.
@@ -50,15 +50,21 @@ class Evaluator:
         for metric in self.metrics:
             metric.reset()
 
-    def process(self, data_samples: Any, data_batch: Any = None) -> None:
+    @property
+    def loss_metrics(self) -> list[BaseMetric]:
+        """The metrics that average the losses of the batches."""
+        return [metric for metric in self.metrics if type(metric) is LossMetric]
+
+    def process(self, data_samples: Any, data_batch: Any = None, losses: Any = None) -> None:
         """Pass a batch, and the model's output for this batch in predict mode, to every metric.
 
-        As in MMEngine, `BaseDataElement` objects are converted to dicts.
+        As in MMEngine, `BaseDataElement` objects are converted to dicts. `losses` are the data samples for
+        `loss_metrics`, a pair of a dict of losses and the number of samples.
         """
         if isinstance(data_samples, list | tuple) and any(map(_is_data_element, data_samples)):
             data_samples = [s.to_dict() if _is_data_element(s) else s for s in data_samples]
         for metric in self.metrics:
-            metric.process(data_batch, data_samples)
+            metric.process(data_batch, losses if type(metric) is LossMetric else data_samples)
 
     def evaluate(self, size: int) -> dict[str, float]:
         """Return a dict with the values of all metrics over all ranks, and reset the metrics.
@@ -106,7 +112,7 @@ class Evaluator:
 
 def _metric(entry: Any) -> BaseMetric:
     options: dict[str, Any] = {}
-    metric = entry
+    metric = LossMetric() if isinstance(entry, str) and entry == "loss" else entry
     if isinstance(entry, Mapping):
         kind = entry.get("type")
         target = METRICS.get(kind) if isinstance(kind, str) else kind
@@ -118,7 +124,8 @@ def _metric(entry: Any) -> BaseMetric:
         return TorchMetric(metric, **options)
     if not isinstance(metric, BaseMetric):
         raise ConfigError(
-            f"a metric must be a BaseMetric, a torchmetrics object or a dict with a 'type', not {metric!r}",
+            "a metric must be a BaseMetric, a torchmetrics object, a dict with a 'type', or 'loss', not "
+            f"{metric!r}",
             "metrics",
         )
     return metric

@@ -176,7 +176,10 @@ class CountingMetric(BaseMetric):
 
 
 class LossMetric(BaseMetric):
-    """The mean of each loss over the samples. The loss of a batch is assumed to be the mean over its samples."""
+    """The mean of each loss over the samples. The loss of a batch is assumed to be the mean over its samples.
+
+    The name `'loss'` in a Runner's evaluator stands for this metric. The loop computes the losses.
+    """
 
     def process(self, data_batch: Any, data_samples: tuple[Mapping[str, Tensor], int]) -> None:
         """Store the losses of one batch; `data_samples` contains a dict of losses and the number of samples."""

@@ -34,11 +34,13 @@ class ClassCountHook(Hook):
 
     def before_val(self, runner: Runner) -> None:
         """Check the validation data."""
-        self._compare(runner, runner.val_dataloader)
+        for loader in getattr(runner.val_loop, "dataloaders", {"": runner.val_dataloader}).values():
+            self._compare(runner, loader)
 
     def before_test(self, runner: Runner) -> None:
         """Check the test data."""
-        self._compare(runner, runner.test_dataloader)
+        for loader in getattr(runner.test_loop, "dataloaders", {"": runner.test_dataloader}).values():
+            self._compare(runner, loader)
 
     def _compare(self, runner: Runner, loader: DataLoader[Any]) -> None:
         classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")

@@ -132,9 +132,11 @@ class ReportHook(Hook):
             if isinstance(value, int | float):
                 self._curve(self._curve_name(f"{mode}/{name}", runner.iter)).add(runner.iter, [value])
         # A user-defined loop may have no evaluator, and a user-defined metric may use `confusion` for other values.
-        for metric in getattr(getattr(loop, "evaluator", None), "metrics", ()):
+        evaluators = getattr(loop, "evaluators", {"": getattr(loop, "evaluator", None)}).items()
+        parts = [(loader, metric) for loader, part in evaluators for metric in getattr(part, "metrics", ())]
+        for loader, metric in parts:
             matrix: Any = getattr(metric, "confusion", None)
-            name = f"{metric.prefix or ''} {type(metric).__name__}".strip()
+            name = " ".join(filter(None, (loader, metric.prefix, type(metric).__name__)))
             recent = [c for c in self._confusions.values() if (c.mode, c.iteration) == (mode, runner.iter)]
             if not matches(matrix, list[list[int]]) or len(matrix) > _MAX_CLASSES:
                 continue

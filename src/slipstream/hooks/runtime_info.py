@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import config_text
+from slipstream.dist import all_gather_object, is_main_process
 from slipstream.hooks.hook import Hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import HOOKS
+from slipstream.typecheck import matches
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 
+_SUMS = "epoch_sums"
+"""The key of the sums of the losses in a checkpoint."""
+
+
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Record the seed, experiment name, epoch, iteration and metrics in the message hub.
+    """Record the seed, experiment name, epoch, iteration, metrics and mean losses of epochs in the message hub.
+
+    After each epoch of epoch-based training, the scalar `train_epoch/loss` is the mean of `loss` over all samples of
+    the epoch, on all ranks, and so on for the other losses.
 
     Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If the
     parameter groups of an optimizer have different learning rates, this hook also records each rate as `train/lr/NAME`,
@@ -47,8 +56,30 @@ class RuntimeInfoHook(Hook):
         )
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Record the epoch."""
+        """Record the epoch, and start the sums of its losses, or continue those of a resumed run."""
         runner.message_hub.update_info("epoch", runner.epoch)
+        saved = runner.message_hub.pop_info(_SUMS)
+        if not runner.inner_iter:
+            runner.meter.sums = {}
+        elif saved is not None:  # the checkpoint contains the sums of all ranks
+            valid = matches(saved, dict[str, list[float]]) and all(
+                len(total) == 2 for total in saved.values()
+            )
+            runner.meter.sums = saved if valid and is_main_process() else {}
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Record the mean of each loss over the epoch."""
+        if runner.by_epoch:
+            runner.read_logs()
+            means = {name: total / count for name, (total, count) in _sums_of_ranks(runner).items() if count}
+            runner.message_hub.update_info("epoch_means", means, resumed=False)
+            for name, mean in means.items():
+                runner.message_hub.update_metric(f"train_epoch/{name}", mean)
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Save the sums of the losses over the current epoch."""
+        if runner.is_training and runner.by_epoch:
+            checkpoint["message_hub"]["runtime_info"][_SUMS] = _sums_of_ranks(runner)
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
         """Record the iteration, which the `train_step` of many GANs reads to alternate between networks."""
@@ -90,6 +121,15 @@ class RuntimeInfoHook(Hook):
                 runner.message_hub.update_metric(f"{mode}/{name}", value)
             else:
                 runner.message_hub.update_info(f"{mode}/{name}", value)
+
+
+def _sums_of_ranks(runner: Runner) -> dict[str, list[float]]:
+    """Return `runner.meter.sums`, summed over all ranks."""
+    sums: dict[str, list[float]] = {}
+    for part in all_gather_object(runner.meter.sums):
+        for name, values in part.items():
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0)), values, strict=True)]
+    return sums
 
 
 def _group_rates(wrapper: OptimWrapper, prefix: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from slipstream.errors import LossError, NonFiniteLossError
 from slipstream.logging.message_hub import MessageHub
 
 _Key = tuple[int, str]  # index of the pending step, name of the output
+_Step = tuple[int, dict[str, Tensor], int]  # iteration, outputs, number of samples
 _NonFinite = tuple[int, str, float]  # iteration, name and value of the loss
 
 
@@ -33,15 +34,18 @@ class Meter:
         self.on_read: list[Callable[[Sequence[tuple[int, Mapping[str, float]]]], None]] = []
         # Iteration of the last recorded step; 0 if there is none.
         self.newest = 0
-        self._pending: list[tuple[int, dict[str, Tensor]]] = []
+        # For each loss, the sum of values x samples, and the number of samples, of the steps since the epoch began.
+        self.sums: dict[str, list[float]] = {}
+        self._pending: list[_Step] = []
 
-    def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
+    def record(self, outputs: Mapping[str, Tensor], iteration: int, samples: int = 1) -> None:
         """Store a step's outputs without a device synchronization.
 
         Args:
             outputs: 0-dim tensors by name. The next step must not overwrite them; clone the outputs of a CUDA
                 graph. Names may vary between steps.
             iteration: iteration number of this step.
+            samples: number of samples in this step, the weight of its losses in `sums`.
 
         Raises:
             LossError: if an output is not a 0-dim tensor.
@@ -53,7 +57,7 @@ class Meter:
                 raise _not_a_scalar(name, value, iteration)
             # A tensor attached to the autograd graph would keep all activations of the step alive.
             detached[name] = value.detach() if value.requires_grad else value
-        self._pending.append((iteration, detached))
+        self._pending.append((iteration, detached, samples))
         self.newest = iteration
         if len(self._pending) >= self.max_pending:
             self.flush()
@@ -71,16 +75,14 @@ class Meter:
         if non_finite and not self.tolerant:
             raise _first_error(non_finite)
         if self.on_read:
-            steps = [(i, {name: values[n, name] for name in out}) for n, (i, out) in enumerate(pending)]
+            steps = [(i, {name: values[n, name] for name in out}) for n, (i, out, _) in enumerate(pending)]
             for function in self.on_read:
                 function(steps)
 
-    def _record(
-        self, pending: Sequence[tuple[int, Mapping[str, Tensor]]], values: Mapping[_Key, float]
-    ) -> list[_NonFinite]:
+    def _record(self, pending: Sequence[_Step], values: Mapping[_Key, float]) -> list[_NonFinite]:
         """Write the values to the hub; return the losses that are not finite."""
         non_finite: list[_NonFinite] = []
-        for index, (iteration, outputs) in enumerate(pending):
+        for index, (iteration, outputs, samples) in enumerate(pending):
             for name in outputs:
                 value = values[index, name]
                 finite = math.isfinite(value)
@@ -88,6 +90,10 @@ class Meter:
                     self.hub.update_scalar(f"train/{name}", value)
                 if "loss" in name and not finite:
                     non_finite.append((iteration, name, value))
+                elif "loss" in name:
+                    total = self.sums.setdefault(name, [0.0, 0.0])
+                    total[0] += value * samples
+                    total[1] += samples
         return non_finite
 
 
@@ -97,9 +103,9 @@ def _first_error(non_finite: Sequence[_NonFinite]) -> NonFiniteLossError:
     return _non_finite(*term)
 
 
-def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Key, float]:
+def _read(pending: list[_Step]) -> dict[_Key, float]:
     keys: dict[torch.device, dict[torch.dtype, list[_Key]]] = defaultdict(lambda: defaultdict(list))
-    for index, (_, outputs) in enumerate(pending):
+    for index, (_, outputs, _samples) in enumerate(pending):
         for name, value in outputs.items():
             keys[value.device][value.dtype].append((index, name))
     values: dict[_Key, float] = {}

@@ -76,8 +76,11 @@ class ModelInterface:
         method = getattr(self.model, f"{mode}_step", None) or getattr(self.core, f"{mode}_step")
         return method(batch)
 
-    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch from the loader, with the model in its current mode."""
+    def evaluate_losses(self, batch: Any, predictions: Any = None) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader, with the model in its current mode.
+
+        `predictions` is the result of `predict` for this batch, if it has been called.
+        """
         return self.losses(self.core, self.prepare(False)(batch))[1]
 
 
@@ -99,7 +102,7 @@ class PlainModel(ModelInterface):
         self, model: Any, loss_fn: LossFunction | None, preprocessor: nn.Module | None, device: torch.device
     ) -> None:
         super().__init__(model)
-        self._losses = read_losses(loss_fn, None)
+        self._losses, self._returns_loss = read_losses(loss_fn, None), loss_fn is None
         self._trains_for_losses = False  # whether the model returns losses only in training mode
         self._preprocessor = (preprocessor or BaseDataPreprocessor()).to(device)
 
@@ -128,8 +131,15 @@ class PlainModel(ModelInterface):
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
         return outputs_and_targets(self.core, self.prepare(False)(batch))
 
-    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch. If the model returns none in evaluation mode, its layers stay in this mode."""
+    def evaluate_losses(self, batch: Any, predictions: Any = None) -> dict[str, Tensor]:
+        """Return the losses of a batch; a loss function uses the outputs in `predictions` instead of new ones.
+
+        If the model returns no losses in evaluation mode, its layers stay in this mode.
+        """
+        if predictions is not None and not self._returns_loss:
+            outputs, targets = predictions
+            known: Any = lambda *args, **kwargs: outputs  # noqa: E731
+            return self.losses(known, targets if isinstance(targets, Mapping) else (None, targets))[1]
         if not self._trains_for_losses:
             try:
                 return super().evaluate_losses(batch)

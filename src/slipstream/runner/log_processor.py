@@ -125,7 +125,7 @@ class LogProcessor:
         times: Tag = {name: scalars.pop(name) for name in ("data_time", "time") if name in scalars}
         shown = {**scalars, **infos, **times}
         items = [f"{name}: {self._format(value)}" for name, value in shown.items()]
-        return tag, "  ".join([self._header(runner, None, mode), *items])
+        return tag, "  ".join([self._header(runner, None, mode, batch_idx), *items])
 
     def _scalars(self, runner: Any, mode: str, num_batches: int) -> Tag:
         histories = dict(_select_mode(runner.message_hub.log_scalars.items(), mode))
@@ -149,11 +149,14 @@ class LogProcessor:
         prefix = f"{mode}/" if self.log_with_hierarchy else ""
         return {f"{prefix}{name}": value for name, value in tag.items()}
 
-    def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
-        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete."""
+    def _header(self, runner: Any, batch_idx: int | None, mode: str, done: Any = None) -> str:
+        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, the epoch is complete.
+
+        `done` is the number of batches in a complete epoch, over all loaders.
+        """
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_align_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
-        batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
+        batches = done or length(getattr(runner, f"{mode}_dataloader")) or "?"
         done = batches if batch_idx is None else _align_right(batch_idx + 1, batches)
         progress = f"[{done}/{batches}]"
         if self.by_epoch and mode != "test":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,6 @@ from slipstream.dataset.loading.workers import Loading, end_workers, explain_wor
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
-from slipstream.evaluator.metric import LossMetric
 from slipstream.logging import Phase
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
@@ -67,8 +67,11 @@ class BaseLoop:
 
     def __init__(self, runner: Runner, dataloader: Loadable) -> None:
         self._runner = runner
-        loader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
-        self.dataloader = runner.limits.apply(loader, self.mode, self._name)
+        self.dataloader = self._build(dataloader)
+
+    def _build(self, dataloader: Loadable) -> DataLoader[Any]:
+        loader = build_dataloader(dataloader, self._runner.seed, self._name, training=self.mode == "train")
+        return self._runner.limits.apply(loader, self.mode, self._name)
 
     @property
     def runner(self) -> Runner:
@@ -133,7 +136,10 @@ class _TrainLoop(BaseLoop):
                 f"{dynamic_intervals!r}",
                 "train_cfg.dynamic_intervals",
             )
+        # Whether to stop after the current epoch, or after the current step if training is iteration-based.
         self.stop_training = False
+        # Whether to stop after the current step, in the middle of an epoch.
+        self.stop_now = False
         # Whether an epoch (or pass over the data) has begun but is not counted yet.
         self.in_epoch = False
         self._epoch = self._iter = self._start = 0
@@ -277,6 +283,8 @@ class _TrainLoop(BaseLoop):
     def run(self) -> torch.nn.Module:
         """Train and validate; return the model."""
         runner = self._runner
+        if self.stop_now:  # an earlier call stopped in the middle of an epoch
+            self._start, self.stop_now = self.inner_iter, False
         runner.call_hook("before_train")
         self._set_training_mode(self._modules_in_eval_mode())
         self._report_eval_mode()
@@ -309,7 +317,7 @@ class _TrainLoop(BaseLoop):
         outputs = runner.step(data_batch)
         phases.samples += self.step_samples
         phases.switch("logging")
-        runner.meter.record(outputs, self._iter + 1)
+        runner.meter.record(outputs, self._iter + 1, self.step_samples)
         self.inner_iter = idx + 1
         phases.switch("hooks")
         for hook in runner.hook_methods["after_train_iter"]:
@@ -508,9 +516,10 @@ class EpochBasedTrainLoop(_TrainLoop):
 
     def _train(self) -> None:
         self._begin()
-        while self._epoch < self.max_epochs and not self.stop_training:
+        while self._epoch < self.max_epochs and not (self.stop_training or self.stop_now):
             self.run_epoch()
-            self._validate()
+            if not self.stop_now:
+                self._validate()
 
     def run_epoch(self) -> None:
         """Train on the batches of one epoch; a resumed run starts at the batch after the checkpoint."""
@@ -523,6 +532,9 @@ class EpochBasedTrainLoop(_TrainLoop):
             self.run_iter(idx, data_batch)
             if self._is_due_within_epoch():
                 self._validate(due=True)
+                self.stop_now |= self.stop_training
+            if self.stop_now:
+                return
         self._end_pass()
         runner.call_hook("after_train_epoch")
         self._count_pass()
@@ -572,7 +584,7 @@ class IterBasedTrainLoop(_TrainLoop):
         self._set_training_mode(self._modules_in_eval_mode())
         self._begin()
         batches = self._batches()
-        while self._iter < self.max_iters and not self.stop_training:
+        while self._iter < self.max_iters and not (self.stop_training or self.stop_now):
             self.run_iter(*next(batches))
             self._validate()
         self._runner.phases.switch("other")
@@ -601,25 +613,60 @@ class _EvalLoop(BaseLoop):
 
     Args:
         runner: the Runner that owns the loop.
-        dataloader: a loader or its configuration.
-        evaluator: an `Evaluator`, the metrics for an `Evaluator`, or `'loss'` for the mean losses.
+        dataloader: a loader or its configuration, or a dict of several, which are evaluated in turn. The name of each
+            loader and a slash are then prefixed to the names of its metrics.
+        evaluator: an `Evaluator`, or the metrics for an `Evaluator`. With several loaders, this applies to each of
+            them, unless it is a dict with the same names.
         fp16: run under autocast with the device's default lower-precision dtype.
     """
 
-    def __init__(self, runner: Runner, dataloader: Loadable, evaluator: Any, fp16: bool = False) -> None:
-        super().__init__(runner, dataloader)
-        if isinstance(evaluator, Mapping) and evaluator.get("type") in EVALUATOR.module_dict:
-            evaluator = EVALUATOR.build(evaluator)
-        self._by_loss = isinstance(evaluator, str) and evaluator == "loss"
-        evaluator = LossMetric() if self._by_loss else evaluator
-        self.evaluator = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
-        if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
-            self.evaluator.dataset_meta = meta
+    def __init__(self, runner: Runner, dataloader: Any, evaluator: Any, fp16: bool = False) -> None:
+        self._runner = runner
+        loaders = _by_name(dataloader)
+        # The loaders, and their evaluators, by name; a single loader has the name ''.
+        self.dataloaders: dict[str, DataLoader[Any]] = {}
+        self.evaluators: dict[str, Evaluator] = {}
+        for name, part in _evaluators(evaluator, list(loaders)).items():
+            self._current = name
+            self.dataloader = self._build(loaders[name])
+            if isinstance(part, Mapping) and part.get("type") in EVALUATOR.module_dict:
+                part = EVALUATOR.build(part)
+            self.evaluator = part if isinstance(part, Evaluator) else Evaluator(part)
+            if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
+                self.evaluator.dataset_meta = meta
+        self._current = next(iter(loaders))
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
-        self._sizes = BatchSizes(self.dataloader)
         # Number of batches in this rank's last evaluation.
         self.batches = 0
         self.phase: Phase = "test" if self.mode == "test" else "validation"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.mode}_dataloader.{self._current}".rstrip(".")
+
+    @property
+    def dataloader(self) -> Any:
+        """The loader that is being evaluated; between evaluations, the first one."""
+        return self.dataloaders[self._current]
+
+    @dataloader.setter
+    def dataloader(self, loader: DataLoader[Any]) -> None:
+        self.dataloaders[self._current] = loader
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """The evaluator of `dataloader`."""
+        return self.evaluators[self._current]
+
+    @evaluator.setter
+    def evaluator(self, evaluator: Evaluator) -> None:
+        self.evaluators[self._current] = evaluator
+
+    def end_loading(self) -> None:
+        """Stop all worker processes of the loaders."""
+        super().end_loading()
+        for loader in self.dataloaders.values():
+            end_workers(loader)
 
     def run(self) -> dict[str, float]:
         """Evaluate and return the metrics."""
@@ -629,44 +676,57 @@ class _EvalLoop(BaseLoop):
             return self._run()
 
     def _run(self) -> dict[str, float]:
-        runner, mode = self._runner, self.mode
+        runner, mode, names = self._runner, self.mode, list(self.dataloaders)
+        metrics: dict[str, float] = {}
+        self.batches, self._current = 0, names[0]
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         if runner.is_training:
             average_batchnorm(runner.model)
         runner.model.eval()
-        with explain_worker_errors(self._name, runner.loops.loadings):
-            self._run_batches(self._predict)
-        metrics = self.evaluator.evaluate(dataset_size(self.dataloader))
+        for self._current in names:
+            with explain_worker_errors(self._name, runner.loops.loadings):
+                self._run_batches()
+            values = self.evaluator.evaluate(dataset_size(self.dataloader))
+            prefix = f"{self._current}/" if self._current else ""
+            metrics |= {prefix + name: value for name, value in values.items()}
+        self._current = names[0]
         if mode == "val" and runner.is_training and isinstance(runner.train_loop, _TrainLoop):
             runner.train_loop.end_validation()
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics
 
-    def _predict(self, batch: Any, index: int) -> Any:
+    def _predict(self, batch: Any, index: int) -> dict[str, Any]:
+        """Return the arguments of the evaluator for a batch: the predictions and the losses, as far as required."""
         interface = self._runner.interface
-        if self._by_loss:
-            return interface.evaluate_losses(batch), self._sizes.get(index, batch)
-        return interface.predict(batch, self.mode)
+        by_loss = getattr(self.evaluator, "loss_metrics", ())
+        if not by_loss:
+            return {"data_samples": interface.predict(batch, self.mode)}
+        only = len(by_loss) == len(self.evaluator.metrics)
+        predictions = None if only else interface.predict(batch, self.mode)
+        size = BatchSizes(self.dataloader).get(index, batch)
+        losses = interface.evaluate_losses(batch, predictions), size
+        return {"data_samples": losses if only else predictions, "losses": losses}
 
-    def _run_batches(self, predict: Callable[[Any, int], Any]) -> None:
+    def _run_batches(self) -> None:
         runner, mode = self._runner, self.mode
         before, after = (runner.hooks_at(f"{when}_{mode}_iter") for when in ("before", "after"))
         self.evaluator.reset()
-        self.batches = 0
+        done = 0
         for idx, (data_batch, is_real) in enumerate(self._batches()):
             for hook in before if is_real else ():
                 hook(runner, batch_idx=idx, data_batch=data_batch)
             with self._autocast:
-                outputs = predict(data_batch, idx)
+                outputs = self._predict(data_batch, idx)
             if not is_real:
                 continue
-            self.batches = idx + 1
-            self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+            done = idx + 1
+            self.evaluator.process(data_batch=data_batch, **outputs)
             for hook in after:
-                hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
-        check_complete(self.dataloader, self._name, self.batches, length(self.dataloader))
+                hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs["data_samples"])
+        self.batches += done
+        check_complete(self.dataloader, self._name, done, length(self.dataloader))
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         """Iterate over pairs (batch, is_real); `is_real` is False for batches that only keep the ranks synchronized."""
@@ -675,6 +735,27 @@ class _EvalLoop(BaseLoop):
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self._load(), self.dataloader)
         return ((batch, True) for batch in self._load())
+
+
+def _by_name(loaders: Any) -> dict[str, Any]:
+    """Return the loaders in a dict of loaders; the name of a single loader, or of its configuration, is ''."""
+
+    parts = list(loaders.values()) if isinstance(loaders, Mapping) and "dataset" not in loaders else []
+    several = any(isinstance(part, Mapping) and "dataset" in part for part in parts)
+    if several or (parts and all(isinstance(part, DataLoader | list | Mapping) for part in parts)):
+        return dict(loaders)
+    return {"": loaders}
+
+
+def _evaluators(evaluator: Any, names: list[str]) -> dict[str, Any]:
+    """Return the evaluator, or its metrics, for each loader."""
+    if names == [""] or not isinstance(evaluator, Mapping) or "type" in evaluator:
+        copies = [evaluator, *(copy.deepcopy(evaluator) for _ in names[1:])]  # each loader has its own state
+        return dict(zip(names, copies, strict=True))
+    if evaluator.keys() != set(names):
+        message = f"must have the names of the loaders, {names}, as keys, not {sorted(map(str, evaluator))}"
+        raise ConfigError(f"{message}; or set the metrics that apply to each loader", "evaluator")
+    return {name: evaluator[name] for name in names}
 
 
 @LOOPS.register_module()

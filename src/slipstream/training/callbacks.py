@@ -463,7 +463,11 @@ class SlidingWindowValidationCallback(Hook):
         for owner, name, value in (
             (model, "sliding_window", self.window),
             (model, "_compiled_call_impl", None),
-            (loop, "dataloader", _rebuild_loader(loop.dataloader, self.transforms)),
+            (
+                loop,
+                "dataloaders",
+                {k: _rebuild_loader(v, self.transforms) for k, v in loop.dataloaders.items()},
+            ),
         ):
             self._undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
