@@ -28,6 +28,8 @@ SIGNALS = tuple(
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
+# The value of `Preemption.signal` after the time limit.
+TIME_LIMIT = "time limit"
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 # Signals that arrive within this many seconds of the first one are ignored, because launchers and terminals can send a
 # signal twice.
@@ -69,11 +71,16 @@ class Preemption:
     that the process ignores (`nohup`), or for which it has already installed a handler, are not handled. Python can
     handle signals only in the main thread; if the block is entered in another thread, this process reacts only to
     signals that other ranks receive. All ranks must enter the block.
+
+    Args:
+        max_seconds: time after entering the block at which `requested` returns True without a signal; None for no
+            limit.
     """
 
-    def __init__(self) -> None:
-        # Name of the signal that a rank received, or None if no rank has received a signal.
+    def __init__(self, max_seconds: float | None = None) -> None:
+        # Name of the signal that a rank received, `TIME_LIMIT`, or None if there is no reason to stop.
         self.signal: str | None = None
+        self._max_seconds, self._timer = max_seconds, threading.Timer(0, lambda: None)
         self._calls, self._owner = 0, 0
         self._received: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -85,13 +92,21 @@ class Preemption:
             for number in SIGNALS:
                 if signal.getsignal(number) in _DEFAULT_HANDLERS:
                     self._previous[number] = signal.signal(number, self._handle)
+        if self._max_seconds is not None:
+            self._timer = threading.Timer(self._max_seconds, self._reach_time_limit)
+            self._timer.daemon = True
+            self._timer.start()
         if get_world_size() > 1:
             self._agreement = _RankAgreement(self)
         return self
 
+    def _reach_time_limit(self) -> None:
+        self.signal = self.signal or TIME_LIMIT
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._timer.cancel()
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
@@ -100,7 +115,8 @@ class Preemption:
     def requested(self) -> bool:
         """Return whether to save the state and stop. Every rank must call this method after each step.
 
-        All ranks return True after the same step. Without a signal, a call takes less than a microsecond.
+        All ranks return True after the same step. Before there is a reason to stop, a call takes less than a
+        microsecond.
         """
         self._calls += 1
         if self._agreement is None:
@@ -115,11 +131,11 @@ class Preemption:
             return
         now = time.monotonic()
         if self._received is None:
-            self._received, self.signal = now, signal.Signals(number).name
+            self._received, self.signal = now, self.signal or signal.Signals(number).name
             if another_rank_failed():
                 return  # the launcher stops the other ranks with SIGTERM
             _print(
-                f"\n{self.signal} received: training will stop within the next few steps; "
+                f"\n{signal.Signals(number).name} received: training will stop within the next few steps; "
                 "send the signal again to exit immediately\n"
             )
         elif now - self._received > _REPEAT_INTERVAL:
@@ -179,7 +195,7 @@ class _RankAgreement:
         try:
             while not self._closed.wait(_POLL_INTERVAL):
                 if self._preemption.signal is not None:
-                    self._store.set("signal", self._preemption.signal)
+                    self._store.compare_set("signal", "", self._preemption.signal)  # the first one counts
                 if self._store.check(["signal"]):
                     self._agree()
                     return

@@ -85,12 +85,15 @@ def infer_rule(hook: Any, runner: Runner, key: str) -> str:
     """
     if hook.rule is not None:
         return str(hook.rule)
-    metrics = getattr(getattr(runner.val_loop, "evaluator", None), "metrics", ())
-    for metric in metrics:
-        better = metric.higher_is_better(key) if isinstance(metric, TorchMetric) else None
+    loop = runner.val_loop
+    evaluators = getattr(loop, "evaluators", {"": getattr(loop, "evaluator", None)})
+    loader = next((name for name in evaluators if name and key.startswith(f"{name}/")), "")
+    name = key.removeprefix(f"{loader}/") if loader else key
+    for metric in getattr(evaluators.get(loader), "metrics", ()):
+        better = metric.higher_is_better(name) if isinstance(metric, TorchMetric) else None
         if better is not None:
             return "greater" if better else "less"
-    if (implied := implied_rule(key)) is None:
+    if (implied := implied_rule(name)) is None:
         raise hook.config_error(
             f"cannot infer the rule from the metric's name '{key}'; set rule to 'greater' or 'less'", "rule"
         )
@@ -149,12 +152,14 @@ class MonitorCheckHook(Hook):
 class EarlyStoppingHook(Hook):
     """Stop training if a metric has not improved for `patience` validation runs.
 
+    If validation runs within epochs, training stops after the validation run, in the middle of an epoch.
+
     Args:
-        monitor: name of the metric to monitor.
+        monitor: name of the metric to monitor, such as `loss`, or `NAME/loss` for the validation loader `NAME`.
         rule: `greater` if higher values are better, `less` if lower values are. Default: what torchmetrics declares, or
             what the name implies.
         min_delta: minimum change that counts as an improvement.
-        strict: raise an error if the metric is missing; otherwise log a warning.
+        strict: raise an error if validation does not return the metric; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
         patience: number of validation runs without improvement before training stops.
         stopping_threshold: stop as soon as the metric reaches this value.
@@ -167,7 +172,7 @@ class EarlyStoppingHook(Hook):
         monitor: str,
         rule: str | None = None,
         min_delta: NonNegative = 0.1,
-        strict: bool = False,
+        strict: bool = True,
         check_finite: bool = True,
         patience: NonNegativeInt = 5,
         stopping_threshold: float | None = None,
