@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.checkpoint.files import PLAIN_FILE, read_file, replaced_name, save_checkpoint, verify
 from slipstream.checkpoint.safetensors_files import SUFFIX, in_folder
+from slipstream.checkpoint.weights import revise, weights_in
 from slipstream.dist import all_gather_object, get_rank, is_main_process
 from slipstream.errors import CheckpointError, explained
 from slipstream.files import sync_folder
@@ -86,7 +87,10 @@ def write_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
+    path: str | Path,
+    map_location: str | torch.device = "cpu",
+    mesh: DeviceMesh | None = None,
+    revise_keys: Sequence[tuple[str, str]] = (),
 ) -> dict[str, Any]:
     """Read a checkpoint file or the folder of a sharded checkpoint, without executing code from the checkpoint.
 
@@ -94,13 +98,18 @@ def load_checkpoint(
         path: path of the checkpoint; or a safetensors file, its index, or a folder that contains them.
         map_location: device on which to load the tensors.
         mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default, they are not sharded.
+        revise_keys: (pattern, replacement) pairs that rename the weights, as in `re.sub`. The renamed weights are in
+            the entry `state_dict`, even if the file has them in another entry.
 
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
     """
     path = Path(path)
     path = (in_folder(path) if path.is_dir() else None) or path
-    return load_sharded(path, map_location, mesh) if path.is_dir() else read_file(path, map_location)
+    checkpoint = load_sharded(path, map_location, mesh) if path.is_dir() else read_file(path, map_location)
+    if revise_keys:
+        checkpoint["state_dict"] = revise(weights_in(checkpoint, path), revise_keys)
+    return checkpoint
 
 
 def load_sharded(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from slipstream.checkpoint.matching import MismatchError, Schema, check
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 
 __all__ = ["compare_weights", "load_weights", "loaded_names", "revise", "step_average", "weights_in"]
 
@@ -75,9 +75,21 @@ def step_average(checkpoint: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return `state` with each `(pattern, replacement)` pair applied to its keys, as in `re.sub`."""
-    for pattern, replacement in revise_keys:
-        state = {re.sub(pattern, replacement, key): value for key, value in state.items()}
+    """Return `state` with each `(pattern, replacement)` pair applied to its keys, as in `re.sub`.
+
+    Raises:
+        ConfigError: a pair is invalid, or gives two tensors the same name.
+    """
+    for pair in revise_keys:
+        try:
+            pattern, replacement = pair
+            revised = {re.sub(pattern, replacement, key): value for key, value in state.items()}
+        except (re.error, TypeError, ValueError) as error:
+            message = f"must be pairs of a regular expression and its replacement, not {pair!r} ({error})"
+            raise ConfigError(message, "revise_keys") from error
+        if len(revised) < len(state):
+            raise ConfigError(f"{pair!r} gives several tensors the same name", "revise_keys")
+        state = revised
     return dict(state)
 
 

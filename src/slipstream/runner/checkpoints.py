@@ -44,11 +44,18 @@ class Checkpoints:
         runner: the Runner whose state is saved and restored.
         load_from: the checkpoint from which to load weights, or None.
         resume_from: the checkpoint from which to resume, or None.
+        revise_keys: renames the weights in `load_from`; see `revise`.
     """
 
-    def __init__(self, runner: Runner, load_from: str | Path | None, resume_from: Path | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        load_from: str | Path | None,
+        resume_from: Path | None,
+        revise_keys: Sequence[tuple[str, str]] | None = None,
+    ) -> None:
         self._runner = runner
-        self._load_from = load_from
+        self._load_from, self._revise_keys = load_from, revise_keys or resume.STRIP_WRAPPER
         # The checkpoint from which `load_or_resume` resumes training; None if there is none, or after a resume.
         self.resume_from = resume_from
         # Identifies the checkpoints of this run. A resumed run has the ID of the run that it continues.
@@ -102,7 +109,8 @@ class Checkpoints:
             runner.resume(self.resume_from)
         elif not self._loaded and (source := self.resume_from or self._load_from):
             # Training can start from a subset of the weights; evaluation requires all of them.
-            runner.load_checkpoint(source, strict=runner.optim_wrapper is None)
+            keys = self._revise_keys if source is self._load_from else resume.STRIP_WRAPPER
+            runner.load_checkpoint(source, strict=runner.optim_wrapper is None, revise_keys=keys)
 
     def load(
         self,
@@ -155,8 +163,8 @@ class Checkpoints:
                 resume.restore_samplers(runner.train_loop, checkpoint["meta"])
             if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
                 warn(
-                    "The checkpoint contains averaged weights, but the Runner has no EMAHook, so training continues "
-                    "from the averaged weights"
+                    "The checkpoint contains averaged weights, but this run computes no average (speed=dict(ema=...)), "
+                    "so training continues from the averaged weights"
                 )
             self._load_weights(checkpoint, True, source)
             self._restore_parts(checkpoint, source, optim, schedulers)

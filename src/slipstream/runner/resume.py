@@ -184,7 +184,9 @@ def read_checkpoint(
     # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."
     has_prefix = any(key.startswith(prefix) for key in model.state_dict())
-    checkpoint["state_dict"] = revise(state, () if has_prefix else revise_keys)
+    checkpoint["state_dict"] = revise(
+        state, () if has_prefix and revise_keys is STRIP_WRAPPER else revise_keys
+    )
     for part in ("state_dict", "ema_state_dict"):
         saved = checkpoint.get(part)
         if not isinstance(saved, dict):

@@ -61,8 +61,10 @@ class Runner:
         model: a `BaseModel`, any `nn.Module` if `loss_fn` is set, or a model configuration.
         work_dir: output folder; created if it does not exist.
         train_dataloader, train_cfg, optim_wrapper: required for training; set all three or none.
-        val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none.
-        test_dataloader, test_cfg, test_evaluator: required for testing; set all three or none.
+        val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none. `val_dataloader` may be
+            a dict of several loaders; their names are prefixed to the names of the metrics. `val_evaluator` is
+            `'loss'`, a metric, or a list of them.
+        test_dataloader, test_cfg, test_evaluator: required for testing; like those for validation.
         auto_scale_lr: `dict(enable=True, base_batch_size=...)` multiplies every learning rate by
             batch size x processes / base_batch_size. As in MMEngine, accumulation steps are not counted.
         param_scheduler: one or more schedulers.
@@ -86,6 +88,8 @@ class Runner:
         overfit_batches: train on only this many batches, the same ones in every epoch.
         fast_dev_run: run this many steps, validate on the same number of batches, and save no checkpoints; True means
             1.
+        revise_keys: (pattern, replacement) pairs that rename the weights in `load_from`, as in `re.sub`. Default:
+            remove the prefixes of DDP and `torch.compile`.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class Runner:
         limit_val_batches: float | None = None,
         overfit_batches: float | None = None,
         fast_dev_run: bool | int = False,
+        revise_keys: Sequence[tuple[str, str]] | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self.limits, arguments = read_limits(arguments)
@@ -160,7 +165,7 @@ class Runner:
         for line in problems:
             self.logger.warning(line)
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
-        self.checkpoints = Checkpoints(self, load_from, source)
+        self.checkpoints = Checkpoints(self, load_from, source, arguments["revise_keys"])
         self.device = default_device()
         self.speed, self.model, self._interface = builders.prepare(
             arguments, plan, self._randomness.deterministic, self.device, self.logger

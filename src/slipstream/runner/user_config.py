@@ -52,6 +52,7 @@ _TYPES: Mapping[str, Any] = {
     "log_level": str | NonNegativeInt,
     "default_scope": str | None,
     "experiment_name": str | None,
+    "revise_keys": Sequence | None,
 }
 
 
