@@ -26,7 +26,7 @@ def check(net, options, answers):
 
 
 def _may_warn(line, options):
-    if line.startswith("EMAHook: "):  # EMA weights lag behind in such a short run
+    if line.startswith(("EMAHook: ", "speed.ema: ")):  # EMA weights lag behind in such a short run
         return "EMA" in options
     return line.startswith("torch.compile: ") and any({*pair} <= {*options} for pair in BREAKS)
 

@@ -104,7 +104,7 @@ class BaseAveragedModel(nn.Module):
             return None
         return (
             f"the EMA decay is too high for a run of {updates} updates: the average will be close to the "
-            f"weights at update {mean:.0f}. Train longer, or use a smaller decay (larger momentum) or type 'threshold'"
+            f"weights at update {mean:.0f}. Train longer, or use a smaller decay or type 'threshold'"
         )
 
     def mean_update(self, updates: int) -> float:

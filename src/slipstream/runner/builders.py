@@ -302,7 +302,9 @@ def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
     hooks: list[Hook | Mapping[str, Any]] = []
     if isinstance(plan.ema, EmaOptions):
         ema = plan.ema
-        hooks.append(EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch))
+        hook = EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch)
+        hook.option = plan.config_path("ema")
+        hooks.append(hook)
     if plan.nan_guard is not None:
         hooks.append({"type": "NanGuardHook", **asdict(plan.nan_guard)})
     if plan.gc is not None:

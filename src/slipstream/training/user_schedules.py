@@ -181,4 +181,6 @@ def split_decay(params: TrainingParams) -> tuple[TrainingParams, EMAHook | None]
     except TypeError as error:
         raise ConfigError(f"{name}: {error}", "training_params.ema_params") from None
     average = partial(ScheduledEMA, decay=decay, decay_type="constant", count="batches", function=function)
-    return replace(params, ema=False, ema_params={}), EMAHook(average)
+    hook = EMAHook(average)
+    hook.option = "training_params.ema"
+    return replace(params, ema=False, ema_params={}), hook
