@@ -159,6 +159,8 @@ def _measure(runs: Sequence[_Run], args: argparse.Namespace) -> None:
         for each in runs:
             if each.status:
                 continue
+            compiles = "; compiling can take minutes" * ("compiled" in each.label)
+            _report(f"{each.recipe}: {each.label}: starting{compiles}")
             begin = time.monotonic()
             each.process = stack.enter_context(Process(each.job, partial(Timer, warmup=args.warmup)))
             try:
@@ -167,10 +169,12 @@ def _measure(runs: Sequence[_Run], args: argparse.Namespace) -> None:
                     raise TrialError("failed", problem)
             except TrialError as error:
                 each.fail(error)
-            ready = each.status or f"ready after {time.monotonic() - begin:.0f} s"
-            if is_main_process():
-                print(f"{each.recipe}: {each.label}: {ready}", flush=True)
+            ready = f"ready after {time.monotonic() - begin:.0f} s"
+            if each.process is not None and (warmup := each.process.warmup_seconds):
+                ready += f", the fastest step so far: {1e3 * min(warmup):.4g} ms"
+            _report(f"{each.recipe}: {each.label}: {each.status or ready}")
         for index in range(_NUM_ROUNDS):
+            _report(f"{runs[0].recipe}: round {index + 1} of {_NUM_ROUNDS}")
             for each in [*runs[index % len(runs) :], *runs[: index % len(runs)]]:
                 if each.process is None:
                     continue
@@ -186,6 +190,11 @@ def _measure(runs: Sequence[_Run], args: argparse.Namespace) -> None:
             first, mean = difference(each.warm["losses"], runs[0].warm["losses"])
             if not (first <= each.tolerance.first and mean <= each.tolerance.mean):
                 each.status = f"different losses: by {first:.2g} in the first step, {mean:.2g} in the mean"
+
+
+def _report(line: str) -> None:
+    if is_main_process():
+        print(line, flush=True)
 
 
 def _first(run: _Run, runs: Sequence[_Run]) -> _Run:

@@ -56,11 +56,12 @@ def _model(cfg: Config) -> nn.Module:
     from slipstream.errors import SlipstreamError
     from slipstream.runner.builders import build_model
 
+    parts = cfg.model, cfg.get("data_preprocessor"), cfg.get("loss_fn")
     try:
         with torch.device("meta"):
-            return build_model(cfg.model, cfg.get("data_preprocessor"))
+            return build_model(*parts)
     except SlipstreamError:
-        return build_model(cfg.model, cfg.get("data_preprocessor"))
+        return build_model(*parts)
 
 
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
