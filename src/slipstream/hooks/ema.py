@@ -39,8 +39,8 @@ class EMAHook(Hook):
     """
 
     priority = "NORMAL"
+    # The config path of the speed option that the hook implements; '' if the user has added the hook.
     option = ""
-    """The config path of the speed option that the hook implements; '' if the user has added the hook."""
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from slipstream.runner import Runner
 
 
+# The key of the sums of the losses in a checkpoint.
 _SUMS = "epoch_sums"
-"""The key of the sums of the losses in a checkpoint."""
 
 
 @HOOKS.register_module()
