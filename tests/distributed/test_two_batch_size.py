@@ -53,7 +53,7 @@ def out_of_memory_on_one_rank(folder):
     loader = DataLoader(TensorDataset(*tiny_runs.samples()), batch_size=8, shuffle=True)
     before, rows, start = state(model, optimizer), [], time.monotonic()
     found = find_batch_size(
-        model, loader, optimizer, cross_entropy, max_size=4, budget=300, report=rows.append
+        model, loader, optimizer, cross_entropy, max_batch_size=4, budget=300, report=rows.append
     )
     seconds = time.monotonic() - start
     torch.testing.assert_close(before, state(model, optimizer), rtol=0, atol=0)

@@ -83,7 +83,7 @@ def test_error_for_prefetch_names_its_counterpart_for_a_custom_loop(own):
 
 def test_finding_the_batch_size_leaves_the_users_objects_unchanged(own):
     before = state(own)
-    found = find_batch_size(*own, max_size=4, budget=60)
+    found = find_batch_size(*own, max_batch_size=4, budget=60)
     assert_unchanged(before, own)
     assert found.largest == 4
     assert [row.status for row in found.rows] == ["failed", "fits", "fits"]  # BatchNorm requires two samples
@@ -94,7 +94,7 @@ def test_batch_size_finder_requires_a_loader_that_can_be_rebuilt(own):
     with pytest.raises(
         SlipstreamError, match="must be a torch DataLoader with a map-style dataset, not list"
     ):
-        find_batch_size(model, list(loader), optimizer, loss, max_size=2)
+        find_batch_size(model, list(loader), optimizer, loss, max_batch_size=2)
 
 
 def test_lr_sweep_increases_the_rate_and_leaves_the_objects_unchanged(own):

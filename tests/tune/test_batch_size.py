@@ -11,12 +11,14 @@ from slipstream.tune.process import TrialError
 OUT = TrialError("out of memory", "full")
 
 
-def find(fits=lambda size: True, max_size=64, mib=lambda size: 100.0, seconds=lambda size: 0.1, rows=None):
+def find(
+    fits=lambda size: True, max_batch_size=64, mib=lambda size: 100.0, seconds=lambda size: 0.1, rows=None
+):
     def make_job(setting):
         size = setting.batch_size
         return Script(seconds(size), error=None if fits(size) else OUT, peak_mib=mib(size))
 
-    return search_batch_sizes(make_job, max_size, 60, (rows if rows is not None else []).append)
+    return search_batch_sizes(make_job, max_batch_size, 60, (rows if rows is not None else []).append)
 
 
 def test_limit_between_powers_of_two_is_found(fake_process):
@@ -38,8 +40,8 @@ def test_buffered_batches_are_not_timed_and_accumulation_cycles_are_complete(fak
 
 
 def test_the_limit_itself_is_tried(fake_process):
-    assert find(max_size=24).largest == 24
-    assert find(max_size=1).largest == 1
+    assert find(max_batch_size=24).largest == 24
+    assert find(max_batch_size=1).largest == 1
 
 
 def test_cpu_memory_bounds_the_size_before_it_is_tried(fake_process, monkeypatch):
@@ -50,7 +52,7 @@ def test_cpu_memory_bounds_the_size_before_it_is_tried(fake_process, monkeypatch
         tried.append(size)
         return 500.0 + 100.0 * size
 
-    found = find(mib=mib, max_size=1024)
+    found = find(mib=mib, max_batch_size=1024)
     assert max(tried) <= 10
     assert 8 <= found.largest <= 10
     assert any(row.status == "too large" and "1000 MiB is available" in row.reason for row in found.rows)

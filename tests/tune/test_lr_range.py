@@ -44,6 +44,19 @@ def test_noisy_losses_of_small_batches_barely_change_the_suggestion(steps):
     assert sum(near) >= 25
 
 
+@pytest.mark.parametrize("steps", [60, 100, 300])
+@pytest.mark.parametrize(
+    "draw", [lambda g: 2.3 + g.gauss(0, 0.3), lambda g: g.expovariate(1)], ids=["gauss", "exp"]
+)
+def test_curves_that_show_only_noise_suggest_no_rate(steps, draw):
+    found = []
+    for seed in range(50):
+        generator = random.Random(seed)
+        found.append(LrRange(rates(steps), [draw(generator) for _ in range(steps)]))
+    assert sum(each.suggestion is not None for each in found) <= 2
+    assert "did not fall by more than its noise" in str(found[0])
+
+
 def test_no_rate_is_suggested_if_the_loss_never_falls_or_the_sweep_is_too_short():
     assert LrRange(rates(), [1.0 + i for i in range(100)]).suggestion is None
     assert LrRange(rates()[:5], [5.0, 4.0, 3.0, 2.0, 1.0]).suggestion is None

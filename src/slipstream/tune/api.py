@@ -96,7 +96,7 @@ def find_batch_size(
     loader: Any,
     optimizer: Optimizer,
     loss_fn: LossFn,
-    max_size: int = 1024,
+    max_batch_size: int = 1024,
     speed: Any = None,
     budget: float | str = "5m",
     report: Callable[[BatchSizeRow], None] = lambda row: None,
@@ -113,7 +113,7 @@ def find_batch_size(
     Args:
         model, optimizer, loss_fn: as for `accelerate`; with several processes, they must be picklable.
         loader: a `DataLoader` with a map-style dataset; its batch size is ignored.
-        max_size: largest batch size to try.
+        max_batch_size: largest batch size to try.
         speed: the speed options, as for `accelerate`; None for no options.
         budget: time limit in seconds, or a string such as `5m`.
         report: called on every rank with each row as soon as it is measured.
@@ -125,7 +125,7 @@ def find_batch_size(
     if isinstance(model, DistributedDataParallel):
         raise ConfigError("must not be wrapped in DistributedDataParallel; pass model.module", "model")
     make_job = _objects_job(model, loader, optimizer, loss_fn, speed)
-    return search_batch_sizes(make_job, max_size, parse_budget(budget), report)
+    return search_batch_sizes(make_job, max_batch_size, parse_budget(budget), report)
 
 
 def find_lr(

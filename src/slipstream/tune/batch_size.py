@@ -80,12 +80,12 @@ class BatchSizes:
 
 def search_batch_sizes(
     make_job: Callable[[Setting], Job],
-    max_size: int,
+    max_batch_size: int,
     budget: float,
     report: Callable[[BatchSizeRow], None],
     start_time: float | None = None,
 ) -> BatchSizes:
-    """Try 1, 2, 4, ... up to `max_size`, then sizes between the largest that fits and the smallest that does not fit.
+    """Try 1, 2, 4, ... up to `max_batch_size`, then sizes between the largest that fits and the smallest that does not.
 
     Each size runs in its own process. On a CPU, a size is not tried if it is expected to require more than
     90% of the available memory.
@@ -96,7 +96,7 @@ def search_batch_sizes(
 
     Args:
         make_job: a function that returns the run for a setting.
-        max_size: largest batch size to try.
+        max_batch_size: largest batch size to try.
         budget: time limit in seconds.
         report: called with each new row.
         start_time: the time at which the budget starts, as returned by `time.monotonic()`; None means now.
@@ -105,9 +105,9 @@ def search_batch_sizes(
         ConfigError: the budget is too short for the first batch size.
         SlipstreamError: training failed with every batch size.
     """
-    check(max_size, PositiveInt, "max_size")
+    check(max_batch_size, PositiveInt, "max_batch_size")
     end = (time.monotonic() if start_time is None else start_time) + budget
-    search = _Search(make_job, max_size, end, report)
+    search = _Search(make_job, max_batch_size, end, report)
     stopped = ""
     try:
         search.run()
@@ -131,11 +131,11 @@ class _Search:
     def __init__(
         self,
         make_job: Callable[[Setting], Job],
-        max_size: int,
+        max_batch_size: int,
         end: float,
         report: Callable[[BatchSizeRow], None],
     ) -> None:
-        self._make_job, self._max, self._end, self._report = make_job, max_size, end, report
+        self._make_job, self._max, self._end, self._report = make_job, max_batch_size, end, report
         self._available = _available_mib_per_rank()
         self.rows: list[BatchSizeRow] = []
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from slipstream.errors import ConfigError, SlipstreamError
@@ -26,6 +27,8 @@ _MIN_STEPS = 10
 _SPAN = 8
 # Minimum relative decrease of the smoothed loss for which a learning rate is suggested.
 _MIN_DECREASE = 1e-3
+# Minimum decrease in standard deviations of a single loss. Without any trend, 1 % of the curves fall by more.
+_MIN_FALL = 1.15
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,15 @@ class LrRange:
     def suggestion(self) -> float | None:
         """The learning rate at which the smoothed loss falls fastest with respect to the log of the learning rate.
 
-        None if the smoothed loss falls by at most 0.1%, or if there are fewer than 10 losses before divergence.
+        None if the smoothed loss falls by at most 0.1%, or by no more than the noise of the losses could explain, or if
+        there are fewer than 10 losses before divergence.
         """
         losses = self.smoothed
         first, last = min(SETTLING, len(losses) // 4), len(losses) - 1
-        if len(losses) < _MIN_STEPS or losses[first] - losses[last] <= _MIN_DECREASE * abs(losses[first]):
+        if len(losses) < _MIN_STEPS:
+            return None
+        noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(self.losses[: last + 1])) / 2)
+        if losses[first] - losses[last] <= max(_MIN_DECREASE * abs(losses[first]), _MIN_FALL * noise):
             return None
         # The rates increase by a constant factor, so slopes over the steps are proportional to the derivative with
         # respect to the logarithm of the rate. Differences between adjacent steps are too noisy for small batches.
@@ -73,7 +80,10 @@ class LrRange:
         elif len(self.losses) <= _MIN_STEPS:
             text = f"The loss diverged within {_MIN_STEPS} steps; start at a lower learning rate"
         else:
-            text = "The loss did not fall at any of these rates; check the model and the data"
+            text = (
+                "The loss did not fall by more than its noise at any of these rates, so no rate is suggested; use a "
+                "larger batch size or more steps, or check the model and the data"
+            )
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
     def plot(self, path: str | Path) -> Path:
