@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +34,9 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether the block can run. A block after a comment that starts with "not run" cannot."""
-        return not self.comment.startswith("not run")
+        """Whether the block can run. A block after "not run: requires MODULE" can run if the module is installed."""
+        required = re.fullmatch(r"not run: requires (\w+)", self.comment)
+        return find_spec(required[1]) is not None if required else not self.comment.startswith("not run")
 
 
 def text_of(page: str) -> str:

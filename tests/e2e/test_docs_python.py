@@ -64,6 +64,7 @@ assert sorted(metrics) == ["MulticlassF1Score", "acc", "all/micro", "each/0", "e
 assert metrics["acc"] == hub.get_scalar("val/acc").current() == (metrics["each/0"] + metrics["each/1"]) / 2
 assert hub.get_info("best_score/MulticlassF1Score") >= metrics["MulticlassF1Score"]
 """,
+    "docs/sweep.md": "assert study.best_value == min(trial.value for trial in study.trials) < 0.7\n",
     "docs/mixup.md": "assert runner.val()['accuracy/top1'] > 50\n",
     "docs/own_loop.md": "assert param_scheduler['by_epoch'] is False\n",
     "docs/data.md": """
