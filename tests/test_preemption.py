@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.hooks import Hook
+from slipstream.hooks import Hook, PreemptionHook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.preemption import EXIT_STATUS, SIGNALS, Interrupted, Preempted, Preemption
 from slipstream.runner import Runner
@@ -270,3 +271,47 @@ def test_windows_of_several_optimizers_are_bitwise_identical_after_resuming(tmp_
     resumed.train()
     whole.train()
     assert_same(weights(resumed), weights(whole))
+
+
+class Waits(Hook):
+    """A hook that waits during a step until the time limit is certainly reached."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.step:
+            time.sleep(1.5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_run_with_a_time_limit_ends_normally_and_resumes(tmp_path, case):
+    step, changes = CASES[case]
+    options = dict(model=dict(type=Net, dropout=0.5, norm=True), train_dataloader=loader(Noisy()), **changes)
+    limit = dict(preemption=dict(max_time=1.0))
+    stopped = run(tmp_path / "a", custom_hooks=[Waits(step)], default_hooks=limit, **options)
+    assert stopped.iter == step
+    assert (tmp_path / "a" / "preempted.pth").is_file() == (case != "after the last step")
+    resumed, whole = run(tmp_path / "a", resume=True, **options), run(tmp_path / "b", **options)
+    stopped.train()  # the same Runner can also continue
+    for runner in (resumed, stopped):
+        assert_same(weights(runner), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (90, 90),
+        (timedelta(hours=1), 3600),
+        ("01:02:03", 3723),
+        ("01:00:00:00", 86400),
+        ("1h", None),
+        (0, None),
+    ],
+)
+def test_time_limits(limit, seconds):
+    if seconds is None:
+        with pytest.raises(ConfigError, match=r"^max_time: must be a positive number of seconds"):
+            PreemptionHook(max_time=limit)
+    else:
+        assert PreemptionHook(max_time=limit).handle_signals()._max_seconds == seconds

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -216,7 +218,26 @@ def methods(folder, world=2):
     return results
 
 
-FUNCTIONS = [own_statistics, validation, modes, freezing, unfreezing, own_loops, methods]
+class WaitsOnOneRank(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == 2 and get_rank() == 1:
+            time.sleep(2)
+
+
+def limited(folder, world=2):
+    """Return the iteration of a time limit, the epoch means and metrics of the resumed run, and its weights."""
+    loaders = {name: dict(dataset=Samples(size), batch_size=3) for name, size in (("a", 21), ("b", 8))}
+    options = dict(val_dataloader=loaders, val_cfg=dict(), val_evaluator=["loss", dict(type=Seen)])
+    hooks = dict(preemption=dict(max_time=1.5)) if world > 1 else {}
+    waits = [WaitsOnOneRank()] if world > 1 else []
+    runner = train(folder, world, custom_hooks=waits, default_hooks=hooks, **options)[1]
+    state, again = train(folder, world, resume=True, **options)
+    means = [float(value) for value in again.message_hub.get_scalar("train_epoch/loss").data[0]]
+    metrics = again.val()
+    return runner.iter, means, metrics, torch.cat([value.flatten() for value in state.values()]).numpy()
+
+
+FUNCTIONS = [own_statistics, validation, modes, freezing, unfreezing, own_loops, methods, limited]
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +292,17 @@ def test_compute_loss_may_call_methods_and_submodules_in_two_processes(answers, 
         assert list(answer) == list(expected)
         for name, weights in answer.items():
             assert weights == pytest.approx(expected[name], rel=1e-5), name
+
+
+def test_time_limit_epoch_means_and_several_loaders_in_two_processes(answers, tmp_path):
+    _, means, metrics, weights = limited(tmp_path, world=1)
+    assert {name: metrics[name] for name in ("a/count", "b/in_order")} == {"a/count": 21, "b/in_order": 1.0}
+    stops = set()
+    for answer in answers["limited"]:
+        assert not isinstance(answer, str), answer
+        stops.add(answer[0])
+        assert answer[1] == pytest.approx(means, rel=1e-5)
+        assert answer[2] == pytest.approx(metrics, rel=1e-5)
+        assert answer[3] == pytest.approx(weights, rel=1e-4, abs=1e-6)
+    assert len(stops) == 1
+    assert 3 <= min(stops) < 5 * EPOCHS

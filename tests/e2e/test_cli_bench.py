@@ -40,7 +40,10 @@ def test_combinations_of_options_are_measured_and_written(folder, capsys):
         assert (len(run["seconds"]), run["samples_per_step"], run["status"]) == (5, 8, "")
         assert run["peak_mib"] > 1
     assert found["runs"][0]["ratio"]["ratio"] == 1.0
-    assert "samples/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "samples/s" in printed
+    progress = ["eager, float32: starting", "the fastest step so far: ", "AMP: ready", "round 5 of 5"]
+    assert sorted(progress, key=printed.index) == progress
     assert sorted(path.name for path in folder.iterdir()) == ["out", "tiny.py"]  # no logs
 
 

@@ -93,3 +93,12 @@ def test_invalid_plan_raises_a_one_line_error_with_status_2(capsys, arguments, e
 def test_unknown_recipe_raises_an_error(capsys):
     assert main(["explain", "street_scene"]) == 2
     assert "street_scene" in capsys.readouterr().err
+
+
+def test_explain_accepts_a_file_with_loss_fn(tmp_path, capsys):
+    (tmp_path / "plain.yaml").write_text(
+        "model: {type: torch.nn.Linear, in_features: 4, out_features: 3}\nloss_fn: {type: CrossEntropyLoss}\n"
+        "optim_wrapper: {optimizer: {type: SGD, lr: 0.1}}\n"
+    )
+    assert main(["explain", str(tmp_path / "plain.yaml"), "speed.accumulate=4"]) == 0
+    assert row(capsys.readouterr().out, "accumulate") == "accumulate 4 speed.accumulate"

@@ -272,6 +272,8 @@ def test_runner_keeps_the_last_two_checkpoints_and_the_best_by_default(tmp_path)
         (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best, not 0"),
         (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*not 2"),
         (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*not 0"),
+        (dict(max_keep_best=0), r"checkpoint\.max_keep_best: .*not 0"),
+        (dict(best_filename="b.pth", save_best="acc", max_keep_best=2), r"max_keep_best: .*best_filename"),
     ],
 )
 def test_invalid_file_names_are_rejected_at_construction(tmp_path, options, message):
@@ -331,3 +333,57 @@ def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path):
             default_hooks=dict(checkpoint=first),
             custom_hooks=[dict(type="CheckpointHook", interval=1, out_dir=str(tmp_path.parent))],
         )
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (dict(max_keep_best=2), [(0.9, 4), (0.8, 2)]),
+        (dict(max_keep_best=3, rule="less"), [(0.1, 3), (0.5, 1), (0.6, 5)]),
+        (dict(max_keep_best=-1), [(0.9, 4), (0.8, 2), (0.6, 5), (0.5, 1), (0.1, 3)]),
+    ],
+)
+@pytest.mark.parametrize("stop", [0, 3])
+def test_best_k_checkpoints_are_kept_and_ranked(tmp_path, options, kept, stop):
+    values, hook = [0.5, 0.8, 0.1, 0.9, 0.6], dict(save_best="acc", interval=1, max_keep_ckpts=1, **options)
+    if stop:  # the last validation of the first run is repeated
+        trained(tmp_path, values[:stop], epochs=stop, **hook)
+        values = values[stop - 1 :]
+    runner = trained(tmp_path, values, resume=bool(stop), **hook)
+    assert files(tmp_path) == {"epoch_5.pth", *(f"best_acc_epoch_{epoch}.pth" for _, epoch in kept)}
+    names = [[value, f"best_acc_epoch_{epoch}.pth"] for value, epoch in kept]
+    assert runner.message_hub.get_info("best_ckpts/acc") == names
+    assert [runner.message_hub.get_info(f"best_{kind}/acc") for kind in ("score", "ckpt")] == names[0]
+
+
+def test_best_checkpoints_within_epochs_are_named_by_iteration_and_resume(tmp_path):
+    options = dict(
+        train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=0.5),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="acc", max_keep_best=2)),
+    )
+    values = [0.1, 0.4, 0.7, 0.3, 0.2, 0.6]  # after steps 3, 5, 8, 10, 13 and 15
+    average = dict(type="AverageBestHook", metric="acc", count=1)
+    whole = run(tmp_path / "a", custom_hooks=[average], **options, **validation(Scripted([*values, 0.0])))
+    assert files(tmp_path / "a") >= {"best_acc_iter_8.pth", "best_acc_iter_15.pth"}
+    assert files(tmp_path / "a" / "average_best") == {"iter_8.pth"}
+    saved = tmp_path / "a" / "best_acc_iter_8.pth"
+    resumed = run(tmp_path / "b", resume=str(saved), **options, **validation(Scripted(values[3:])))
+    assert_same(weights(whole), weights(resumed))
+
+
+def test_early_stopping_and_missing_metrics_within_epochs(tmp_path):
+    def stopped(**options):
+        hook = dict(type="EarlyStoppingHook", **options)
+        cfg = dict(by_epoch=True, max_epochs=3, val_interval=0.5)
+        return run(
+            tmp_path,
+            train_cfg=cfg,
+            custom_hooks=[hook],
+            **validation(Scripted([0.1, 0.2, 0.9, 0.3, 0.4, 0.5])),
+        )
+
+    runner = stopped(monitor="acc", stopping_threshold=0.8)
+    assert (runner.epoch, runner.iter) == (1, 8)
+    with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.monitor: unknown metric 'mAP': .*\['acc'\]"):
+        stopped(monitor="mAP")
+    assert stopped(monitor="mAP", strict=False, patience=9).epoch == 3

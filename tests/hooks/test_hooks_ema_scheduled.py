@@ -150,4 +150,13 @@ def test_mean_update_matches_the_average_of_update_numbers(average, total):
 def test_slow_average_logs_a_warning_at_the_start(tmp_path, options, warned):
     ema_run(tmp_path, custom_hooks=[{**SCHEDULED, **options}], log_level="WARNING")
     (log,) = tmp_path.rglob("*.log")
-    assert ("the EMA decay is too high for" in log.read_text(encoding="utf-8")) == warned
+    assert ("EMAHook: the EMA decay is too high for" in log.read_text(encoding="utf-8")) == warned
+
+
+def test_warnings_name_the_option_that_the_user_has_set(tmp_path):
+    run(tmp_path, speed=dict(ema=dict(decay=0.9999, type="constant")), log_level="WARNING")
+    (log,) = tmp_path.rglob("*.log")
+    text = log.read_text(encoding="utf-8")
+    assert "speed.ema: the EMA decay is too high for" in text
+    assert "EMAHook" not in text
+    assert "momentum" not in text

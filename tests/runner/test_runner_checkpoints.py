@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import CheckpointError, ModelError
+from slipstream.checkpoint import load_checkpoint
+from slipstream.errors import CheckpointError, ConfigError, ModelError
 from slipstream.hooks import EMAHook
 from slipstream.runner import Runner
 from tiny_runs import (
@@ -182,3 +183,21 @@ def test_state_that_cannot_be_restored_is_refused(tmp_path):
     net.register_buffer("ones", torch.ones(1).expand(5))
     with pytest.raises(ModelError, match=r"buffer 'ones' is an expanded tensor.*tensor\.clone\(\)"):
         run(tmp_path, model=net)
+
+
+def test_revise_keys_rename_the_weights_of_load_from_only(tmp_path, checkpoint):
+    content = torch.load(checkpoint, weights_only=True)["state_dict"]
+    other, keys = tmp_path / "other.pth", [(r"^student\.", "")]
+    torch.save({"model": {f"student.{name}": value for name, value in content.items()}}, other)
+    assert_same(load_checkpoint(other, revise_keys=keys)["state_dict"], content)
+    options = dict(load_from=other, revise_keys=keys)
+    runner = Runner(**training(tmp_path / "a", **options))
+    runner.load_or_resume()
+    assert_same(weights(runner), content)
+    runner.train()
+    again = Runner(**training(tmp_path / "a", resume=True, **{**options, "revise_keys": [("^", "x.")]}))
+    again.load_or_resume()  # resumes from its own checkpoint, whose names are not changed
+    assert_same(weights(again), weights(runner))
+    for wrong in (["(", ""], "abc", [".*", "a"]):
+        with pytest.raises(ConfigError, match=r"^revise_keys: "):
+            Runner(**training(tmp_path / "b", load_from=other, revise_keys=[wrong])).load_or_resume()
