@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ __all__ = [
 ]  # fmt: skip
 
 Warn = Callable[[str], None]
+Action = Callable[[], None]
+Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 def sharded_name(name: str) -> str:
@@ -48,7 +50,7 @@ def write_checkpoint(
     path: Path,
     warn: Warn,
     consolidate: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     on_saved: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write a checkpoint. All ranks must call this function.
@@ -262,7 +264,7 @@ def _write_folder(
     rest: Any,
     tensors: dict[str, Tensor],
     paths: dict[str, list[Any]],
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> None:
     temporary, file = folder.with_name(f".{folder.name}.tmp"), f"rank_{get_rank()}.pth"
     own = {key: tensor for key, tensor in tensors.items() if _writes(tensor)}
@@ -317,16 +319,12 @@ def _writes(tensor: Any) -> bool:
     return is_first and local_shard(tensor).numel() > 0
 
 
-def _on_main(
-    action: Callable[[], None], path: Path, group: dist.ProcessGroup | None, failed: str = "cannot be written"
-) -> None:
+def _on_main(action: Action, path: Path, group: Group, failed: str = "cannot be written") -> None:
     """Call `action` on rank 0; if it fails, raise an error on every rank."""
     _agreed(action if is_main_process() else lambda: None, path, group, failed)
 
 
-def _agreed(
-    action: Callable[[], None], path: Path, group: dist.ProcessGroup | None, failed: str = "cannot be written"
-) -> None:
+def _agreed(action: Action, path: Path, group: Group, failed: str = "cannot be written") -> None:
     """Call `action` on every rank; if it fails on one of them, raise an error on every rank."""
     failure: Exception | None = None
     try:

@@ -80,10 +80,7 @@ class LrRange:
         elif len(self.losses) <= _MIN_STEPS:
             text = f"The loss diverged within {_MIN_STEPS} steps; start at a lower learning rate"
         else:
-            text = (
-                "The loss did not fall by more than its noise at any of these rates, so no rate is suggested; use a "
-                "larger batch size or more steps, or check the model and the data"
-            )
+            text = "The loss did not fall by more than its noise; use larger batches or more steps, or check the data"
         return f"{text} ({len(self.rates)} steps from {self.rates[0]:.2g} to {self.rates[-1]:.2g})."
 
     def plot(self, path: str | Path) -> Path:

@@ -51,7 +51,9 @@ class BaseVisBackend:
         """Record the configuration, a `Config` or a dict."""
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a scalar: a number, or a 0-dim array or tensor."""
+        """Record a scalar: a number, or a 0-dim array or tensor. Subclasses override this method or `add_scalars`."""
+        if type(self).add_scalars is not BaseVisBackend.add_scalars:
+            self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
@@ -101,10 +103,6 @@ class LocalVisBackend(BaseVisBackend):
         """Write the configuration in Python syntax."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         self.config_save_file.write_text(as_text(config) + "\n", encoding="utf-8")
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Append a JSON line with the value and `step`."""
-        self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
@@ -162,10 +160,6 @@ class TensorboardVisBackend(BaseVisBackend):
         """Write the configuration as a text summary named `config`."""
         # Four spaces mark a code block in TensorBoard's Markdown.
         self.experiment.add_text("config", "\n".join(f"    {line}" for line in as_text(config).splitlines()))
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Write one point of the curve `name`."""
-        self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None

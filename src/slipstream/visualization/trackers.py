@@ -74,10 +74,6 @@ class WandbVisBackend(BaseVisBackend):
         if self.log_code_name is not None:
             self.experiment.log_code(name=self.log_code_name)
 
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a scalar."""
-        self.add_scalars({name: value}, step)
-
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
@@ -123,10 +119,6 @@ class TrackioVisBackend(BaseVisBackend):
     def add_config(self, config: Any) -> None:
         """Record the configuration."""
         self.experiment.config.update(as_dict(config))
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a scalar."""
-        self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
@@ -216,10 +208,6 @@ class MLflowVisBackend(BaseVisBackend):
         keys = tree if self.tracked_config_keys is None else self.tracked_config_keys
         self._log_params(self.run_id, flatten({key: tree[key] for key in keys if key in tree}))
         self.experiment.log_text(self.run_id, as_text(config), "config.py")
-
-    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record a scalar."""
-        self.add_scalars({name: value}, step)
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None

@@ -91,7 +91,7 @@ class Visualizer:
             except Exception as error:
                 raise BackendError(
                     f"visualizer.vis_backends: {name} cannot record the configuration: {type(error).__name__}: "
-                    f"{error}. Correct the options of this backend, or remove it"
+                    f"{error}. Check the free space and the options of this backend, or remove it"
                 ) from error
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
