@@ -109,6 +109,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	# Without its dependencies, because they include a CUDA build of torchvision (see tests/torchvision_operators.py).
+	$(BIN)/python -m pip install --quiet --no-deps timm==1.0.31
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Ten models of `make zoo`, whose libraries need no other build of torch, train like plain loops."""
+"""Models of `make zoo`, whose libraries need no other build of torch, train like plain loops."""
 
 import logging
 import sys
@@ -10,8 +10,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import zoo
+from torchvision_operators import import_timm
 from zoo_models import MODELS
 
+TIMM = [f"timm {name}" for name in ("resnet18", "vit_tiny", "convnext_atto")]
 ONE_GRAPH = ("BERT", "RoBERTa", "GPT-2", "Llama, activation_checkpointing", "Qwen2", "ViT")
 OTHER = ("DeBERTa V2", "T5, activation_checkpointing")
 NAMES = [f"transformers {name}" for name in (*ONE_GRAPH, *OTHER)]
@@ -26,12 +28,14 @@ def fresh_compiler():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [*NAMES, "torch_geometric GCN", "torch_geometric GAT"])
+@pytest.mark.parametrize("name", [*NAMES, *TIMM, "torch_geometric GCN", "torch_geometric GAT"])
 def test_model_trains_like_a_plain_loop(name):
-    pytest.importorskip(MODELS[name].library)
+    import_timm() if name in TIMM else pytest.importorskip(MODELS[name].library)
     eager, compiled = zoo.check(name, False, False), zoo.check(name, True, False)
     assert eager["loss"] == eager["weights"] == 0
     assert eager["random"]
     assert compiled["random"]
     assert max(compiled["loss"], compiled["weights"]) < 1e-5
-    assert zoo.kind(compiled) == "one graph" or name.removeprefix("transformers ") not in ONE_GRAPH
+    assert zoo.kind(compiled) == "one graph" or not (
+        name in TIMM or name.removeprefix("transformers ") in ONE_GRAPH
+    )

@@ -15,6 +15,7 @@ from torch import nn
 from slipstream.errors import BuildError, CheckpointError, ConfigError
 from slipstream.runner import Runner
 from slipstream.zoo import models
+from torchvision_operators import import_timm
 
 
 class Tiny(nn.Module):
@@ -160,10 +161,7 @@ def test_zoo_methods_work_on_timm_networks(timm):
 
 
 def test_networks_from_the_installed_timm_have_gradients_and_load_their_weights():
-    try:
-        import timm
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"timm cannot be imported: {error}")
+    timm = import_timm()
     network = models.get("timm:convnext_atto", num_classes=5)
     network(torch.randn(2, 3, 64, 64)).logsumexp(1).sum().backward()
     assert all(parameter.grad is not None for parameter in network.parameters())

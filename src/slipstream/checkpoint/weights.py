@@ -115,7 +115,7 @@ def load_weights(
     lines, shapes = compare_weights(model, state, strict, source)
     kept = {name: value for name, value in state.items() if name not in shapes}
     try:
-        missing, unexpected = model.load_state_dict(kept, strict=False)
+        missing, unexpected = model.load_state_dict(kept, strict=False) or ([], [])  # may return None
     except RuntimeError as error:  # a pre-hook renamed a tensor of another shape
         raise CheckpointError(f"{source} belongs to a different model: {error}") from error
     if _renames(model):

@@ -22,8 +22,7 @@ from slipstream.training.schedules import lr_schedules
 from slipstream.training.user_schedules import split_decay, split_schedule
 from slipstream.typecheck import AllOrPositiveInt, check
 from slipstream.visualization import default_backends
-from slipstream.zoo.models import missing_weights, network_config, unknown_network
-from slipstream.zoo.timm_networks import PREFIX
+from slipstream.zoo.models import LIBRARIES, missing_weights, network_config, unknown_network
 
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
@@ -133,11 +132,11 @@ def _network_and_weights(recipe: Mapping[str, Any], role: str) -> tuple[dict[str
         options["num_classes"] = recipe["num_classes"]
     kept = {key: value for key, value in options.items() if key not in _IGNORED_OPTIONS}
     by_name = params.get("pretrained_weights")
-    if by_name and name.startswith(PREFIX):
+    if by_name and name.startswith(tuple(LIBRARIES)):
         kept["pretrained"] = True
     elif by_name and not (role == "teacher_" and params.get("checkpoint_path")):
         raise ConfigError(missing_weights(by_name), f"{section}.pretrained_weights")
-    if not (name.startswith(PREFIX) or "custom_imports" in recipe or name in MODELS):
+    if not (name.startswith(tuple(LIBRARIES)) or "custom_imports" in recipe or name in MODELS):
         raise UnknownNameError(f"{unknown_network(name)}; or register your own", f"{role}architecture")
     for key, value in params.items():
         if key in _OLD_CHECKPOINT_KEYS and value not in (None, "", False, "ckpt_latest.pth"):

@@ -26,6 +26,7 @@ from slipstream.zoo.segformer import (
 )
 from slipstream.zoo.shelfnet import ShelfNet, shelfnet18_lw, shelfnet34_lw
 from slipstream.zoo.shelfnet_loss import ShelfNetOHEMLoss
+from slipstream.zoo.smp_networks import SmpSegmentor
 from slipstream.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
 from slipstream.zoo.timm_networks import TimmClassifier
@@ -35,8 +36,8 @@ __all__ = [
     "BCEDiceLoss", "ChannelWiseKnowledgeDistillationLoss", "CrossEntropy", "DDRNet", "DiceCEEdgeLoss",
     "FocalLoss", "KDLogitsLoss", "KDOutput", "KDklDivLoss", "MultiHeadCrossEntropy", "NormalizationAdapter",
     "OhemCELoss", "PPLiteSeg", "RegSeg", "ResNet", "STDCLoss", "STDCSeg", "SegFormer", "SegKDLoss", "ShelfNet",
-    "ShelfNetOHEMLoss", "TimmClassifier", "UNet", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39", "pp_lite_b_seg",
-    "pp_lite_t_seg", "regseg48", "resnet18", "resnet18_cifar", "resnet34", "resnet50", "segformer_b0",
+    "ShelfNetOHEMLoss", "SmpSegmentor", "TimmClassifier", "UNet", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39",
+    "pp_lite_b_seg", "pp_lite_t_seg", "regseg48", "resnet18", "resnet18_cifar", "resnet34", "resnet50", "segformer_b0",
     "segformer_b1", "segformer_b2", "segformer_b3", "segformer_b4", "segformer_b5", "shelfnet18_lw",
     "shelfnet34_lw", "stdc1_seg", "stdc2_seg", "unet",
 ]  # fmt: skip

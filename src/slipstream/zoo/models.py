@@ -31,7 +31,7 @@ from slipstream.logging import print_log
 from slipstream.model.weight_init import load_pretrained
 from slipstream.registry import MODELS
 from slipstream.zoo.network import Network
-from slipstream.zoo.timm_networks import PREFIX, TimmClassifier, add_prefix, import_timm
+from slipstream.zoo.timm_networks import PREFIX, LibraryNetwork, add_prefix, import_timm
 
 # Name of the submodule that receives backbone weights, by network class; empty for the whole network.
 _BACKBONES = {
@@ -42,11 +42,17 @@ _BACKBONES = {
     "SegFormer": "_backbone",
     "ResNet": "",
     "TimmClassifier": "model",
+    "SmpSegmentor": "model.encoder",
     "UNet": "encoder",
 }
 
 _ZOO = f"{__package__}."
-TIMM_REMEDY = f"other classification networks come from timm, under the name {PREFIX}NAME"
+# Prefixes of the names of other libraries' networks, and the classes of these networks.
+LIBRARIES = {PREFIX: "TimmClassifier", "smp:": "SmpSegmentor"}
+TIMM_REMEDY = (
+    f"other classification networks come from timm, under the name {PREFIX}NAME, and segmentation networks from "
+    "segmentation_models_pytorch, under the name smp:NAME"
+)
 
 
 def names() -> list[str]:
@@ -72,21 +78,22 @@ def get(
 
     Args:
         name: one of `names()`, or `timm:` followed by timm's name for a classification network
-            (`timm:convnext_tiny`).
+            (`timm:convnext_tiny`), or `smp:` followed by a name from segmentation_models_pytorch (`smp:unet`).
         num_classes: number of classes. Can also be set in `arch_params`.
         arch_params: arguments for the network. `options` take precedence over these arguments.
         checkpoint_path: a checkpoint from Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
         strict_load, load_backbone, checkpoint_sha256: see `load`.
         checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
             classification layers are not loaded, and a message is logged.
-        pretrained_weights: must be None, except for networks from timm, for which any string selects timm's weights.
+        pretrained_weights: must be None, except for networks from other libraries, for which any string selects the
+            library's weights.
         options: additional arguments for the network, such as `use_aux_heads`; see `network_config`.
 
     Raises:
         UnknownNameError: if the network does not exist.
         BuildError: if the network does not accept an option.
         ConfigError: if the number of classes is missing or ambiguous, an option has been renamed, or
-            `pretrained_weights` is set for a network that is not from timm.
+            `pretrained_weights` is set for one of Slipstream's networks.
         CheckpointError: if the file cannot be read or belongs to a different network.
     """
     _check_name(name, pretrained_weights)
@@ -109,7 +116,7 @@ def get(
 
 
 def _check_name(name: str, pretrained_weights: str | None) -> None:
-    if name.startswith(PREFIX):
+    if name.startswith(tuple(LIBRARIES)):
         return
     if name not in names():
         raise UnknownNameError(unknown_network(name))
@@ -156,12 +163,13 @@ def _classes(name: str, num_classes: int | None, arch_classes: int | None) -> in
 
 
 def network_config(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a network for `MODELS.build`; `name` may start with `timm:`.
+    """Return the configuration of a network for `MODELS.build`; `name` may start with `timm:` or `smp:`.
 
     As in SuperGradients, DDRNet and PP-LiteSeg have auxiliary heads only if `use_aux_heads` is True.
     """
-    if name.startswith(PREFIX):
-        return {"type": "TimmClassifier", "name": name.removeprefix(PREFIX), **options}
+    for prefix, kind in LIBRARIES.items():
+        if name.startswith(prefix):
+            return {"type": kind, "name": name.removeprefix(prefix), **options}
     heads = {"use_aux_heads": False} if name in names() and name.startswith(("ddrnet", "pp_lite")) else {}
     return {"type": name, **heads, **options}
 
@@ -208,9 +216,9 @@ def load(
     state = {key: value for key, value in weights.items() if isinstance(value, Tensor)}
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
-    inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
+    inner = rf"({re.escape(path)}\.|{path.rpartition('.')[2]}\.|backbone\.)?" if load_backbone else ""
     state = revise(state, [(r"^(network\.)?((module|_orig_mod)\.)*" + inner, "")])
-    if isinstance(part, TimmClassifier):
+    if isinstance(part, LibraryNetwork):
         add_prefix(part, state, "")  # the shapes are compared by name
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()

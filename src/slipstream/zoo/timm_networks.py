@@ -26,8 +26,55 @@ _SOURCE_OPTIONS = {
 }
 
 
+class LibraryNetwork(Network, PretrainedWeights):
+    """Base class of networks from other libraries, stored in the `model` submodule.
+
+    Checkpoints with the library's own parameter names can be loaded. A subclass defines `_create`.
+    """
+
+    model: nn.Module
+    # Prefix and name of the network in `models.get`.
+    _full_name: str
+
+    def _create(self, pretrained: bool) -> nn.Module:
+        """Return a new network of the library."""
+        raise NotImplementedError
+
+    def _build(self, pretrained: bool) -> None:
+        self.model = self._create(False)
+        self.pretrained_pending = pretrained
+        self.register_load_state_dict_pre_hook(add_prefix)
+
+    def init_weights(self) -> None:
+        """Load the library's weights if `pretrained` is True. Subsequent calls have no effect.
+
+        Raises:
+            CheckpointError: if the weights cannot be downloaded or loaded.
+        """
+        load_pretrained(self)
+
+    def _load_pretrained(self) -> None:
+        try:
+            # The libraries adapt their weights to the options only in the function that creates the network.
+            source = self._create(True)
+        except Exception as error:  # a download can raise any exception
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CheckpointError(
+                f"the pretrained weights of '{self._full_name}' cannot be loaded: {reason}; download them on a "
+                "machine with internet access, and set checkpoint_path to the file"
+            ) from error
+        self._copy_pretrained(source)
+
+    def _copy_pretrained(self, source: nn.Module) -> None:
+        self.model.load_state_dict(source.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits, (N, num_classes) or (N, num_classes, H, W), for images (N, in_channels, H, W)."""
+        return self.model(x)
+
+
 @MODELS.register_module()
-class TimmClassifier(Network, PretrainedWeights):
+class TimmClassifier(LibraryNetwork):
     """A classification network from timm, stored in the `model` submodule.
 
     Checkpoints with timm's own parameter names can be loaded.
@@ -64,31 +111,13 @@ class TimmClassifier(Network, PretrainedWeights):
             raise UnknownNameError(
                 f"timm {timm.__version__} has no network named '{name}'{hint}; timm.list_models() returns all names"
             )
-        self._name = name
+        self._name, self._full_name = name, f"{PREFIX}{name}"
         self._arguments = dict(num_classes=num_classes, in_chans=in_channels, **options)
-        self.model: nn.Module = timm.create_model(name, pretrained=False, **self._arguments)
-        self.pretrained_pending = pretrained
-        self.register_load_state_dict_pre_hook(add_prefix)
+        self._build(pretrained)
 
-    def init_weights(self) -> None:
-        """Load timm's weights if `pretrained` is True. Subsequent calls have no effect.
-
-        Raises:
-            CheckpointError: if the weights cannot be downloaded or loaded.
-        """
-        load_pretrained(self)
-
-    def _load_pretrained(self) -> None:
-        try:
-            # timm adapts its weights to the options only in the function that creates the network.
-            source = import_timm().create_model(self._name, pretrained=True, **self._arguments)
-        except Exception as error:  # a download can raise any exception
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise CheckpointError(
-                f"the pretrained weights of '{PREFIX}{self._name}' cannot be loaded: {reason}; download them on a "
-                "machine with internet access, and set checkpoint_path to the file"
-            ) from error
-        self.model.load_state_dict(source.state_dict())
+    def _create(self, pretrained: bool) -> nn.Module:
+        network: nn.Module = import_timm().create_model(self._name, pretrained=pretrained, **self._arguments)
+        return network
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
         """Return the learning rates for SuperGradients' `finetune`, which freezes all layers except the classifier."""
@@ -108,10 +137,6 @@ class TimmClassifier(Network, PretrainedWeights):
         self.model = import_timm().utils.reparameterize_model(self.model, inplace=True)
         super().prep_model_for_conversion(input_size, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
-        return self.model(x)
-
     def _classifier_names(self) -> tuple[str, ...]:
         """Return the names of the classification layers in `model`."""
         names: Any = getattr(self.model, "pretrained_cfg", {}).get("classifier") or ()
@@ -130,7 +155,7 @@ def import_timm() -> ModuleType:
 
 
 def add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Prepend `model.` to the names in a checkpoint that uses timm's own names."""
+    """Prepend `model.` to the names in a checkpoint that uses the library's own names."""
     inner = f"{prefix}model."
     if any(key.startswith(inner) for key in state_dict):
         return
