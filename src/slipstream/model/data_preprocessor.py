@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms, normalizes
 from slipstream.errors import ConfigError, DataError
+from slipstream.extras import extra
 from slipstream.registry import MODELS
 from slipstream.typecheck import PositiveInt, check
 
@@ -79,6 +80,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: padding value, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
+        batch_augments: augmentations of kornia, applied in training, on the device, to images of one size, before the
+            normalization. They receive images in the range 0 to 1. Targets (N, H, W) are transformed as masks.
+        seg_pad_val: class id of the pixels of a mask that come from outside of the image.
         non_blocking: see `BaseDataPreprocessor`.
     """
 
@@ -94,6 +98,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         bgr_to_rgb: bool = False,
         rgb_to_bgr: bool = False,
         non_blocking: bool = True,
+        batch_augments: Sequence[nn.Module] = (),
+        seg_pad_val: int = 255,
     ) -> None:
         super().__init__(non_blocking)
         if (mean is None) != (std is None) or len(mean or ()) != len(std or ()):
@@ -107,23 +113,47 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.flips_channels = bgr_to_rgb or rgb_to_bgr
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
+        self.batch_augments, self.seg_pad_val = (
+            tuple(batch_augments),
+            seg_pad_val,
+        )  # not part of the model's state
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Return the batch on the device, with stacked, padded and normalized images."""
         if isinstance(data, list | tuple):
             images, *rest = self.cast_data(data)
+            if training and self.batch_augments:
+                images, *rest[:1] = self._augmented(images, *rest[:1])
             return [self._images(images), *rest]
         if not isinstance(data, Mapping):
             raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}; check collate_fn")
         if "inputs" not in data:
             raise DataError(f"the batch has no 'inputs' key, only {sorted(data)}; the dataset must return it")
-        if self.normalizes and normalizes(data):
-            problem = (
-                "the dataset's transforms already normalize the images; remove mean and std here, or there"
-            )
+        if (self.normalizes or self.batch_augments) and normalizes(data):
+            problem = "the dataset's transforms already normalize the images; remove the normalization here, or there"
             raise ConfigError(problem, "data_preprocessor")
         data = self.cast_data(data)
+        if training and self.batch_augments:
+            keys = ("inputs", "targets")[: 1 + ("targets" in data)]
+            data |= zip(keys, self._augmented(*map(data.get, keys)), strict=True)
         return {**data, "inputs": self._images(data["inputs"])}
+
+    def _augmented(self, images: Any, targets: Any = None) -> tuple[Any, ...]:
+        """Return the augmented images, and the targets if there are any."""
+        with extra("kornia"):
+            from kornia.augmentation import AugmentationSequential
+        if not isinstance(images, Tensor):
+            raise DataError("batch_augments requires images of one size; crop or resize them in the dataset")
+        is_mask = isinstance(targets, Tensor) and targets.shape == (len(images), *images.shape[-2:])
+        # kornia fills masks with 0, so the class ids are increased by 1.
+        values = [images.float() / 255, *([targets[:, None].float() + 1] if is_mask else [])]
+        augment = AugmentationSequential(*self.batch_augments, data_keys=["input", "mask"][: len(values)])
+        with torch.autocast(images.device.type, enabled=False):
+            moved = augment(*values)
+        if not is_mask:
+            return (moved * 255, *([] if targets is None else [targets]))
+        ids = moved[1][:, 0].round().long() - 1
+        return moved[0] * 255, torch.where(ids < 0, self.seg_pad_val, ids).to(targets.dtype)
 
     def _images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         if isinstance(images, Tensor):

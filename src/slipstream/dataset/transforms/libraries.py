@@ -25,6 +25,12 @@ def call_transform(transform: Any, sample: dict[str, Any], rng: np.random.Genera
     kind: Any = type(transform)
     if (library := _library(kind)) is None:
         return transform(sample, rng) if _takes_generator(transform) else transform(sample)
+    if library == "kornia":
+        raise ConfigError(
+            f"kornia's {kind.__name__} transforms batches on the device; pass it to the data preprocessor: "
+            "data_preprocessor=dict(type='ImgDataPreprocessor', batch_augments=[...])",
+            "transforms",
+        )
     writable = {key: value if _is_writable(value) else value.copy() for key, value in sample.items()}
     if library == "albumentations":
         result = transform(**writable)
@@ -59,7 +65,7 @@ def is_uint8(value: Any) -> bool:
 def _library(kind: Any) -> str | None:
     """Return the library whose transforms have this class, or None for functions and other classes."""
     modules = [base.__module__ + "." for base in kind.__mro__]
-    names = ("albumentations", "torchvision.transforms.v2", "torchvision")
+    names = ("albumentations", "kornia", "torchvision.transforms.v2", "torchvision")
     return next((name for name in names if any(module.startswith(name + ".") for module in modules)), None)
 
 
