@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream import accelerate
 from slipstream.errors import LossError
@@ -177,9 +178,8 @@ def generator_loss(generator, discriminator, noise):
     return F.softplus(-discriminator(generator(noise))).mean()
 
 
-@pytest.mark.parametrize("speed", SPEEDS[:3])
-def test_gan_trains_like_a_plain_loop(speed):
-    generator, discriminator = gan()
+def assert_gan_matches_a_plain_loop(speed, make, batches):
+    generator, discriminator = make()
     step_d = accelerate(
         discriminator,
         adam(discriminator),
@@ -192,9 +192,9 @@ def test_gan_trains_like_a_plain_loop(speed):
         speed=speed,
         compute_loss=lambda model, noise: generator_loss(model, discriminator, noise),
     )
-    hand_g, hand_d = gan()
+    hand_g, hand_d = make()
     adam_g, adam_d = adam(hand_g), adam(hand_d)
-    for real, noise in zip(vectors(), vectors(width=2), strict=True):
+    for real, noise in batches:
         found = [step_d((real, noise))["loss"], step_g(noise)["loss"]]
         adam_d.zero_grad()
         loss_d = discriminator_loss(hand_g, hand_d, real, noise)
@@ -209,8 +209,47 @@ def test_gan_trains_like_a_plain_loop(speed):
     torch.testing.assert_close(generator.state_dict(), hand_g.state_dict(), rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(discriminator.state_dict(), hand_d.state_dict(), rtol=1e-7, atol=1e-10)
     assert all(param.grad is None for param in discriminator.parameters())
+    return step_d.compiled_scope, step_g.compiled_scope
+
+
+@pytest.mark.parametrize("speed", SPEEDS[:3])
+def test_gan_trains_like_a_plain_loop(speed):
+    batches = zip(vectors(), vectors(width=2), strict=True)
+    scopes = assert_gan_matches_a_plain_loop(speed, gan, batches)
     if "compile" in speed:
-        assert step_d.compiled_scope == step_g.compiled_scope == speed["compile"].get("scope", "step")
+        assert set(scopes) == {speed["compile"].get("scope", "step")}
+
+
+class Recomputed(nn.Sequential):
+    """A network that is recomputed in the backward pass, and whose gradients reach all leaves."""
+
+    def forward(self, x):
+        run = super().forward
+        return checkpoint(run, x.requires_grad_(), use_reentrant=True) if torch.is_grad_enabled() else run(x)
+
+
+def test_generator_with_a_reentrant_checkpoint_leaves_the_discriminator_alone():
+    def make():
+        generator, discriminator = gan()
+        return Recomputed(*generator), discriminator
+
+    batches = [(real, noise.clone()) for real, noise in zip(vectors(), vectors(width=2), strict=True)]
+    assert_gan_matches_a_plain_loop({}, make, batches)
+
+
+def test_compiled_discriminator_sees_new_batch_sizes_twice_before_its_update():
+    def make():
+        generator, discriminator = gan()
+        discriminator.insert(1, nn.BatchNorm1d(discriminator[0].out_features).double())
+        return generator, discriminator
+
+    speed = dict(compile=dict(scope="model", backend="aot_eager"))
+    sizes = [3, 4, 5, 3, 5, 4]
+    batches = [
+        (real[:size], noise[:size])
+        for size, real, noise in zip(sizes, vectors(), vectors(width=2), strict=False)
+    ]
+    assert assert_gan_matches_a_plain_loop(speed, make, batches) == ("model", "model")
 
 
 # ---- errors -----------------------------------------------------------------------------------------------

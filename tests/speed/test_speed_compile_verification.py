@@ -302,6 +302,33 @@ def test_networks_train_as_in_a_plain_loop(make):
         assert is_compiled(ours[2]) == (make in GRAPHS)
 
 
+class ModeCheckpoint(Net):
+    """Recomputes a block with BatchNorm, whose statistics eager code then updates twice, but a graph once."""
+
+    def body(self, x):
+        return self.norm(self.first(x))
+
+    def hidden(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if torch.is_grad_enabled() else self.body(x)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.last(self.hidden(x))
+
+
+def test_rejected_graphs_are_not_used_by_a_second_model():
+    def evaluate_in_training_mode(net, number):
+        with torch.no_grad():
+            net(torch.ones(8, 4, dtype=torch.float64))
+
+    runs = [
+        train(ModeCheckpoint, compile, evaluate_in_training_mode, by_hand=compile is None)
+        for compile in [None, *[dict(scope="model", backend="aot_eager")] * 2]
+    ]
+    for run in runs[1:]:
+        assert_equal(run, runs[0])
+
+
 @torch.inference_mode()
 def evaluate(net, number):
     if number == 4:

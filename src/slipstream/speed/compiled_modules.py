@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from slipstream.dist.collectives import all_reduce
 from slipstream.sharding import is_sharded
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
 from slipstream.speed.inductor import backend_of
-from slipstream.step.dynamo import capture_config, changed_objects, prepare_graph
+from slipstream.step.dynamo import capture_config, captured_code, changed_objects, prepare_graph
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
@@ -131,6 +132,9 @@ class _Kind:
         pending: the recorded call of this accumulation window, to be repeated after the backward pass.
         recording: the call that is being repeated with torch's kernels.
         error: the reason why a graph could not be compiled.
+        eager: whether calls run eagerly until the update, because one did. Compiled code changes the version of
+            buffers that autograd may keep for the eager call, such as BatchNorm's statistics.
+        codes: the code objects of graphs that are not verified yet.
     """
 
     verifier: Verifier
@@ -149,6 +153,8 @@ class _Kind:
     pending: tuple[Recording, _CompiledCall, Any] | None = None
     recording: Recording | None = None
     error: Exception | None = None
+    eager: bool = False
+    codes: dict[CapturedGraph, CodeType] = field(default_factory=dict)
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
@@ -162,6 +168,7 @@ class _Kind:
             captured = CapturedGraph(graph, lambda *values: run_captured(graph, values))
         if self.recording is not None:
             self.recording.before.add(changed_objects())
+            self.codes[captured] = captured_code()
         captured.verified = self.recording is None
 
         def run(*args: Any) -> Any:
@@ -238,7 +245,15 @@ class _Kind:
         finally:
             self.recording = None
             self.used.clear()
+            self._forget()
         return None
+
+    def _forget(self) -> None:
+        """Remove graphs that are not verified from Dynamo's caches, because other calls may run the same code."""
+        for graph, code in self.codes.items():
+            if not graph.verified:
+                torch._dynamo.eval_frame.reset_code(code)
+        self.codes.clear()
 
 
 class _CompiledCall:
@@ -253,13 +268,18 @@ class _CompiledCall:
         kind = self.kind
         if torch.compiler.is_dynamo_compiling():  # the model becomes part of the graph that is being captured
             return self.module._call_impl(*args, **kwargs)
+        grad = torch.is_grad_enabled()
+        if kind.eager and grad:
+            return self.module._call_impl(*args, **kwargs)
         if kind.searches and (signature := self._signature(args, kwargs)) not in kind.hits:
             return self._search(signature, args, kwargs)
         kind.used.clear()
         result = self.run_known(*args, **kwargs)
-        if tuple(kind.used) not in kind.known and not kind.stopped:
-            kind.hits.discard(self._signature(args, kwargs))
-            kind.searches = True
+        if tuple(kind.used) not in kind.known:
+            kind.eager = grad and kind.verifier.attached
+            if not kind.stopped:
+                kind.hits.discard(self._signature(args, kwargs))
+                kind.searches = True
         return result
 
     def _signature(self, args: Any, kwargs: Any) -> Any:
@@ -285,13 +305,13 @@ class _CompiledCall:
             kind.info(f"The compiled code of {kind.name} is not verified, because its parameters are sharded")
         if not kind.verifies or (grad and not kind.verifier.attached):
             return self._compile(signature, args, kwargs)
-        recomputes = torch._C._current_graph_task_id() != -1
-        if recomputes or kind.pending is not None:
-            kind.used.clear()
-            return self.run_known(*args, **kwargs)
+        if (
+            torch._C._current_graph_task_id() != -1 or kind.pending is not None
+        ):  # recomputation in a backward pass
+            return self.module._call_impl(*args, **kwargs)
         recording = Recording(self.module, args, kwargs)
         result = recording.run(args, kwargs)
-        kind.pending = recording, self, signature
+        kind.pending, kind.eager = (recording, self, signature), grad
         if not grad and (error := kind.verify()) is not None:
             kind.give_up(error)
         return result
@@ -343,6 +363,8 @@ class Verifier(StepPart):
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Repeat the recorded calls."""
+        for kind in self.kinds:
+            kind.eager = False
         kinds = [kind for kind in self.kinds if kind.verifies]
         several = get_world_size() > 1 and bool(kinds)
         if several and self._attempts >= _MAX_FRUITLESS:

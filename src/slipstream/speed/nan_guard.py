@@ -77,7 +77,10 @@ class SkipNonFinite(StepPart):
             buffers = dict(self._model.named_buffers())
             kinds: dict[Any, list[str]] = {}
             for name, buffer in buffers.items():
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(name)
+                if (
+                    torch._debug_has_internal_overlap(buffer) != 1
+                ):  # an expanded buffer cannot change in place
+                    kinds.setdefault((buffer.dtype, buffer.device), []).append(name)
             self._saved = [(names, _flat(buffers[name] for name in names)) for names in kinds.values()]
 
     def after_loss(self, loss: Tensor) -> None:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
 __all__ = [
-    "capture_config", "changed_objects", "check_random", "check_traced", "prepare_graph", "prepare_step_graph",
-    "recompute_in_graph", "side_effects", "why_not_recomputed",
+    "capture_config", "captured_code", "changed_objects", "check_random", "check_traced", "prepare_graph",
+    "prepare_step_graph", "recompute_in_graph", "side_effects", "why_not_recomputed",
 ]  # fmt: skip
 
 _LOG_NAME = re.compile(r"(debug|info|warn|error|critical|exception|fatal|log)(?!ger)")
@@ -74,6 +75,11 @@ def _find_log_functions(owners: tuple[Any, ...], sizes: tuple[int, ...]) -> set[
 def _translator() -> Any:
     """Return Dynamo's instruction translator for the current capture; call this function only from a backend."""
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+
+
+def captured_code() -> CodeType:
+    """Return the code object that Dynamo captures; call this function only from a backend."""
+    return cast("CodeType", _translator().f_code)
 
 
 def side_effects() -> list[tuple[dict[str, Any], str, Any]] | None:

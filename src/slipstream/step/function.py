@@ -318,6 +318,9 @@ class EagerStep(StepFunction):
         # Whether backward computes only the gradients of this optimizer's parameters; None before the first batch.
         self._only_own_gradients: bool | None = None
         self._reaches_inputs = False
+        self._others: list[
+            nn.Parameter
+        ] = []  # parameters of other optimizers that receive gradients, but keep theirs
         self.trained = []  # the parameters that received a gradient in the first of several passes over the batch
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self._replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")
@@ -398,13 +401,16 @@ class EagerStep(StepFunction):
             targets += [p for group in groups for p in group["params"] if p.requires_grad]
             if self._reaches_inputs or any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
                 targets += _input_leaves(_nodes(loss))
-        kwargs = {"inputs": targets} if targets else {}
+        params: list[nn.Parameter] = []
+        if self.repeats:
+            params = [param for param in optim.parameters() if param.requires_grad]
+            position = optim.accumulation.position
+        window = self._take_gradients([*params, *self._others]) if params or self._others else {}
+        optim.obtain(loss, **({"inputs": targets} if targets else {}))
+        for param in self._others:
+            param.grad = window.pop(param, None)
         if not self.repeats:
-            optim.obtain(loss, **kwargs)
             return []
-        params = [param for param in optim.parameters() if param.requires_grad]
-        window, position = self._take_gradients(params), optim.accumulation.position
-        optim.obtain(loss, **kwargs)
         grads = self._last = self._take_gradients(params)
         optim.accumulation.position = position  # `accumulate` counts the batch, after all passes over it
         for param, grad in window.items():
@@ -442,12 +448,15 @@ class EagerStep(StepFunction):
 
     def _inspect_graph(self, loss: Tensor) -> None:
         """Find out whether backward can be restricted, and whether the loss depends on inputs that require grad."""
-        nodes, params = _nodes(loss), self.optim.parameters()
+        nodes, params = _nodes(loss), {*self.optim.parameters()}
         # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
         is_wrapped = isinstance(self.model, DistributedDataParallel) or any(map(is_sharded, params))
         is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         self._only_own_gradients = not (is_wrapped or is_reentrant)
         self._reaches_inputs = bool(_input_leaves(nodes))
+        if is_reentrant and not is_wrapped:
+            leaves = (getattr(node, "variable", None) for node in nodes)
+            self._others = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and leaf not in params]
 
 
 def _nodes(loss: Tensor) -> set[Any]:
