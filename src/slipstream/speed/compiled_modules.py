@@ -252,7 +252,7 @@ class _Kind:
         """Remove graphs that are not verified from Dynamo's caches, because other calls may run the same code."""
         for graph, code in self.codes.items():
             if not graph.verified:
-                torch._dynamo.eval_frame.reset_code(code)
+                torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
         self.codes.clear()
 
 
