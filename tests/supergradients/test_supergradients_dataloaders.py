@@ -5,7 +5,6 @@ import torch
 
 from slipstream import Trainer
 from slipstream.dataset import apply_device_transforms
-from slipstream.errors import ConfigError
 from slipstream.training import dataloaders as plain_dataloaders
 from slipstream.training.super_gradients import loaders as dataloaders
 
@@ -51,12 +50,12 @@ def test_training_reads_the_same_samples_from_both_kinds_of_loaders(tmp_path):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("padding_mode", "reflect"), ("fill", 127), ("pad_if_needed", True)]
-)
-def test_arguments_of_torchvision_without_an_equivalent_raise_an_error(key, value):
+def test_torchvision_transforms_without_an_equivalent_are_used_as_they_are():
     kind = type("RandomCrop", (), {"__module__": "torchvision.transforms.transforms"})
-    crop = kind()
-    vars(crop).update({"size": (32, 32), "padding": 4, key: value})
-    with pytest.raises(ConfigError, match=rf"transforms\[0\]: torchvision's RandomCrop with {key} is not"):
-        dataloaders.get("cifar10_train", {"transforms": [crop]}, {"batch_size": 2})
+    crop, same = kind(), kind()
+    vars(crop).update({"size": (32, 32), "padding": 4, "padding_mode": "reflect"})
+    vars(same).update({"size": (32, 32), "padding": 4})
+    equal = [dict(type="RandomCrop", size=(32, 32), padding=4)]
+    for transforms, expected in (([crop, same], [crop, same]), ([same], equal)):
+        cfg = plain_dataloaders.config("cifar10_train", {"transforms": transforms}, {"batch_size": 2})
+        assert cfg["dataset"]["transforms"] == expected

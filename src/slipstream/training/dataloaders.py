@@ -6,7 +6,7 @@ Each name selects a dataset and its defaults in `recipes/dataset_params`. Argume
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -177,30 +177,30 @@ def read_group(group: str, name: str) -> dict[str, Any]:
 
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(entries := data.get("transforms"), list | tuple):
-        paths = (f"dataset_params.transforms[{i}]" for i in range(len(entries)))
-        data["transforms"] = [_transform(entry, path) for entry, path in zip(entries, paths, strict=True)]
+        own = enumerate(_own_transforms(entries))
+        data["transforms"] = [_transform(entry, f"dataset_params.transforms[{i}]") for i, entry in own]
     return data
 
 
-def _own_transform(transform: Any, config_path: str) -> Any:
-    """Return Slipstream's equivalent of a torchvision transform; other entries are returned unchanged."""
-    kind = type(transform)
-    if not kind.__module__.startswith("torchvision.transforms"):
-        return transform
-    changed = [key for key, default in _UNSUPPORTED.items() if getattr(transform, key, default) != default]
-    if kind.__name__ not in _TORCHVISION or changed:
-        raise ConfigError(
-            f"torchvision's {kind.__name__}{' with ' if changed else ''}{', '.join(changed)} is not supported; use "
-            f"{', '.join(_TORCHVISION)}, or the name of one of Slipstream's transforms",
-            config_path,
-        )
-    arguments = {key: getattr(transform, key) for key in _TORCHVISION[kind.__name__]}
-    return {kind.__name__: {key: value for key, value in arguments.items() if value is not None}}
+def _own_transforms(transforms: Sequence[Any]) -> list[Any]:
+    """Return the transforms with Slipstream's equivalents of torchvision's, unless one has no equivalent."""
+    others = [t for t in transforms if type(t).__module__.startswith("torchvision.transforms")]
+    for transform in others:
+        changed = (getattr(transform, key, default) != default for key, default in _UNSUPPORTED.items())
+        if type(transform).__name__ not in _TORCHVISION or any(changed):
+            return list(transforms)
+    return [_equivalent(transform) if transform in others else transform for transform in transforms]
+
+
+def _equivalent(transform: Any) -> dict[str, Any]:
+    name = type(transform).__name__
+    arguments = {key: getattr(transform, key) for key in _TORCHVISION[name]}
+    return {name: {key: value for key, value in arguments.items() if value is not None}}
 
 
 def _transform(entry: Any, config_path: str) -> Any:
-    """Return a transform with its current name; a torchvision transform becomes its equivalent."""
-    transform = configuration(_own_transform(entry, config_path), config_path)
+    """Return a transform with its current name."""
+    transform = configuration(entry, config_path)
     if not isinstance(transform, Mapping) or not isinstance(kind := transform.get("type"), str):
         return transform
     if kind not in TRANSFORMS:
