@@ -514,10 +514,10 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
             raise ConfigError(message, name)
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
+    if loss_fn is not None:
+        compute_loss = lambda model, batch: loss_fn(*outputs_and_targets(model, batch))  # noqa: E731
     if compute_loss is not None:
         return lambda module, batch: _sum(call_model(module, compute_loss, batch))
-    if loss_fn is not None:
-        return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch)))
     return _own_loss
 
 

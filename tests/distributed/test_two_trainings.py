@@ -175,7 +175,7 @@ def own_loops(folder):
 class WithLoss(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(3, 1)
+        self.linear, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(()))
         with torch.no_grad():
             self.linear.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
             self.linear.bias.zero_()
@@ -184,17 +184,19 @@ class WithLoss(nn.Module):
         return self.linear(x)
 
     def loss(self, x, y):
-        return (self(x) - y).square().mean()
+        return self.distance(self(x), y)
+
+    def distance(self, outputs, targets):
+        return (self.scale * (outputs - targets)).square().mean()
 
 
 def batch_losses():
     """Ways to compute the loss of a batch with a method, a submodule or the model itself."""
     return {
+        "loss_fn": None,  # the method `distance`
         "method": lambda model, batch: model.loss(*batch),
-        "submodule": lambda model, batch: {"loss": (model.linear(batch[0]) - batch[1]).square().mean()},
-        "two calls": lambda model, batch: (
-            (model(batch[0]) - batch[1]).square().mean() + 0 * model(batch[0]).sum()
-        ),
+        "submodule": lambda model, batch: {"loss": model.distance(model.linear(batch[0]), batch[1])},
+        "two calls": lambda model, batch: model.loss(*batch) + 0 * model(batch[0]).sum(),
     }
 
 
@@ -207,6 +209,7 @@ def methods(folder, world=2):
             step = accelerate(
                 net,
                 torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+                net.distance if compute_loss is None else None,
                 compute_loss=compute_loss,
                 speed=speed if world > 1 or "accumulate" in speed else {},
             )

@@ -10,7 +10,6 @@ from slipstream import Runner
 from slipstream.errors import ConfigError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
-from slipstream.runner.loops import ValLoop
 from tiny_runs import Accuracy, assert_same, loader, samples, training, weights
 
 
@@ -189,11 +188,25 @@ def test_loss_function_uses_the_predictions_of_the_metrics(tmp_path):
     assert len(calls) == 3 + 4
 
 
-def test_single_loader_keeps_the_attributes_of_the_loop(tmp_path):
-    runner = Runner(**arguments(tmp_path, val_dataloader=LOADERS["near"]))
-    assert isinstance(runner.val_loop, ValLoop)
-    assert list(runner.val_loop.dataloaders) == [""]
-    assert runner.val_dataloader.dataset is LOADERS["near"].dataset
+@pytest.mark.parametrize("kind", [list, dict])
+def test_loaders_can_be_numbered(tmp_path, kind):
+    near, far = DataLoader(data(21), 8), DataLoader(data(10, seed=5), 4)
+    loaders = [near, far] if kind is list else {0: near, 1: far}
+    found = Runner(**arguments(tmp_path, val_dataloader=loaders, val_evaluator="loss")).val()
+    assert found == pytest.approx({"0/loss": expected()["near/loss"], "1/loss": expected()["far/loss"]})
+
+
+def test_hooks_without_validation_log_a_warning(tmp_path):
+    none = dict(val_dataloader=None, val_cfg=None, val_evaluator=None, log_level="WARNING")
+    hooks = dict(
+        default_hooks=dict(checkpoint=dict(save_best="loss")),
+        custom_hooks=[dict(type="EarlyStoppingHook", monitor="acc")],
+        param_scheduler=dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater"),
+    )
+    Runner(**arguments(tmp_path, **none, **hooks)).train()
+    (log,) = tmp_path.rglob("*.log")
+    for name in ("CheckpointHook: 'loss'", "EarlyStoppingHook: 'acc'", "ReduceOnPlateauLR"):
+        assert f"{name} has no effect, because the Runner has no validation" in log.read_text()
 
 
 # ---- means of epochs ----------------------------------------------------------------------------------

@@ -83,9 +83,13 @@ def infer_rule(hook: Any, runner: Runner, key: str) -> str:
     Raises:
         ConfigError: if the rule is not set, and the name is ambiguous.
     """
+    loop = runner.val_loop
+    if loop is None:
+        runner.logger.warning(
+            f"{type(hook).__name__}: '{key}' has no effect, because the Runner has no validation"
+        )
     if hook.rule is not None:
         return str(hook.rule)
-    loop = runner.val_loop
     evaluators = getattr(loop, "evaluators", {"": getattr(loop, "evaluator", None)})
     loader = next((name for name in evaluators if name and key.startswith(f"{name}/")), "")
     name = key.removeprefix(f"{loader}/") if loader else key

@@ -118,6 +118,8 @@ def _with_collate(loader: Any) -> Any:
     """Return the configuration of a data loader with MMEngine's default for `collate_fn`."""
     if isinstance(loader, Mapping) and "dataset" in loader and loader.get("collate_fn") is None:
         return {**loader, "collate_fn": {"type": "pseudo_collate"}}
+    if isinstance(loader, Mapping) and "dataset" not in loader:  # several loaders
+        return {name: _with_collate(part) for name, part in loader.items()}
     return loader
 
 

@@ -184,6 +184,8 @@ def _check_length(scheduler: Any, loop: Any, updates: int | None) -> str:
     inner = getattr(scheduler, "scheduler", scheduler)
     name = type(inner).__name__
     by_epoch = getattr(scheduler, "by_epoch", False)
+    if getattr(scheduler, "need_val_args", False) and loop.runner.val_loop is None:
+        return f"{name} has no effect, because the Runner has no validation"
     if by_epoch and not getattr(loop, "counts_epochs", True):
         message = (
             f"{name} steps after each epoch, but training is iteration-based (train_cfg.by_epoch=False), so the "

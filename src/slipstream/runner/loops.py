@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -614,7 +615,8 @@ class _EvalLoop(BaseLoop):
     Args:
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration, or a dict of several, which are evaluated in turn. The name of each
-            loader and a slash are then prefixed to the names of its metrics.
+            loader (its index in a list of `DataLoader` objects) and a slash are then prefixed to the names of its
+            metrics.
         evaluator: an `Evaluator`, or the metrics for an `Evaluator`. With several loaders, this applies to each of
             them, unless it is a dict with the same names.
         fp16: run under autocast with the device's default lower-precision dtype.
@@ -739,11 +741,17 @@ class _EvalLoop(BaseLoop):
 
 def _by_name(loaders: Any) -> dict[str, Any]:
     """Return the loaders in a dict of loaders; the name of a single loader, or of its configuration, is ''."""
-
-    parts = list(loaders.values()) if isinstance(loaders, Mapping) and "dataset" not in loaders else []
+    if (
+        isinstance(loaders, list | tuple)
+        and loaders
+        and all(isinstance(part, DataLoader) for part in loaders)
+    ):
+        loaders = dict(enumerate(loaders))
+    options = {"dataloader", *inspect.signature(DataLoader).parameters}
+    parts = list(loaders.values()) if isinstance(loaders, Mapping) and not options & loaders.keys() else []
     several = any(isinstance(part, Mapping) and "dataset" in part for part in parts)
-    if several or (parts and all(isinstance(part, DataLoader | list | Mapping) for part in parts)):
-        return dict(loaders)
+    if several or (parts and all(hasattr(part, "__iter__") and not isinstance(part, str) for part in parts)):
+        return {str(name): loader for name, loader in loaders.items()}
     return {"": loaders}
 
 
@@ -752,10 +760,11 @@ def _evaluators(evaluator: Any, names: list[str]) -> dict[str, Any]:
     if names == [""] or not isinstance(evaluator, Mapping) or "type" in evaluator:
         copies = [evaluator, *(copy.deepcopy(evaluator) for _ in names[1:])]  # each loader has its own state
         return dict(zip(names, copies, strict=True))
-    if evaluator.keys() != set(names):
-        message = f"must have the names of the loaders, {names}, as keys, not {sorted(map(str, evaluator))}"
+    parts = {str(name): part for name, part in evaluator.items()}
+    if parts.keys() != set(names):
+        message = f"must have the names of the loaders, {names}, as keys, not {sorted(parts)}"
         raise ConfigError(f"{message}; or set the metrics that apply to each loader", "evaluator")
-    return {name: evaluator[name] for name in names}
+    return {name: parts[name] for name in names}
 
 
 @LOOPS.register_module()
