@@ -60,7 +60,8 @@ def as_map_style(dataset: Any) -> Any:
     print_log(
         f"{type(dataset).__name__} sets `replication`, `epoch_size`, or a stream's `proportion`, `repeat` or `choose`, "
         "so the samples are read in the dataset's own order, and a resumed run may repeat or omit samples; remove "
-        "these options to make the order depend only on the run's seed and the epoch",
+        "these options to make the order depend only on the run's seed and the epoch, or use a StreamingDataLoader, "
+        "which saves its position",
         "current",
         logging.WARNING,
     )
