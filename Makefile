@@ -107,9 +107,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[images]'
 	touch $@
 
+# timm is installed without its dependencies, because those include a CUDA build of torchvision, which the tests do not
+# need (see tests/torchvision_operators.py).
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	# Without its dependencies, because they include a CUDA build of torchvision (see tests/torchvision_operators.py).
 	$(BIN)/python -m pip install --quiet --no-deps timm==1.0.31
 	touch $@
 
