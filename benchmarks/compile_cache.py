@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from report import environment_info, table, write_result
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile import CompileOptions
 from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.compiled_modules import compile_model
 
 STARTS = {"eager": None, "first start": CompileOptions(), "second start": CompileOptions()}
 SCOPES = ("model", "block")

@@ -13,8 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile import CompileOptions
 from slipstream.speed.compile_report import CompileReport
+from slipstream.speed.compiled_modules import compile_model
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.speed.blocks import find_blocks
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.model.blocks import find_blocks
+from slipstream.speed.compile import CompileOptions
 from slipstream.speed.compile_report import CompileReport
+from slipstream.speed.compiled_modules import compile_model
 
 
 @pytest.fixture(autouse=True)

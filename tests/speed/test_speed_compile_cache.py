@@ -76,7 +76,8 @@ START = """
 import sys
 import torch
 from torch import nn
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile import CompileOptions
+from slipstream.speed.compiled_modules import compile_model
 from slipstream.speed.compile_cache import use_cache
 
 torch.manual_seed(0)

@@ -12,7 +12,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile import CompileOptions
+from slipstream.speed.compiled_modules import compile_model
 from slipstream.speed.conv_layout import LayOutConvolutions
 from slipstream.speed.inductor import inductor_options
 

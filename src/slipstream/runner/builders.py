@@ -27,7 +27,7 @@ from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_s
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
 from slipstream.runner.interface import ModelInterface, build_interface
 from slipstream.sharding import is_sharded, mesh_of
-from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
+from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan
 from slipstream.speed.apply import overrides_train_step, prepare_model
 from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.steps import StepSpec, build_step
@@ -342,6 +342,8 @@ def make_step(
                 "modules that train_step calls",
                 "compile.scope",
             )
+        from slipstream.speed.compiled_modules import compile_model  # most runs do not compile
+
         compile_model(core, plan.compile, logger.warning, optim, logger.info)
 
     def own_step(batch: Any) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from slipstream.runner.user_config import (
     unknown_key_warnings,
     with_defaults,
 )
-from slipstream.speed import CFG_OPTIONS, SpeedPlan, compile_model
+from slipstream.speed import CFG_OPTIONS, SpeedPlan
 from slipstream.speed.apply import plan_optim, prepare_optim
 from slipstream.step import Step
 
@@ -398,6 +398,8 @@ class Runner:
 
     def _compile(self) -> None:
         if self.speed.compile is not None and not self._compiled:
+            from slipstream.speed.compiled_modules import compile_model  # most runs do not compile
+
             compile_model(unwrap_model(self.model), self.speed.compile, self.logger.warning)
         self._compiled = True
 

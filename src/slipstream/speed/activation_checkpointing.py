@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.model.blocks import find_blocks
 from slipstream.model.sync_batchnorm import all_reduce_override
-from slipstream.speed.blocks import find_blocks
 from slipstream.step.dynamo import recompute_in_graph
 from slipstream.step.snapshot import RandomState, Snapshot
 

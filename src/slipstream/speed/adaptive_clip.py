@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from slipstream.model.blocks import find_modules
 from slipstream.optim import OptimWrapper
-from slipstream.speed.blocks import find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import Positive
 

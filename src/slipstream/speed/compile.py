@@ -1,8 +1,7 @@
-"""Speed option: compile the model, or each of its blocks, in place, for training and validation."""
+"""Speed option: compile the step, the model, or each of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,15 +9,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.speed.blocks import find_blocks
 
-__all__ = [
-    "CompileOptions",
-    "backend_problem",
-    "compile_model",
-    "inductor_problem",
-]
+__all__ = ["CompileOptions", "backend_problem", "inductor_problem"]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -69,56 +61,6 @@ class CompileOptions:
             )
         if self.mode is not None and self.options is not None:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
-
-
-def compile_model(
-    model: nn.Module,
-    options: CompileOptions,
-    warn: Callable[[str], None],
-    optim: OptimWrapper | None = None,
-    info: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
-
-    The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
-    `fully_shard`. If a module cannot be compiled, or if its compiled code computes other results than eager mode, all
-    modules of its class run eagerly, and `warn` is called once with the reason.
-
-    Args:
-        model: the unwrapped model.
-        options: the options.
-        warn: called with a message if the model cannot be compiled as requested.
-        optim: the optimizer wrapper, or a dict of wrappers, whose update verifies graphs for training; without it,
-            these are not verified.
-        info: called with a message if a graph is not verified.
-
-    Raises:
-        ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
-            repeated blocks.
-    """
-    if (problem := backend_problem(model, options)) is not None:
-        warn(f"torch.compile: {problem}. The model is not compiled")
-        return
-    modules = [model]
-    if options.scope == "block":
-        modules = find_blocks(model, options.blocks, "compile.blocks", containers=False)
-    # Imported here, because most runs do not compile.
-    from slipstream.speed.compiled_modules import compile_modules
-
-    verifier = compile_modules(modules, options, backend_options(options), warn, info)
-    for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim] if optim else []:
-        wrapper.parts.append(verifier)
-        verifier.attached = True
-
-
-def backend_options(options: CompileOptions) -> dict[str, Any]:
-    """Return the backend's options, including Slipstream's defaults and the options that the mode sets."""
-    defaults: dict[str, Any] = {}
-    if options.backend == "inductor":
-        # Draw the same random numbers (for dropout, for example) as eager training.
-        defaults["fallback_random"] = True
-        defaults |= torch._inductor.list_mode_options(options.mode) if options.mode else {}
-    return defaults | (options.options or {})
 
 
 def backend_problem(model: nn.Module, options: CompileOptions) -> str | None:

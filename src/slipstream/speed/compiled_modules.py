@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,53 +25,72 @@ from torch.nn.parameter import is_lazy
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
 from slipstream.dist.collectives import all_reduce
+from slipstream.model.blocks import find_blocks
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.sharding import is_sharded
+from slipstream.speed.compile import CompileOptions, backend_problem
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
-from slipstream.speed.inductor import backend_of
+from slipstream.speed.inductor import backend_of, backend_settings
 from slipstream.step.dynamo import capture_config, captured_code, changed_objects, prepare_graph
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
 from slipstream.step.verification import NotCapturedError, WrongNumbersError, run_captured
 
-if TYPE_CHECKING:
-    from slipstream.speed.compile import CompileOptions
-
-__all__ = ["Verifier", "compile_modules"]
+__all__ = ["Verifier", "compile_model"]
 
 Warn = Callable[[str], None]
 _MAX_FRUITLESS = 8
 """Maximum number of repeated calls without a new graph."""
 
 
-def compile_modules(
-    modules: list[nn.Module], options: CompileOptions, settings: Mapping[str, Any], warn: Warn, info: Warn
-) -> Verifier:
-    """Compile modules in place: the model, or blocks of the model. Equal modules share their graphs.
+def compile_model(
+    model: nn.Module,
+    options: CompileOptions,
+    warn: Warn,
+    optim: OptimWrapper | None = None,
+    info: Warn = lambda _: None,
+) -> None:
+    """Compile `model` (with scope 'block', its blocks) in place, for training and evaluation.
+
+    The keys of the state dict do not change. The model may already be part of a DDP wrapper, or sharded by
+    `fully_shard`. If a module cannot be compiled, or if its compiled code computes other results than eager mode, all
+    modules of its class run eagerly, and `warn` is called once with the reason.
 
     Args:
-        modules: the modules.
+        model: the unwrapped model.
         options: the options.
-        settings: the options of the backend.
-        warn: called with a message if a module cannot be compiled as requested.
+        warn: called with a message if the model cannot be compiled as requested.
+        optim: the optimizer wrapper, or a dict of wrappers, whose update verifies graphs for training; without it,
+            these are not verified.
         info: called with a message if a graph is not verified.
 
-    Returns:
-        The step part that verifies graphs for training. Without an optimizer wrapper, these are not verified.
+    Raises:
+        ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
+            repeated blocks.
     """
+    if (problem := backend_problem(model, options)) is not None:
+        warn(f"torch.compile: {problem}. The model is not compiled")
+        return
+    modules = [model]
+    if options.scope == "block":
+        modules = find_blocks(model, options.blocks, "compile.blocks", containers=False)
     verifier = Verifier()
     classes: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     equal: dict[tuple[type[nn.Module], str], list[nn.Module]] = defaultdict(list)
     for module in modules:
         classes[type(module)].append(module)
-        equal[type(module), repr(module)].append(module)
+        equal[type(module), repr(module)].append(module)  # equal modules share their graphs
     for (cls, _), same in equal.items():
         param = next(same[0].parameters(), None)
-        compiler = backend_of(options, settings, "cpu" if param is None else param.device.type)
+        settings = backend_settings(options, "cpu" if param is None else param.device.type)
+        compiler = backend_of(options, settings)
         kind = _Kind(verifier, cls.__name__, classes[cls], compiler, options.verify, warn, info)
         _compile(same, f"{cls.__name__}[{len(verifier.kinds)}]", kind, options, settings)
         verifier.kinds.append(kind)
-    return verifier
+    for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim] if optim else []:
+        wrapper.parts.append(verifier)
+        verifier.attached = True
 
 
 def _compile(

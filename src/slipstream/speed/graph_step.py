@@ -15,8 +15,10 @@ from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.distributed import HalfPrecision, run_comm_hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
-from slipstream.speed.compile import CompileOptions, backend_options, compile_model
+from slipstream.speed.compile import CompileOptions
 from slipstream.speed.compile_report import explain_failure, failed_line
+from slipstream.speed.compiled_modules import compile_model
+from slipstream.speed.inductor import OVERLAP_OPTIONS, backend_of, backend_settings
 from slipstream.step import EagerStep
 from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 from slipstream.step.dynamo import why_not_recomputed
@@ -72,7 +74,15 @@ def build_graph_step(
     """
     options, core = plan.compile, unwrap_model(spec.model)
     assert options is not None
-    backend, uses_cuda_graph = _backend(options, next(core.parameters()).device.type, plan.cuda_graph)
+    settings, uses_cuda_graph = (
+        backend_settings(options, next(core.parameters()).device.type),
+        plan.cuda_graph,
+    )
+    if options.backend == "inductor":
+        settings |= {} if get_world_size() == 1 else {**OVERLAP_OPTIONS, **(options.options or {})}
+        # One CUDA graph of the whole step replaces inductor's CUDA graphs.
+        uses_cuda_graph = bool(settings.pop("triton.cudagraphs", False)) or uses_cuda_graph
+    uses_cuda_graph = uses_cuda_graph and torch.cuda.is_available()
     compile_model(core, options, warn)
     if core._compiled_call_impl is not None:
         core._compiled_call_impl = _in_evaluation(core, core._compiled_call_impl)
@@ -89,7 +99,7 @@ def build_graph_step(
         model=core,
         optim=spec.optim,
         eager=eager,
-        backend=backend,
+        backend=backend_of(options, settings),
         recover=recover,
         sync=_sync(spec.model),
         verify=options.verify,
@@ -128,18 +138,6 @@ def _sync(model: nn.Module) -> GradientSync | None:
         return None
     hook = getattr(model, "comm_hook", None)
     return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
-
-
-def _backend(options: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
-    """Return the compiler for a captured step, and whether the compiled code runs as a CUDA graph."""
-    from slipstream.speed.inductor import OVERLAP_OPTIONS, backend_of  # imports Dynamo, which takes seconds
-
-    settings = backend_options(options)
-    if options.backend == "inductor":
-        settings = (OVERLAP_OPTIONS if get_world_size() > 1 else {}) | settings
-        # One CUDA graph of the whole step replaces inductor's CUDA graphs.
-        cuda_graph = bool(settings.pop("triton.cudagraphs", False)) or cuda_graph
-    return backend_of(options, settings, device_type), cuda_graph and torch.cuda.is_available()
 
 
 def _in_evaluation(model: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Inductor's options for compiled steps, models and blocks; a correction of its code; and an overlap of all-reduces."""
+"""Backends: inductor's options, a correction of its code, an overlap of all-reduces, and the compiler of graphs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "OVERLAP_OPTIONS",
     "SendEarly",
     "backend_of",
+    "backend_settings",
     "correct_tiled_additions",
     "inductor_options",
 ]
@@ -50,16 +51,18 @@ def inductor_options(device_type: str) -> dict[str, Any]:
     }
 
 
-def backend_of(options: CompileOptions, settings: Mapping[str, Any], device_type: str) -> Callable[..., Any]:
-    """Return the compiler of captured graphs: `compiler(graph, inputs)` returns the compiled code.
-
-    Args:
-        options: the options of `compile`.
-        settings: the options of the backend, which replace inductor's options for the device type.
-        device_type: the device type of the graphs.
-    """
+def backend_settings(options: CompileOptions, device_type: str) -> dict[str, Any]:
+    """Return the backend's options, including Slipstream's defaults and the options that the mode sets."""
+    defaults: dict[str, Any] = {}
     if options.backend == "inductor":
-        settings = {**inductor_options(device_type), **settings}
+        # Draw the same random numbers (for dropout, for example) as eager training.
+        defaults = {**inductor_options(device_type), "fallback_random": True}
+        defaults |= torch._inductor.list_mode_options(options.mode) if options.mode else {}
+    return defaults | (options.options or {})
+
+
+def backend_of(options: CompileOptions, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the compiler of captured graphs: `compiler(graph, inputs)` returns the compiled code."""
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         if options.backend == "inductor":

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
+from slipstream.model.blocks import find_blocks, find_modules
 from slipstream.optim import OptimWrapper
-from slipstream.speed.blocks import find_blocks, find_modules
 from slipstream.step.parts import StepPart
 from slipstream.typecheck import Rule
 

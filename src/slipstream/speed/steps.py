@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.logging import PhaseTimes
 from slipstream.model.wrappers import unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.speed.compile import backend_problem, compile_model
+from slipstream.speed.compile import backend_problem
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
 
@@ -62,11 +62,12 @@ def build_step(
     eager = EagerStep(partial(spec.losses, model), model, optim, spec.prepare, spec.phases)
     if options is None:
         return eager
+    # Imported here, because most runs do not compile.
+    from slipstream.speed.compiled_modules import compile_model
+    from slipstream.speed.graph_step import build_graph_step, why_not_one_graph
+
     core = unwrap_model(model)
     if options.scope in (None, "step") and backend_problem(core, options) is None:
-        # Imported here, because most runs do not compile the step.
-        from slipstream.speed.graph_step import build_graph_step, why_not_one_graph
-
         reason = why_not_one_graph(model, optim)
         if reason is None:
             return build_graph_step(spec, eager, plan, warn, info)
