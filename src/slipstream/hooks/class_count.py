@@ -11,8 +11,6 @@ from slipstream.model.tasks import Task
 from slipstream.registry import HOOKS
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from slipstream.runner import Runner
 
 
@@ -30,29 +28,27 @@ class ClassCountHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Check the training data."""
-        self._compare(runner, runner.train_dataloader)
+        self._compare(runner, runner.train_loop)
 
     def before_val(self, runner: Runner) -> None:
         """Check the validation data."""
-        for loader in getattr(runner.val_loop, "dataloaders", {"": runner.val_dataloader}).values():
-            self._compare(runner, loader)
+        self._compare(runner, runner.val_loop)
 
     def before_test(self, runner: Runner) -> None:
         """Check the test data."""
-        for loader in getattr(runner.test_loop, "dataloaders", {"": runner.test_dataloader}).values():
-            self._compare(runner, loader)
+        self._compare(runner, runner.test_loop)
 
-    def _compare(self, runner: Runner, loader: DataLoader[Any]) -> None:
-        classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")
+    def _compare(self, runner: Runner, loop: Any) -> None:
         model: Any = unwrap_model(runner.model)
-        if classes is None or not isinstance(model, Task):
-            return
-        if model.num_classes == 1 and len(classes) == 2:
-            return
-        if model.num_classes not in (None, len(classes)):
-            count, more = len(classes), ", ..." * (len(classes) > 2)
-            raise ModelError(
-                f"the dataset has {count} class{'es' * (count != 1)} ({', '.join(classes[:2])}{more}), but the model "
-                f"has {model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) to {count}"
-            )
-        model.num_classes = len(classes)
+        for loader in getattr(loop, "dataloaders", {"": loop.dataloader}).values():
+            classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")
+            if classes is None or not isinstance(model, Task) or (model.num_classes, len(classes)) == (1, 2):
+                continue
+            if model.num_classes not in (None, len(classes)):
+                count, more = len(classes), ", ..." * (len(classes) > 2)
+                raise ModelError(
+                    f"the dataset has {count} class{'es' * (count != 1)} ({', '.join(classes[:2])}{more}), but the "
+                    f"model has {model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) "
+                    f"to {count}"
+                )
+            model.num_classes = len(classes)

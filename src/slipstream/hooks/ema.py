@@ -39,8 +39,8 @@ class EMAHook(Hook):
     """
 
     priority = "NORMAL"
-    # The config path of the speed option that the hook implements; '' if the user has added the hook.
-    option = ""
+    # The config path of the speed option that the hook implements; the class name if the user has added the hook.
+    option = "EMAHook"
 
     def __init__(
         self,
@@ -59,10 +59,6 @@ class EMAHook(Hook):
         self.ema_model: Any = None  # a BaseAveragedModel; `before_run` creates it
         self._resumed: tuple[dict[str, Any], Any] | None = None
         self._part: AveragePart | None = None  # if the step does not update the average
-
-    @property
-    def _label(self) -> str:
-        return self.option or "EMAHook"
 
     def before_run(self, runner: Runner) -> None:
         """Create the average, or keep the existing average if it belongs to this model.
@@ -85,7 +81,7 @@ class EMAHook(Hook):
         average.swap_in(self.model, average=False)
         if self.begin_epoch and not (runner.by_epoch and runner.knows_length):
             message = "requires training by epochs over a loader that has a length; use begin_iter"
-            raise self.config_error(message, f"{self.option}.begin_epoch".lstrip("."))
+            raise self.config_error(message, f"{self.option}.begin_epoch".removeprefix("EMAHook."))
         if average.steps == 0 or self._resumed is not None:
             average.restart(self.model)  # also initializes tensors that a resumed checkpoint does not contain
         if self._resumed is not None:
@@ -99,8 +95,8 @@ class EMAHook(Hook):
             skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
         total = runner.max_iters if runner.knows_length else None
         if warning := average.start(total, skipped, optim.accumulation):
-            remedy = "" if self.option else " (decay = 1 - momentum)"
-            runner.logger.warning(f"{self._label}: {warning}{remedy}")
+            remedy = " (decay = 1 - momentum)" if self.option == "EMAHook" else ""
+            runner.logger.warning(f"{self.option}: {warning}{remedy}")
         # Remove the part that an earlier training run with the same optimizer added.
         optim.parts[:] = [part for part in optim.parts if not isinstance(part, AveragePart)]
         self._part = AveragePart(average, self.model, lambda: runner.iter, optim, skipped)
@@ -148,7 +144,7 @@ class EMAHook(Hook):
         warn = runner.logger.warning
         if "ema_state_dict" not in checkpoint:
             warn(
-                f"{self._label}: the checkpoint contains no 'ema_state_dict', so the average starts from 'state_dict'"
+                f"{self.option}: the checkpoint contains no 'ema_state_dict', so the average starts from 'state_dict'"
             )
             return
         average, weights = checkpoint["state_dict"], dict(checkpoint.pop("ema_state_dict"))
@@ -156,7 +152,7 @@ class EMAHook(Hook):
         checkpoint["state_dict"] = {key.removeprefix("module."): value for key, value in weights.items()}
         source = "the average in the checkpoint"
         for line in compare_weights(self.ema_model.module, average, self.strict_load, source)[0]:
-            warn(f"{self._label}: {source}: {line}; missing averages start again from the model's weights")
+            warn(f"{self.option}: {source}: {line}; missing averages start again from the model's weights")
 
 
 @contextmanager

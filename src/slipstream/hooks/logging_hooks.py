@@ -84,19 +84,12 @@ class LoggerHook(Hook):
             return self.end_of_epoch(runner.train_dataloader, batch_idx)
         return self.is_last_train_iter(runner)
 
-    def after_val_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    def _after_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None, mode: str = "train"
     ) -> None:
-        """Log validation progress."""
+        """Log the progress of validation or testing."""
         if self.every_n_inner_iters(batch_idx, self.interval):
-            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
-
-    def after_test_iter(
-        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
-        """Log test progress."""
-        if self.every_n_inner_iters(batch_idx, self.interval):
-            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, mode)[1])
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Log the validation metrics."""

@@ -96,11 +96,12 @@ class BaseLoop:
         return self.loading
 
     def end_loading(self) -> None:
-        """Stop all worker processes of the loader."""
+        """Stop all worker processes of the loaders."""
         if self.loading is not None:
             self.loading.close()
             self.loading = None
-        end_workers(self.dataloader)
+        for loader in getattr(self, "dataloaders", {"": self.dataloader}).values():
+            end_workers(loader)
 
 
 class _TrainLoop(BaseLoop):
@@ -663,12 +664,6 @@ class _EvalLoop(BaseLoop):
     @evaluator.setter
     def evaluator(self, evaluator: Evaluator) -> None:
         self.evaluators[self._current] = evaluator
-
-    def end_loading(self) -> None:
-        """Stop all worker processes of the loaders."""
-        super().end_loading()
-        for loader in self.dataloaders.values():
-            end_workers(loader)
 
     def run(self) -> dict[str, float]:
         """Evaluate and return the metrics."""
