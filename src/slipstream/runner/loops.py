@@ -626,6 +626,8 @@ class _EvalLoop(BaseLoop):
     def __init__(self, runner: Runner, dataloader: Any, evaluator: Any, fp16: bool = False) -> None:
         self._runner = runner
         loaders = _by_name(dataloader)
+        # The name of the loader that is being built or evaluated.
+        self._current: str | None = None
         # The loaders, and their evaluators, by name; a single loader has the name ''.
         self.dataloaders: dict[str, DataLoader[Any]] = {}
         self.evaluators: dict[str, Evaluator] = {}
@@ -637,7 +639,7 @@ class _EvalLoop(BaseLoop):
             self.evaluator = part if isinstance(part, Evaluator) else Evaluator(part)
             if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
                 self.evaluator.dataset_meta = meta
-        self._current = next(iter(loaders))
+        self._current = None
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         # Number of batches in this rank's last evaluation.
         self.batches = 0
@@ -645,25 +647,29 @@ class _EvalLoop(BaseLoop):
 
     @property
     def _name(self) -> str:
-        return f"{self.mode}_dataloader.{self._current}".rstrip(".")
+        return f"{self.mode}_dataloader.{self._current or ''}".rstrip(".")
+
+    @property
+    def _key(self) -> str:
+        return next(iter(self.dataloaders)) if self._current is None else self._current
 
     @property
     def dataloader(self) -> Any:
         """The loader that is being evaluated; between evaluations, the first one."""
-        return self.dataloaders[self._current]
+        return self.dataloaders[self._key]
 
     @dataloader.setter
     def dataloader(self, loader: DataLoader[Any]) -> None:
-        self.dataloaders[self._current] = loader
+        self.dataloaders[self._key] = loader
 
     @property
     def evaluator(self) -> Evaluator:
         """The evaluator of `dataloader`."""
-        return self.evaluators[self._current]
+        return self.evaluators[self._key]
 
     @evaluator.setter
     def evaluator(self, evaluator: Evaluator) -> None:
-        self.evaluators[self._current] = evaluator
+        self.evaluators[self._key] = evaluator
 
     def run(self) -> dict[str, float]:
         """Evaluate and return the metrics."""
@@ -675,7 +681,7 @@ class _EvalLoop(BaseLoop):
     def _run(self) -> dict[str, float]:
         runner, mode, names = self._runner, self.mode, list(self.dataloaders)
         metrics: dict[str, float] = {}
-        self.batches, self._current = 0, names[0]
+        self.batches, self._current = 0, None
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
         if runner.is_training:
@@ -687,7 +693,7 @@ class _EvalLoop(BaseLoop):
             values = self.evaluator.evaluate(dataset_size(self.dataloader))
             prefix = f"{self._current}/" if self._current else ""
             metrics |= {prefix + name: value for name, value in values.items()}
-        self._current = names[0]
+        self._current = None
         if mode == "val" and runner.is_training and isinstance(runner.train_loop, _TrainLoop):
             runner.train_loop.end_validation()
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)

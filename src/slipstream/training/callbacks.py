@@ -581,16 +581,11 @@ class TestLoadersHook(Hook):
         if not self.every_n_epochs(runner, self.interval):
             return
         loop = runner.test_loop
-        own, metrics = loop.dataloader, loop.evaluator.metrics
-        prefixes = [metric.prefix for metric in metrics]
+        own = loop.dataloaders, loop.evaluators
         for name, loader in self.loaders.items():
-            loop.dataloader = loader
-            for metric, prefix in zip(metrics, prefixes, strict=True):
-                metric.prefix = f"{name}/{prefix}" if prefix else name
+            loop.dataloaders, loop.evaluators = {name: loader}, {name: own[1][""]}
             loop.run()
-        loop.dataloader = own
-        for metric, prefix in zip(metrics, prefixes, strict=True):
-            metric.prefix = prefix
+        loop.dataloaders, loop.evaluators = own
 
     def after_train(self, runner: Runner) -> None:
         """Terminate the loaders' worker processes."""
