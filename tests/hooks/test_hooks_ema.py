@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ema_runs import SCHEDULED, History, assert_close, average, average_of, ema_run, scheduled
+from torch.nn.utils import prune
 
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
@@ -82,6 +83,13 @@ def test_hooks_after_validation_and_the_averaged_model_have_the_validated_weight
     assert_same(weights(runner), history.steps[-1])
     assert_same(dict(runner.averaged_model().state_dict()), history.validated[-1])
     assert_same(weights(runner), history.steps[-1])
+
+
+def test_averaged_model_of_a_pruned_network(tmp_path):
+    net = Net()
+    prune.random_unstructured(next(m for m in net.modules() if isinstance(m, torch.nn.Linear)), "weight", 0.5)
+    runner = run(tmp_path, model=net)  # deepcopy does not support the pruned weight after a training step
+    assert_same(dict(runner.averaged_model().state_dict()), weights(runner))
 
 
 class Save(Hook):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from slipstream.dist import all_reduce_params
 from slipstream.errors import ConfigError, ModelError
+from slipstream.model.copies import copy_model, copy_sharded
 from slipstream.model.weight_init import check_initialized
 from slipstream.optim.optim_wrapper import AccumulationWindow, OptimWrapper
 from slipstream.registry import MODELS
@@ -73,7 +73,9 @@ class BaseAveragedModel(nn.Module):
         check(interval, PositiveInt, "interval")
         check(update_buffers, bool, "update_buffers")
         check_initialized(model)
-        self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
+        self.module = (copy_model(model) if mesh_of(model) is None else copy_sharded(model)).requires_grad_(
+            False
+        )
         if device is not None:
             self.module.to(device)
         self.device, self.interval, self.update_buffers, self.steps = device, interval, update_buffers, 0
@@ -344,7 +346,7 @@ def _can_average(tensor: Tensor) -> bool:
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the model, in the same order for a model and its `_copy`."""
+    """Return the modules of the model, in the same order for a model and its `copy_model`."""
     return [module for module in model.modules() if not isinstance(module, DistributedDataParallel)]
 
 
@@ -379,49 +381,6 @@ def _has_unit_vectors(buffer: Tensor) -> bool:
     lengths = [buffer.abs().float().norm(dim=dim) for dim, size in enumerate(buffer.shape) if size > 1]
     tolerance = 16 * torch.finfo(buffer.dtype).eps
     return any(bool(((length - 1).abs() < tolerance).all()) for length in lengths)
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without DDP wrappers, which are required only for training.
-
-    `deepcopy` does not support tensors that are computed from parameters, such as the weights stored by pruning and
-    `weight_norm`. These tensors are detached and cloned. Tensors that overlap in memory, and expanded tensors, get
-    memory of their own, because the average of each is updated in place.
-    """
-    attributes = [value for module in model.modules() for value in vars(module).values()]
-    computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
-    memo: dict[int, Any] = {id(value): value.detach().clone() for value in computed}
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            memo[id(module)] = copy.deepcopy(module.module, memo)
-    copied = copy.deepcopy(model, memo)
-    tensors = [
-        t for t in chain(copied.parameters(), copied.buffers()) if type(t.data) is Tensor and t.numel()
-    ]
-    end = 0
-    for tensor in sorted((t for t in tensors if t.layout is torch.strided), key=Tensor.data_ptr):
-        start, steps = tensor.data_ptr(), zip(tensor.shape, tensor.stride(), strict=True)
-        size = (sum((count - 1) * stride for count, stride in steps) + 1) * tensor.itemsize
-        if start < end or size < tensor.nbytes:
-            tensor.data = tensor.detach().clone()
-        end = max(end, start + size)
-    return copied
-
-
-def _sharded_copy(model: nn.Module) -> nn.Module:
-    """Return a module that contains copies of a sharded model's tensors and has no `forward` method.
-
-    `deepcopy` does not support sharded models.
-    """
-    modules: dict[Any, nn.Module] = {module: nn.Module() for module in model.modules()}
-    copies: dict[Any, Any] = {p: nn.Parameter(p.detach().clone(), False) for p in model.parameters()}
-    copies.update({buffer: buffer.clone() for buffer in model.buffers()})
-    for module, new in modules.items():
-        new._parameters = {name: copies.get(param) for name, param in module._parameters.items()}
-        new._buffers = {name: copies.get(buffer) for name, buffer in module._buffers.items()}
-        new._modules = {name: modules.get(child) for name, child in module._modules.items()}
-        new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-    return modules[model]
 
 
 def _check_precision(model: nn.Module, weight: float, key: str) -> None:

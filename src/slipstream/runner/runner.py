@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from slipstream.hooks import Hook, HookList, NotebookHook, ProgressBarHook, in_n
 from slipstream.hooks.ema import validation_weights
 from slipstream.logging import PhaseTimes
 from slipstream.model import unwrap_model
+from slipstream.model.copies import copy_model
 from slipstream.optim import OptimWrapper
 from slipstream.optim.scheduler import INF
 from slipstream.redaction import redact
@@ -361,7 +361,7 @@ class Runner:
         `model` contains the weights that further training continues from.
         """
         with validation_weights(self) as model:
-            return copy.deepcopy(model).eval()
+            return copy_model(model).eval()
 
     def _evaluate(self, mode: str) -> dict[str, float]:
         self.loops.require(mode)
