@@ -412,7 +412,8 @@ def test_resumed_run_continues_its_tensorboard_curves_in_one_folder(tmp_path):
         (run_folder,) = {path.parent for path in (tmp_path / folder).rglob("events.out.tfevents.*")}
         events = accumulator.EventAccumulator(str(run_folder))
         events.Reload()
-        return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in ("loss", "lr", "acc")}
+        # The names of files from the same second end with a count, which TensorBoard does not sort as a number.
+        return {tag: sorted((e.step, e.value) for e in events.Scalars(tag)) for tag in ("loss", "lr", "acc")}
 
     train("whole")
     # The checkpoints are from steps 5 and 10. The steps after them, and the first validation, are repeated.
