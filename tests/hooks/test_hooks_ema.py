@@ -63,6 +63,25 @@ def test_best_checkpoint_contains_the_average(tmp_path):
     assert_close(average(history.steps[: 2 * epoch], 0.2), saved["state_dict"])
 
 
+def test_loaded_checkpoint_replaces_the_average(tmp_path):
+    runner, _history = ema_run(tmp_path)
+    runner.wait_for_checkpoint()
+    runner.load_checkpoint(tmp_path / "epoch_1.pth")
+    saved = torch.load(tmp_path / "epoch_1.pth", weights_only=True)["state_dict"]
+    assert_same(dict(runner.averaged_model().state_dict()), saved)
+    seen = []
+
+    class Test(Hook):
+        def after_test_epoch(self, runner, metrics=None):
+            seen.append(weights(runner))
+
+    runner.register_hook(Test())
+    runner.test()
+    assert_same(seen[0], saved)
+    runner.save_checkpoint(tmp_path, "loaded.pth")
+    assert_same(torch.load(tmp_path / "loaded.pth", weights_only=True)["state_dict"], saved)
+
+
 class SeenWeights(Hook):
     """Stores the weights that a hook of the lowest priority sees after each validation."""
 

@@ -135,12 +135,16 @@ class EMAHook(Hook):
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """If the run is resumed, restore the average and the training weights; otherwise, the model loads the average.
 
-        `before_train` loads the average, after all entries of the checkpoint have been checked.
+        `before_train` loads the average, after all entries of the checkpoint have been checked. If the run is not
+        resumed, an existing average is discarded: it starts again from the loaded weights.
         """
         self._resumed = None
+        if self.ema_model is not None:
+            self.ema_model.swap_in(self.model, average=False)
         if not runner.checkpoints.resuming:
+            if self.ema_model is not None:
+                self.ema_model.steps = 0
             return
-        self.ema_model.swap_in(self.model, average=False)
         warn = runner.logger.warning
         if "ema_state_dict" not in checkpoint:
             warn(
