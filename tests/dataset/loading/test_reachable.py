@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ class Draw:
     def __call__(self, value):
         if isinstance(self.generator, torch.Generator):
             return value + float(torch.rand((), generator=self.generator))
+        return value + self.generator.random()
+
+
+@dataclass(slots=True)
+class DrawWithSlots:
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)
+
+    def __call__(self, value):
         return value + self.generator.random()
 
 
@@ -73,6 +82,7 @@ DATASETS = {
     **{kind: lambda kind=kind: Samples(Draw(kind)) for kind in ("numpy", "philox", "python", "legacy", "torch")},
     "list": lambda: Samples(functools.partial(lambda parts, value: parts[1](parts[0](value)), [Draw(), Draw()])),
     "closure": closure,
+    "slots": lambda: Samples(DrawWithSlots()),
     "method": lambda: Samples(Draw().__call__),
     "global": UsesGlobal,
     "class": ClassAttribute,

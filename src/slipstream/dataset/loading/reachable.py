@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import random
 import sys
@@ -47,6 +48,9 @@ def reachable(*roots: Any, code: bool = False) -> Iterator[Any]:
             value, type | FunctionType | MethodType | ModuleType
         ):
             values.append(vars(value))
+        if not isinstance(value, type | ModuleType):
+            slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+            values += (getattr(value, name, None) for name in slots)
 
 
 def _referenced(value: Any) -> Iterator[Any]:
