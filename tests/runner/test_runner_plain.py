@@ -222,7 +222,10 @@ class Detector(nn.Module):
         self.attention = nn.MultiheadAttention(4, 1, dropout=0.5)
 
     def forward(self, inputs, targets):
-        scores = self.last(self.drop(self.attention(*[self.norm(inputs)] * 3)[0]))
+        attended = self.attention(*[self.norm(inputs)] * 3)[0]
+        attended = F.scaled_dot_product_attention(*[attended] * 3, dropout_p=0.5 if self.training else 0.0)
+        attended = F.batch_norm(attended, None, None, training=True)
+        scores = self.last(F.dropout(self.drop(attended), 0.5, self.training))
         return {"loss_class": F.cross_entropy(scores, targets)} if self.training else list(scores)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from slipstream.errors import ConfigError, LossError
 from slipstream.model import unwrap_model
@@ -134,7 +135,7 @@ class PlainModel(ModelInterface):
     def evaluate_losses(self, batch: Any, predictions: Any = None) -> dict[str, Tensor]:
         """Return the losses of a batch; a loss function uses the outputs in `predictions` instead of new ones.
 
-        If the model returns no losses in evaluation mode, its layers stay in this mode.
+        If the model returns no losses in evaluation mode, its layers and torch's functions stay in this mode.
         """
         if predictions is not None and not self._returns_loss:
             outputs, targets = predictions
@@ -145,7 +146,7 @@ class PlainModel(ModelInterface):
                 return super().evaluate_losses(batch)
             except LossError:
                 self._trains_for_losses = True
-        with _training_containers(self.core):
+        with _training_containers(self.core), _EvaluatedFunctions():
             return super().evaluate_losses(batch)
 
 
@@ -164,6 +165,19 @@ def _training_containers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+class _EvaluatedFunctions(TorchFunctionMode):
+    """Call functions such as `F.dropout(x, training=self.training)` as in evaluation mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # BatchNorm without running statistics (None) uses those of the batch in both modes.
+        if "training" in kwargs and not any(value is None for value in args):
+            kwargs["training"] = False
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
 
 
 def _parsed_losses(parse_losses: Callable[[Any], Any], module: nn.Module, inputs: Any) -> Any:
