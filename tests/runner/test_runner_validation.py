@@ -108,6 +108,16 @@ def test_model_that_returns_its_loss_has_metrics_too(tmp_path):
     assert runner.val() == pytest.approx(expected(), rel=1e-12)
 
 
+def test_losses_beside_metrics_are_those_of_unchanged_batches(tmp_path):
+    class InPlace(Own):
+        def forward(self, inputs, labels, mode="tensor"):
+            return super().forward(inputs.mul_(2.0).sub_(1.0), labels, mode)
+
+    both = Runner(**arguments(tmp_path / "a", model=InPlace())).val()
+    alone = Runner(**arguments(tmp_path / "b", model=InPlace(), val_evaluator="loss")).val()
+    assert alone == {name: value for name, value in both.items() if "loss" in name}
+
+
 def test_hooks_monitor_a_loader_and_see_its_batches(tmp_path):
     seen = []
 

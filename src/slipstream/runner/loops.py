@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
@@ -707,9 +708,11 @@ class _EvalLoop(BaseLoop):
         if not by_loss:
             return {"data_samples": interface.predict(batch, self.mode)}
         only = len(by_loss) == len(self.evaluator.metrics)
+        # The model may change its inputs in place.
+        unchanged = batch if only else tree_map_only(torch.Tensor, torch.clone, batch)
         predictions = None if only else interface.predict(batch, self.mode)
         size = BatchSizes(self.dataloader).get(index, batch)
-        losses = interface.evaluate_losses(batch, predictions), size
+        losses = interface.evaluate_losses(unchanged, predictions), size
         return {"data_samples": losses if only else predictions, "losses": losses}
 
     def _run_batches(self) -> None:
