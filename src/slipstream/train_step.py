@@ -24,7 +24,6 @@ from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError, SlipstreamError
 from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
-from slipstream.model.wrappers import call_model
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import plan_optim, prepare_model, prepare_optim, running, to_device
@@ -517,7 +516,7 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None:
         compute_loss = lambda model, batch: loss_fn(*outputs_and_targets(model, batch))  # noqa: E731
     if compute_loss is not None:
-        return lambda module, batch: _sum(call_model(module, compute_loss, batch))
+        return lambda module, batch: _sum(compute_loss(module, batch))
     return _own_loss
 
 

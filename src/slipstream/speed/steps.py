@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError
 from slipstream.logging import PhaseTimes
-from slipstream.model.wrappers import unwrap_model
+from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.speed.compile import backend_problem
 from slipstream.speed.plan import SpeedPlan
@@ -59,7 +59,10 @@ def build_step(
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, options = spec.model, spec.optim, plan.compile
-    eager = EagerStep(partial(spec.losses, model), model, optim, spec.prepare, spec.phases)
+    losses = partial(spec.losses, model)
+    if isinstance(model, MMDistributedDataParallel):
+        losses = partial(model.call_model, spec.losses)
+    eager = EagerStep(losses, model, optim, spec.prepare, spec.phases)
     if options is None:
         return eager
     # Imported here, because most runs do not compile.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
-    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "ModelAttributes", "call_model",
+    "MMDistributedDataParallel", "MMSeparateDistributedDataParallel", "ModelAttributes",
     "device_ids", "is_model_wrapper", "train_wrapped", "unwrap_model",
 ]  # fmt: skip
 
@@ -157,7 +157,11 @@ class MMDistributedDataParallel(ModelAttributes, DistributedDataParallel):
             yield
 
     def call_model(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-        """Call `function` with the unwrapped model as this wrapper's forward pass; see `call_model`."""
+        """Return `function(module, batch)`, and synchronize the gradients of all parameters that the function uses.
+
+        DDP synchronizes only gradients of its own forward pass. Therefore, the whole function runs as this forward
+        pass, so that it can call methods and submodules of the model.
+        """
         self._function = function
         try:
             return self(batch)
@@ -224,17 +228,6 @@ def is_model_wrapper(model: nn.Module) -> bool:
     """
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or MODEL_WRAPPERS.contains_object(type(model))
-
-
-def call_model(model: nn.Module, function: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-    """Return `function(model, batch)`, and synchronize the gradients of all parameters that the function uses.
-
-    DDP synchronizes only gradients of its own forward pass. Therefore, the whole function runs as this forward pass, so
-    that it can call methods and submodules of the model.
-    """
-    if isinstance(model, MMDistributedDataParallel):
-        return model.call_model(function, batch)
-    return function(model, batch)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
