@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from slipstream.errors import ConfigError, LossError
 from slipstream.model import unwrap_model
@@ -77,12 +78,14 @@ class ModelInterface:
         method = getattr(self.model, f"{mode}_step", None) or getattr(self.core, f"{mode}_step")
         return method(batch)
 
-    def evaluate_losses(self, batch: Any, predictions: Any = None) -> dict[str, Tensor]:
-        """Return the losses of a batch from the loader, with the model in its current mode.
-
-        `predictions` is the result of `predict` for this batch, if it has been called.
-        """
+    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader, with the model in its current mode."""
         return self.losses(self.core, self.prepare(False)(batch))[1]
+
+    def predict_with_losses(self, batch: Any, mode: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the results of `predict` and `evaluate_losses` for a batch from the loader."""
+        unchanged = tree_map_only(Tensor, torch.clone, batch)  # the model may change its inputs in place
+        return self.predict(batch, mode), self.evaluate_losses(unchanged)
 
 
 class PlainModel(ModelInterface):
@@ -132,15 +135,20 @@ class PlainModel(ModelInterface):
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
         return outputs_and_targets(self.core, self.prepare(False)(batch))
 
-    def evaluate_losses(self, batch: Any, predictions: Any = None) -> dict[str, Tensor]:
-        """Return the losses of a batch; a loss function uses the outputs in `predictions` instead of new ones.
+    def predict_with_losses(self, batch: Any, mode: str) -> tuple[Any, dict[str, Tensor]]:
+        """Return the predictions and the losses of a batch; a loss function uses the outputs in the predictions."""
+        if self._returns_loss:
+            return super().predict_with_losses(batch, mode)
+        outputs, targets = predictions = self.predict(batch, mode)
+        known: Any = lambda *args, **kwargs: outputs  # noqa: E731
+        batch = targets if isinstance(targets, Mapping) else (None, targets)
+        return predictions, self.losses(known, batch)[1]
+
+    def evaluate_losses(self, batch: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch from the loader.
 
         If the model returns no losses in evaluation mode, its layers and torch's functions stay in this mode.
         """
-        if predictions is not None and not self._returns_loss:
-            outputs, targets = predictions
-            known: Any = lambda *args, **kwargs: outputs  # noqa: E731
-            return self.losses(known, targets if isinstance(targets, Mapping) else (None, targets))[1]
         if not self._trains_for_losses:
             try:
                 return super().evaluate_losses(batch)

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
@@ -707,13 +706,12 @@ class _EvalLoop(BaseLoop):
         by_loss = getattr(self.evaluator, "loss_metrics", ())
         if not by_loss:
             return {"data_samples": interface.predict(batch, self.mode)}
-        only = len(by_loss) == len(self.evaluator.metrics)
-        # The model may change its inputs in place.
-        unchanged = batch if only else tree_map_only(torch.Tensor, torch.clone, batch)
-        predictions = None if only else interface.predict(batch, self.mode)
         size = BatchSizes(self.dataloader).get(index, batch)
-        losses = interface.evaluate_losses(unchanged, predictions), size
-        return {"data_samples": losses if only else predictions, "losses": losses}
+        if len(by_loss) == len(self.evaluator.metrics):
+            losses = interface.evaluate_losses(batch), size
+            return {"data_samples": losses, "losses": losses}
+        predictions, values = interface.predict_with_losses(batch, self.mode)
+        return {"data_samples": predictions, "losses": (values, size)}
 
     def _run_batches(self) -> None:
         runner, mode = self._runner, self.mode
@@ -745,11 +743,8 @@ class _EvalLoop(BaseLoop):
 
 def _by_name(loaders: Any) -> dict[str, Any]:
     """Return the loaders in a dict of loaders; the name of a single loader, or of its configuration, is ''."""
-    if (
-        isinstance(loaders, list | tuple)
-        and loaders
-        and all(isinstance(part, DataLoader) for part in loaders)
-    ):
+    is_list = isinstance(loaders, list | tuple) and len(loaders) > 0
+    if is_list and all(isinstance(part, DataLoader) for part in loaders):
         loaders = dict(enumerate(loaders))
     options = {"dataloader", *inspect.signature(DataLoader).parameters}
     parts = list(loaders.values()) if isinstance(loaders, Mapping) and not options & loaders.keys() else []
