@@ -64,6 +64,20 @@ def test_conversion_keeps_hooks_attributes_and_subclasses():
     assert [type(layer) for layer in revert_sync_batchnorm(converted)] == [nn.BatchNorm2d, Act]
 
 
+class Counting(nn.BatchNorm2d):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_conversion_does_not_change_buffers():
+    assert convert_sync_batchnorm(nn.Sequential(Counting(4)))[0].calls == 0
+
+
 def test_layers_whose_statistics_cannot_be_synchronized_are_refused_by_name():
     replaced = nn.BatchNorm2d(4)
     replaced.forward = lambda x: x

@@ -194,6 +194,10 @@ def _calls_super(layer: _BatchNorm, kind: type[_BatchNorm]) -> bool:
     """Return whether the forward of `kind` calls that of its base class in training; the call ends there."""
     probe: Any = copy.copy(layer)
     probe.__class__, probe.training = type(kind.__name__, (kind, _Probe), {}), True
+    # The forward of `kind` may change buffers in place.
+    probe._buffers = {
+        key: buffer if buffer is None else buffer.clone() for key, buffer in layer._buffers.items()
+    }
     tensor = next(chain(layer.parameters(), layer.buffers()), torch.empty(0))
     sizes = {nn.BatchNorm1d: 0, nn.BatchNorm3d: 3}
     pixels = next((n for base, n in sizes.items() if isinstance(layer, base)), 2)
