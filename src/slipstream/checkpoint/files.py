@@ -41,8 +41,8 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     """Write `checkpoint` to `path` atomically: a crash leaves either the old file or the complete new one.
 
     Values that are neither tensors nor built-in Python values are omitted, because `torch.load` cannot read them with
-    `weights_only=True`. `warn` is called for each of these values. A file
-    whose name ends with `.safetensors` contains only the weights.
+    `weights_only=True`. `warn` is called for each of these values. A file whose name ends with `.safetensors` contains
+    only the weights.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     with path.open("rb") as file:
         if path.name.endswith(SUFFIX + INDEX) or is_safetensors(file):
-            return dict(read_safetensors(path, map_location))
+            return read_safetensors(path, map_location)
         if file.read(1) not in (b"P", b"\x80"):  # a zip archive, or a pickle (the old format of `torch.save`)
             raise CheckpointError(
                 f"{path} is not a checkpoint: it was not written by torch.save; pass a different file"

@@ -60,9 +60,8 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 def checkpoint_of(path: Path) -> Path:
     """Return a checkpoint from a run's folder, or the safetensors file or index in another folder.
 
-    Other paths, such as sharded checkpoints, are returned unchanged.
-
-    For a run, the result is the newest best checkpoint, or the latest checkpoint if no best checkpoint was saved.
+    Other paths, such as sharded checkpoints, are returned unchanged. For a run, the result is the newest best
+    checkpoint, or the latest checkpoint if no best checkpoint was saved.
 
     Raises:
         CheckpointError: the folder contains no checkpoint.

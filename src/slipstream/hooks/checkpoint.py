@@ -43,9 +43,8 @@ class CheckpointHook(Hook):
             checkpoints that an earlier run kept with a higher limit.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, such as `loss`, or `NAME/loss` for the validation loader `NAME`, or `auto` for
-            the first metric that validation returns. With `auto`, if
-            neither the metric's name nor `rule` indicates whether higher values are better, a warning is logged and no
-            best checkpoint is saved.
+            the first metric that validation returns. With `auto`, if neither the metric's name nor `rule` indicates
+            whether higher values are better, a warning is logged and no best checkpoint is saved.
         rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default what
             torchmetrics declares, or what the metrics' names imply.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the

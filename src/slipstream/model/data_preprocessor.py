@@ -113,10 +113,9 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.flips_channels = bgr_to_rgb or rgb_to_bgr
         self.pad_size_divisor = pad_size_divisor
         self.pad_value = pad_value
-        self.batch_augments, self.seg_pad_val = (
-            tuple(batch_augments),
-            seg_pad_val,
-        )  # not part of the model's state
+        # In a tuple, the modules are not part of the model's state.
+        self.batch_augments = tuple(batch_augments)
+        self.seg_pad_val = seg_pad_val
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Return the batch on the device, with stacked, padded and normalized images."""

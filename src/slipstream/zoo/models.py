@@ -49,14 +49,14 @@ _BACKBONES = {
 _ZOO = f"{__package__}."
 # Prefixes of the names of other libraries' networks, and the classes of these networks.
 LIBRARIES = {PREFIX: "TimmClassifier", "smp:": "SmpSegmentor"}
-TIMM_REMEDY = (
+_OTHER_NETWORKS = (
     f"other classification networks come from timm, under the name {PREFIX}NAME, and segmentation networks from "
     "segmentation_models_pytorch, under the name smp:NAME"
 )
 
 
 def names() -> list[str]:
-    """Return the sorted names that `get` accepts, except the names of networks from timm."""
+    """Return the sorted names that `get` accepts, except those of other libraries' networks."""
     # The networks are registered functions. The losses and the dataset of the zoo are classes.
     return sorted(n for n, f in MODELS.module_dict.items() if isfunction(f) and f.__module__.startswith(_ZOO))
 
@@ -127,7 +127,7 @@ def _check_name(name: str, pretrained_weights: str | None) -> None:
 def unknown_network(name: str) -> str:
     """Return the error message for an unknown network, which suggests the nearest name."""
     known = names()
-    return f"no network is named '{name}'{network_hint(name, known)} (available: {', '.join(known)}; {TIMM_REMEDY})"
+    return f"no network is named '{name}'{network_hint(name, known)} (available: {', '.join(known)}; {_OTHER_NETWORKS})"
 
 
 def network_hint(name: str, known: Iterable[str]) -> str:

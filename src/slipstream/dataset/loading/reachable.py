@@ -85,10 +85,8 @@ def _names(code: CodeType) -> Iterator[str]:
 @functools.cache
 def _is_library(module: str | None) -> bool:
     """Return whether a module belongs to Python or to an installed package."""
-    root, file = (
-        (module or "").partition(".")[0],
-        getattr(sys.modules.get(module or ""), "__file__", None) or "",
-    )
+    root = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return root in sys.stdlib_module_names or root == "slipstream" or "-packages" in file
 
 

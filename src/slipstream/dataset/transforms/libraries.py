@@ -37,10 +37,8 @@ def call_transform(transform: Any, sample: dict[str, Any], rng: np.random.Genera
     elif library == "torchvision.transforms.v2":
         result = _call_v2(transform, writable)
     elif "mask" in sample:
-        name = type(transform).__name__
-        raise ConfigError(
-            f"torchvision.transforms.{name} ignores masks; use torchvision.transforms.v2", "transforms"
-        )
+        message = f"torchvision.transforms.{kind.__name__} ignores masks; use torchvision.transforms.v2"
+        raise ConfigError(message, "transforms")
     else:
         result = {"image": transform(_pillow(writable["image"]))}
     return {key: _plain(result[key]) for key in sample}
