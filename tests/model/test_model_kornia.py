@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from slipstream.dataset import SegStandardize
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.model import ImgDataPreprocessor
 from slipstream.zoo.street_scenes import StreetScenes
 from tiny_runs import run
@@ -59,12 +59,14 @@ def test_normalized_images_and_modules_in_a_dataset_are_refused():
     data = {**batch(), "device_params": torch.ones(2, 6)}
     with pytest.raises(ConfigError, match="already normalize"):
         preprocessor(kornia.RandomHorizontalFlip())(data, True)
+    with pytest.raises(DataError, match="uint8 images"):  # their range is unknown
+        preprocessor(kornia.RandomHorizontalFlip())({"inputs": torch.rand(2, 3, 8, 8)}, True)
     with pytest.raises(ConfigError, match=r"batch_augments=\[\.\.\.\]"):
         StreetScenes(size=(32, 64), length=1, transforms=[kornia.RandomHorizontalFlip(), SegStandardize()])[0]
 
 
 def test_a_resumed_run_draws_the_same_augmentation(tmp_path):
-    images = torch.randint(256, (6, 3, 8, 10), generator=torch.Generator().manual_seed(0)).float()
+    images = torch.randint(256, (6, 3, 8, 10), generator=torch.Generator().manual_seed(0)).byte()
     data = dict(dataset=TensorDataset(images, images[:, 0].long() % 3), batch_size=2)
 
     def train(folder, epochs, **options):

@@ -80,8 +80,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         pad_size_divisor: pad the images at the right and bottom, so that height and width are multiples of this number.
         pad_value: padding value, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
-        batch_augments: augmentations of kornia, applied in training, on the device, to images of one size, before the
-            normalization. They receive images in the range 0 to 1. Targets (N, H, W) are transformed as masks.
+        batch_augments: augmentations of kornia, applied in training, on the device, to uint8 images of one size, before
+            the normalization. They receive images in the range 0 to 1. Targets (N, H, W) are transformed as masks.
         seg_pad_val: class id of the pixels of a mask that come from outside of the image.
         non_blocking: see `BaseDataPreprocessor`.
     """
@@ -141,8 +141,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         """Return the augmented images, and the targets if there are any."""
         with extra("kornia"):
             from kornia.augmentation import AugmentationSequential
-        if not isinstance(images, Tensor):
-            raise DataError("batch_augments requires images of one size; crop or resize them in the dataset")
+        if not isinstance(images, Tensor) or images.dtype != torch.uint8:
+            raise DataError(
+                "batch_augments requires uint8 images of one size; crop or resize them in the dataset, and do not "
+                "convert them to floating point there"
+            )
         is_mask = isinstance(targets, Tensor) and targets.shape == (len(images), *images.shape[-2:])
         # kornia fills masks with 0, so the class ids are increased by 1.
         values = [images.float() / 255, *([targets[:, None].float() + 1] if is_mask else [])]
