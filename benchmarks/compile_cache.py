@@ -67,7 +67,7 @@ def start(depth: int, options: CompileOptions | None) -> dict[str, Any]:
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     start_time = perf_counter()
     if options is not None:
-        use_cache(options, sys.exit)
+        use_cache(options.cache, sys.exit)
         compile_model(net, options, sys.exit)
     loss = F.cross_entropy(net(inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = [
     "BuildError", "CheckpointError", "ConfigError", "DataError", "DataLoaderError", "DistributedError",
     "LossError", "MissingPackageError", "ModelError", "NonFiniteLossError", "SlipstreamError",
-    "UnknownNameError", "did_you_mean", "explained",
+    "UnknownNameError", "did_you_mean", "explained", "locate",
 ]  # fmt: skip
 
 
@@ -39,7 +40,12 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A configuration key or value is invalid; `path` is its location, such as `optim_wrapper.optimizer`."""
+    """A configuration key or value is invalid; `path` is its location, such as `optim_wrapper.optimizer`.
+
+    `source` is the dict in the user's configuration to which the path is relative, if it is known.
+    """
+
+    source: Any = None
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -142,3 +148,18 @@ def did_you_mean(name: str, candidates: Iterable[str], path: str = "") -> str:
     by_lower = {str(c).lower(): c for c in candidates}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
     return f"; did you mean '{by_lower[close[0]]}'?" if close else ""
+
+
+def locate(target: Any, tree: Any) -> str | None:
+    """Return the dotted path of the object `target` (by identity) in nested dicts and lists; None if it is absent."""
+    if target is tree:
+        return ""
+    items: Any = ()
+    if isinstance(tree, Mapping):
+        items = ((f".{key}", value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        items = ((f"[{index}]", value) for index, value in enumerate(tree))
+    for key, value in items:
+        if (rest := locate(target, value)) is not None:
+            return str(key) + rest
+    return None

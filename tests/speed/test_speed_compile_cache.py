@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.speed.compile import CompileOptions
 from slipstream.speed.compile_cache import cache_folder, use_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -24,22 +23,21 @@ def private_folders(monkeypatch, tmp_path):
 
 
 def test_cache_folder_is_private_and_set_for_torch(tmp_path):
-    folder = use_cache(CompileOptions(), pytest.fail)
+    folder = use_cache(True, pytest.fail)
     assert folder.parent == tmp_path / "cache" / "compile"
     assert os.environ[VARIABLE] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert use_cache(CompileOptions(), pytest.fail) == folder
+    assert use_cache(True, pytest.fail) == folder
 
 
 def test_cache_folder_depends_on_the_versions(monkeypatch):
-    folder = cache_folder(CompileOptions())
+    folder = cache_folder(True)
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert cache_folder(CompileOptions()) != folder
+    assert cache_folder(True) != folder
 
 
-@pytest.mark.parametrize("how", [CompileOptions(cache=False), CompileOptions("aot_eager")])
-def test_no_cache_folder_without_cache_or_inductor(how, tmp_path):
-    assert use_cache(how, pytest.fail) is None
+def test_no_cache_folder_if_the_cache_is_disabled(tmp_path):
+    assert use_cache(False, pytest.fail) is None
     assert VARIABLE not in os.environ
     assert not (tmp_path / "cache").exists()
 
@@ -48,11 +46,11 @@ def test_no_cache_folder_without_cache_or_inductor(how, tmp_path):
 
 
 def test_folder_writable_by_others_is_not_used(tmp_path):
-    folder = use_cache(CompileOptions(), pytest.fail)
+    folder = use_cache(True, pytest.fail)
     del os.environ[VARIABLE]
     folder.chmod(0o770)
     warnings = []
-    assert use_cache(CompileOptions(), warnings.append) is None
+    assert use_cache(True, warnings.append) is None
     assert VARIABLE not in os.environ
     assert len(warnings) == 1
     assert f"{folder} belongs to another user or is writable by other users" in warnings[0]
@@ -63,11 +61,11 @@ def test_folder_that_cannot_be_created_warns_once_or_raises_an_error_if_configur
     file.touch()
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(file))
     warnings = []
-    assert use_cache(CompileOptions(), warnings.append) is None
+    assert use_cache(True, warnings.append) is None
     assert len(warnings) == 1
     assert "Set SLIPSTREAM_CACHE to a different folder" in warnings[0]
     with pytest.raises(ConfigError, match=r"compile.cache: .*file"):
-        use_cache(CompileOptions(cache=str(file)), pytest.fail)
+        use_cache(str(file), pytest.fail)
 
 
 # ---- second start ------------------------------------------------------------------------------------
@@ -83,7 +81,7 @@ from slipstream.speed.compile_cache import use_cache
 torch.manual_seed(0)
 model = nn.Linear(3, 2)
 how = CompileOptions()
-use_cache(how, sys.exit)
+use_cache(True, sys.exit)
 compile_model(model, how, sys.exit)
 model(torch.ones(4, 3)).relu().sum().backward()
 counts = torch._dynamo.utils.counters["inductor"]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import configure
 from slipstream.cli.processes import interrupt_on_sigterm
+from slipstream.config import add_config_path
 from slipstream.hooks import Hook, HookList
 from slipstream.registry import default_scope
 from slipstream.runner.logs import build_visualizer
-from slipstream.runner.user_config import add_config_path, with_defaults
+from slipstream.runner.user_config import with_defaults
 
 if TYPE_CHECKING:
     from slipstream.config import Config

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slipstream.cli.configure import configure
 from slipstream.cli.tables import print_table
-from slipstream.config import Config
+from slipstream.config import Config, add_config_path
 from slipstream.cores import cores
 from slipstream.dataset import DecodeCache, SegmentationDataset, default_palette
 from slipstream.dataset.loading.loader import build_dataloader, order_of, set_epoch
@@ -29,7 +29,6 @@ from slipstream.dataset.transforms.device_transforms import NUM_COLOR_PARAMS, tr
 from slipstream.errors import ConfigError, DataError
 from slipstream.recipes import find_recipe, is_composed
 from slipstream.registry import DATASETS, default_scope
-from slipstream.runner.user_config import add_config_path
 from slipstream.visualization import colorize, contact_sheet, overlay
 
 T = TypeVar("T")

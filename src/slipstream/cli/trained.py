@@ -21,14 +21,13 @@ from slipstream.checkpoint import (
     weights_in,
 )
 from slipstream.cli.configure import load_config
-from slipstream.config import Config
+from slipstream.config import Config, add_config_path
 from slipstream.config.placeholders import has_references
 from slipstream.dataset.prediction import validation_transforms
 from slipstream.errors import CheckpointError, ModelError, SlipstreamError, UnknownNameError
 from slipstream.model import Classifier, Segmentor
 from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.builders import build_model
-from slipstream.runner.user_config import add_config_path
 from slipstream.training.network import SupervisedModel
 
 

@@ -5,7 +5,9 @@ Only `.py` configuration files are executed. YAML, JSON, TOML and overrides are 
 
 from slipstream.config.config import Config, config_text
 from slipstream.config.config_dict import ConfigDict
-from slipstream.config.options import options, read_value
+from slipstream.config.options import add_config_path, options, read_value
 from slipstream.config.override import DictAction, parse_override
 
-__all__ = ["Config", "ConfigDict", "DictAction", "config_text", "options", "parse_override", "read_value"]
+__all__ = [
+    "Config", "ConfigDict", "DictAction", "add_config_path", "config_text", "options", "parse_override", "read_value",
+]  # fmt: skip

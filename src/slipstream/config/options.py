@@ -1,15 +1,16 @@
-"""Build typed options (dataclasses) from a configuration dict."""
+"""Build typed options (dataclasses) from a configuration dict, and add its paths to errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from slipstream.config.merge import join
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean, locate
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
 T = TypeVar("T")
@@ -95,3 +96,18 @@ def read_value(annotation: Any, value: Any, path: str) -> Any:
         hint = did_you_mean(value, names, f"{path}={value}") if isinstance(value, str) and names else ""
         raise ConfigError(f"must be {describe_with_article(annotation)}, not {short_repr(value)}{hint}", path)
     return value
+
+
+@contextmanager
+def add_config_path(user_cfg: Mapping[str, Any], default: str = "") -> Iterator[None]:
+    """Prefix the path of each `ConfigError` with the path of its `source` dict in `user_cfg`, or with `default`."""
+    try:
+        yield
+    except ConfigError as error:
+        source = error.source
+        path = ("" if source is None else locate(source, user_cfg) or "").lstrip(".") or default
+        if path:
+            dot = "" if not error.path or error.path.startswith("[") else "."
+            error.path = path + dot + error.path
+            error.source = None  # an outer block must not prefix it again
+        raise

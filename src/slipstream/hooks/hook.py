@@ -203,7 +203,7 @@ class Hook:
     def config_error(self, message: str, option: str) -> ConfigError:
         """Return the error to raise for an option that is found to be invalid during the run."""
         error = ConfigError(message, option)
-        error.source = self.source  # type: ignore[attr-defined]
+        error.source = self.source
         return error
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
@@ -260,7 +260,7 @@ class HookList:
         except ConfigError as error:
             if isinstance(source, Mapping):
                 # The identity of this dict is used to locate the error in the user config.
-                error.source = source  # type: ignore[attr-defined]
+                error.source = source
             raise
         position = sum(_order(other) <= order for other in self._hooks)
         self._hooks.insert(position, hook)

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
-from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
+from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean, locate
 from slipstream.typecheck import describe_with_article, matches, short_repr
 
-__all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope", "locate"]
+__all__ = ["Registry", "build_from_cfg", "current_scope", "default_scope", "init_default_scope"]
 
 T = TypeVar("T")
 
@@ -423,28 +423,13 @@ _ARGUMENT_ERRORS = (
 )
 
 
-def locate(target: Any, tree: Any) -> str | None:
-    """Return the dotted path of the object `target` (by identity) in nested dicts and lists; None if it is absent."""
-    if target is tree:
-        return ""
-    items: Any = ()
-    if isinstance(tree, Mapping):
-        items = ((f".{key}", value) for key, value in tree.items())
-    elif isinstance(tree, list | tuple):
-        items = ((f"[{index}]", value) for index, value in enumerate(tree))
-    for key, value in items:
-        if (rest := locate(target, value)) is not None:
-            return str(key) + rest
-    return None
-
-
 def _with_source(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
     """Store `cfg` in the error, and extend the error's path if the previously stored dict is inside `cfg`."""
     inner = getattr(error, "source", None)
     if inner is not None and (path := locate(inner, cfg)):
         tail = error.path if error.path.startswith("[") or not error.path else f".{error.path}"
         error.path = (path + tail).lstrip(".")
-    error.source = cfg  # type: ignore[attr-defined]
+    error.source = cfg
     return error
 
 

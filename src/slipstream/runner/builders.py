@@ -25,7 +25,7 @@ from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import INF, TorchSchedulerAdapter, build_param_scheduler, last_change
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
-from slipstream.runner.interface import ModelInterface, build_interface
+from slipstream.runner.interface import ModelInterface
 from slipstream.sharding import is_sharded, mesh_of
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan
 from slipstream.speed.apply import overrides_train_step, prepare_model
@@ -171,7 +171,7 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
         return scheduler
     except ConfigError as error:
         error.path = join(path, error.path) if error.path else path
-        error.source = None  # type: ignore[attr-defined]  # the path is complete
+        error.source = None  # the path is complete
         raise
 
 
@@ -266,26 +266,27 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def prepare(
-    arguments: Mapping[str, Any], plan: SpeedPlan, deterministic: bool, device: torch.device, logger: MMLogger
-) -> tuple[SpeedPlan, nn.Module, ModelInterface]:
-    """Build the model from a Runner's arguments, complete the plan, and apply it to the model.
+    model: nn.Module,
+    optim_wrapper: Any,
+    plan: SpeedPlan,
+    deterministic: bool,
+    device: torch.device,
+    logger: MMLogger,
+) -> tuple[SpeedPlan, nn.Module]:
+    """Complete the plan, and apply it to the model.
 
     Returns:
-        The complete plan, the model on its device (wrapped if there are several processes), and the interface through
-        which the Runner calls the model.
+        The complete plan, and the model on its device, wrapped if there are several processes.
 
     Raises:
-        ConfigError: an argument, an option, or a combination of options is not supported.
+        ConfigError: an option, or a combination of options, is not supported.
     """
-    preprocessor, loss_fn = arguments["data_preprocessor"], arguments["loss_fn"]
-    model = build_model(arguments["model"], preprocessor, loss_fn)
-    plan = plan.complete(capabilities_of(model, arguments["optim_wrapper"], deterministic))
+    plan = plan.complete(capabilities_of(model, optim_wrapper, deterministic))
     if plan.sources:
         logger.info(
             "Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items())
         )
-    model = prepare_model(model, plan, device)
-    return plan, model, build_interface(model, loss_fn, preprocessor, device)
+    return plan, prepare_model(model, plan, device)
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:

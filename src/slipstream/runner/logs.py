@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slipstream.config import Config, config_text
+from slipstream.config import Config, add_config_path, config_text
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
@@ -17,7 +17,6 @@ from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.environment import collect_env
 from slipstream.runner.log_processor import LogProcessor
-from slipstream.runner.user_config import add_config_path
 from slipstream.visualization import Visualizer, default_backends
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
+from slipstream.config import add_config_path
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import (
     BatchSizes,
@@ -45,7 +46,6 @@ from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
-from slipstream.runner.user_config import add_config_path
 from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFraction, check, short_repr
 
 if TYPE_CHECKING:

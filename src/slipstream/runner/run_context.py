@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint import get_random_state, set_random_state
+from slipstream.config import add_config_path
 from slipstream.errors import ConfigError
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.preemption import PreemptionHook
 from slipstream.logging import RUN_FAILED
 from slipstream.registry import default_scope
-from slipstream.runner.user_config import add_config_path
 from slipstream.speed.apply import running
 
 if TYPE_CHECKING:

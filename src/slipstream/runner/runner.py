@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from slipstream.config import Config, options
+from slipstream.config import Config, add_config_path, options
 from slipstream.devices import default_device
 from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.errors import ConfigError, did_you_mean
@@ -27,14 +27,13 @@ from slipstream.runner import builders, resume
 from slipstream.runner.checkpoints import Checkpoints
 from slipstream.runner.environment import EnvOptions, Randomness, set_random_seed, setup_env
 from slipstream.runner.folder_lock import FolderLock
-from slipstream.runner.interface import LossArgument, ModelInterface
+from slipstream.runner.interface import LossArgument, ModelInterface, build_interface
 from slipstream.runner.logs import log_start, open_logs, show_config, write_config
 from slipstream.runner.loops import LazyLoops
 from slipstream.runner.resume import STRIP_WRAPPER
 from slipstream.runner.run_context import RunContext
 from slipstream.runner.user_config import (
     AutoScaleLr,
-    add_config_path,
     check_arguments,
     read_limits,
     unknown_key_warnings,
@@ -167,10 +166,15 @@ class Runner:
         self.folder_lock = FolderLock(self.work_dir, self.logger.warning)
         self.checkpoints = Checkpoints(self, load_from, source, arguments["revise_keys"])
         self.device = default_device()
-        self.speed, self.model, self._interface = builders.prepare(
-            arguments, plan, self._randomness.deterministic, self.device, self.logger
+        preprocessor, loss_fn, optim = (
+            arguments[k] for k in ("data_preprocessor", "loss_fn", "optim_wrapper")
         )
-        self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
+        model = builders.build_model(arguments["model"], preprocessor, loss_fn)
+        self.speed, self.model = builders.prepare(
+            model, optim, plan, self._randomness.deterministic, self.device, self.logger
+        )
+        self._interface = build_interface(self.model, loss_fn, preprocessor, self.device)
+        self._training["optim_wrapper"] = plan_optim(optim, self.speed, self.device)
         self._hooks = HookList()
         self.hook_methods = self._hooks.methods
         defaults = with_defaults(arguments["default_hooks"], self.by_epoch, arguments["custom_hooks"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +14,6 @@ from slipstream.config import options
 from slipstream.dataset.loading.loader import length, limit_batches
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import MonitorCheckHook
-from slipstream.registry.registry import locate
 from slipstream.speed import SpeedPlan
 from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFraction, check, is_number
 
@@ -123,21 +121,6 @@ def unknown_key_warnings(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
             yield f"The Runner does not read the configuration key '{key}'; to set it, use speed=dict({key}=...)"
         elif key not in known and (similar := get_close_matches(key, known, n=1, cutoff=0.85)):
             yield f"The configuration key '{key}' is not used; did you mean '{similar[0]}'?"
-
-
-@contextmanager
-def add_config_path(user_cfg: Mapping[str, Any], default: str = "") -> Iterator[None]:
-    """Prefix the path of each `ConfigError` with the path of its `source` dict in `user_cfg`, or with `default`."""
-    try:
-        yield
-    except ConfigError as error:
-        source = getattr(error, "source", None)
-        path = ("" if source is None else locate(source, user_cfg) or "").lstrip(".") or default
-        if path:
-            dot = "" if not error.path or error.path.startswith("[") else "."
-            error.path = path + dot + error.path
-            error.source = None  # type: ignore[attr-defined]  # an outer block must not prefix it again
-        raise
 
 
 _LIMIT_OPTIONS = ("limit_train_batches", "limit_val_batches", "overfit_batches")

@@ -239,7 +239,8 @@ def running(plan: SpeedPlan, device: torch.device, logger: logging.Logger | MMLo
             from slipstream.speed.compile_cache import use_cache
             from slipstream.speed.compile_report import CompileReport
 
-            folder = use_cache(plan.compile, logger.warning)
+            is_inductor = plan.compile.backend == "inductor"
+            folder = use_cache(plan.compile.cache if is_inductor else False, logger.warning)
             cached = f", whose code is cached in {folder}" if folder else ""
             logger.info(
                 f"torch.compile: training waits for each compilation{cached}; the first one may take minutes"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from slipstream.errors import ConfigError, did_you_mean
 
-__all__ = ["CompileOptions", "backend_problem", "inductor_problem"]
+__all__ = ["Backend", "CompileOptions", "inductor_problem"]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -63,10 +64,42 @@ class CompileOptions:
             raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
 
 
-def backend_problem(model: nn.Module, options: CompileOptions) -> str | None:
-    """Return the reason why the backend cannot compile for the model's device, or None if it can."""
-    param = next(model.parameters(), None)
-    return None if param is None or options.backend != "inductor" else inductor_problem(param.device.type)
+class Backend:
+    """The compiler of the graphs of a module: `backend(graph, inputs)` returns the compiled code.
+
+    Attributes:
+        settings: the backend's options, including Slipstream's defaults and the options that the mode sets.
+        problem: the reason why the backend cannot compile for the module's device, or None if it can.
+    """
+
+    def __init__(self, options: CompileOptions, module: nn.Module) -> None:
+        self._backend, self._mode = options.backend, options.mode
+        self.settings: dict[str, Any] = {}
+        self.problem: str | None = None
+        if options.backend == "inductor":
+            from slipstream.speed.inductor import inductor_options
+
+            param = next(module.parameters(), None)
+            device_type = "cpu" if param is None else param.device.type
+            self.problem = inductor_problem(device_type)
+            # Draw the same random numbers (for dropout, for example) as eager training.
+            self.settings = {**inductor_options(device_type), "fallback_random": True}
+            self.settings |= torch._inductor.list_mode_options(options.mode) if options.mode else {}
+        self.settings |= options.options or {}
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        """Compile a graph."""
+        if self._backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            compiled: Any = compile_fx(graph, inputs, config_patches=dict(self.settings))
+        else:
+            own = self._backend
+            compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
+            kwargs = {"mode": self._mode, "options": dict(self.settings)}
+            compiled = compiler(graph, inputs, **{key: value for key, value in kwargs.items() if value})
+        # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
+        return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
 
 
 def inductor_problem(device_type: str) -> str | None:

@@ -13,7 +13,6 @@ import torch
 from slipstream.cores import cpu_features
 from slipstream.errors import ConfigError
 from slipstream.files import user_cache
-from slipstream.speed.compile import CompileOptions
 from slipstream.version import __version__
 
 __all__ = ["cache_folder", "use_cache"]
@@ -21,30 +20,30 @@ __all__ = ["cache_folder", "use_cache"]
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def use_cache(options: CompileOptions, warn: Callable[[str], None]) -> Path | None:
+def use_cache(cache: bool | str, warn: Callable[[str], None]) -> Path | None:
     """Set inductor's cache folder for this process, and return it.
 
     Call this function before any compilation. It sets the TORCHINDUCTOR_CACHE_DIR environment variable. It does nothing
-    and returns None if the user has set the variable, if `options` disables the cache, or if the backend is not
-    inductor. The keys of torch's cache are hashes of the graph and the options, so models can share the folder.
+    and returns None if the user has set the variable, or if `cache` is False. The keys of torch's cache are hashes of
+    the graph and the options, so models can share the folder.
 
     Args:
-        options: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
-            XDG_CACHE_HOME/slipstream, ~/.cache/slipstream).
+        cache: a folder, or True for the user's cache folder (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream,
+            ~/.cache/slipstream); False for none.
         warn: called if the user's cache folder cannot be used; torch's default folder is then used instead.
 
     Raises:
-        ConfigError: the folder in `options.cache` is not writable, or is writable by other users.
+        ConfigError: the folder `cache` is not writable, or is writable by other users.
     """
-    if not options.cache or options.backend != "inductor":
+    if cache is False:
         return None
-    folder = cache_folder(options)
+    folder = cache_folder(cache)
     if _is_set_by_user(folder.name):
         return None
     try:
         _create(folder)
     except (OSError, ConfigError) as error:
-        if isinstance(options.cache, str):
+        if isinstance(cache, str):
             raise ConfigError(str(error), "compile.cache") from error
         warn(
             f"compiled code is cached in torch's default folder, because Slipstream's folder cannot be used: {error}. "
@@ -55,10 +54,9 @@ def use_cache(options: CompileOptions, warn: Callable[[str], None]) -> Path | No
     return folder
 
 
-def cache_folder(options: CompileOptions) -> Path:
+def cache_folder(cache: bool | str) -> Path:
     """Return the cache folder for the CPU (for which inductor generates code) and the versions, without creating it."""
-    own = options.cache if isinstance(options.cache, str) else None
-    base = user_cache("compile") if own is None else Path(own).expanduser().absolute()
+    base = Path(cache).expanduser().absolute() if isinstance(cache, str) else user_cache("compile")
     versions = torch.__version__, __version__, platform.python_version()
     key = repr((*versions, platform.machine(), cpu_features()))
     return base / f"torch-{torch.__version__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

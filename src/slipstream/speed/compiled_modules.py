@@ -12,7 +12,7 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -28,9 +28,8 @@ from slipstream.dist.collectives import all_reduce
 from slipstream.model.blocks import find_blocks
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.sharding import is_sharded
-from slipstream.speed.compile import CompileOptions, backend_problem
+from slipstream.speed.compile import Backend, CompileOptions
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_cause
-from slipstream.speed.inductor import backend_of, backend_settings
 from slipstream.step.dynamo import capture_config, captured_code, changed_objects, prepare_graph
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
@@ -69,7 +68,7 @@ def compile_model(
         ConfigError: a name in `options.blocks` matches no module, or `options.blocks` is empty and the model has no
             repeated blocks.
     """
-    if (problem := backend_problem(model, options)) is not None:
+    if (problem := Backend(options, model).problem) is not None:
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
     modules = [model]
@@ -82,33 +81,28 @@ def compile_model(
         classes[type(module)].append(module)
         equal[type(module), repr(module)].append(module)  # equal modules share their graphs
     for (cls, _), same in equal.items():
-        param = next(same[0].parameters(), None)
-        settings = backend_settings(options, "cpu" if param is None else param.device.type)
-        compiler = backend_of(options, settings)
-        kind = _Kind(verifier, cls.__name__, classes[cls], compiler, options.verify, warn, info)
-        _compile(same, f"{cls.__name__}[{len(verifier.kinds)}]", kind, options, settings)
+        kind = _Kind(
+            verifier, cls.__name__, classes[cls], Backend(options, same[0]), options.verify, warn, info
+        )
+        name = f"{cls.__name__}[{len(verifier.kinds)}]"
+        _compile(same, name, kind, dynamic=options.dynamic, fullgraph=options.fullgraph)
         verifier.kinds.append(kind)
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim] if optim else []:
         wrapper.parts.append(verifier)
         verifier.attached = True
 
 
-def _compile(
-    modules: list[nn.Module], name: str, kind: _Kind, options: CompileOptions, settings: Mapping[str, Any]
-) -> None:
-    """Compile the modules of a kind, which share their graphs."""
-    cuda_graphs = options.mode in ("reduce-overhead", "max-autotune") or settings.get("triton.cudagraphs")
+def _compile(modules: list[nn.Module], name: str, kind: _Kind, **config: Any) -> None:
+    """Compile the modules of a kind, which share their graphs; `config` contains arguments of `torch.compile`."""
     # torch counts recompiles per code object, so each kind of module, in each model, has its own.
     code = _call_of(modules[0]).__code__.replace(co_name=name)
-    backend = partial(_Kind.backend, weakref.proxy(kind))  # because torch never releases a backend
+    backend = partial(_Kind.compile, weakref.proxy(kind))  # because torch never releases a backend
     for module in modules:
         call: Any = _call_of(module)
         call.__code__ = code
-        compiled: Any = torch.compile(
-            call, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph
-        )
-        compiled = compiled, torch._dynamo.run(call)
-        compiled = tuple(map(_clone_outputs, compiled)) if cuda_graphs else compiled
+        compiled: Any = torch.compile(call, backend=backend, **config), torch._dynamo.run(call)
+        if kind.backend.settings.get("triton.cudagraphs"):
+            compiled = map(_clone_outputs, compiled)
         module._compiled_call_impl = _CompiledCall(module, kind, *compiled)
 
 
@@ -138,7 +132,7 @@ class _Kind:
         verifier: repeats the recorded calls.
         name: the name of the class.
         modules: all modules of the class. If one of them cannot be compiled, all of them run eagerly.
-        compiler: the backend.
+        backend: the compiler of graphs.
         verifies: whether to verify graphs.
         warn: called with a message if the modules cannot be compiled as requested.
         info: called with a message if a graph is not verified.
@@ -159,7 +153,7 @@ class _Kind:
     verifier: Verifier
     name: str
     modules: list[nn.Module]
-    compiler: Callable[..., Any]
+    backend: Backend
     verifies: bool
     warn: Warn
     info: Warn
@@ -175,11 +169,11 @@ class _Kind:
     eager: bool = False
     codes: dict[CapturedGraph, CodeType] = field(default_factory=dict)
 
-    def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph captured by Dynamo. If this fails, the captured code runs, so that no call is interrupted."""
         added = prepare_graph(graph)
         try:
-            captured = CapturedGraph(graph, self.compiler(graph, inputs))
+            captured = CapturedGraph(graph, self.backend(graph, inputs))
         except (torch._dynamo.exc.RestartAnalysis, *torch._dynamo.exc.exceptions_allowed_to_be_fallback):
             raise  # torch adds a graph break
         except Exception as error:
@@ -295,7 +289,7 @@ class _CompiledCall:
         kind.used.clear()
         result = self.run_known(*args, **kwargs)
         if tuple(kind.used) not in kind.known:
-            kind.eager = grad and kind.verifier.attached
+            kind.eager |= grad and kind.verifier.attached
             if not kind.stopped:
                 kind.hits.discard(self._signature(args, kwargs))
                 kind.searches = True
@@ -330,7 +324,8 @@ class _CompiledCall:
             return self.module._call_impl(*args, **kwargs)
         recording = Recording(self.module, args, kwargs)
         result = recording.run(args, kwargs)
-        kind.pending, kind.eager = (recording, self, signature), grad
+        kind.pending = recording, self, signature
+        kind.eager |= grad
         if not grad and (error := kind.verify()) is not None:
             kind.give_up(error)
         return result

@@ -15,10 +15,10 @@ from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.distributed import HalfPrecision, run_comm_hook
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
-from slipstream.speed.compile import CompileOptions
+from slipstream.speed.compile import Backend, CompileOptions
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.compiled_modules import compile_model
-from slipstream.speed.inductor import OVERLAP_OPTIONS, backend_of, backend_settings
+from slipstream.speed.inductor import OVERLAP_OPTIONS
 from slipstream.step import EagerStep
 from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 from slipstream.step.dynamo import why_not_recomputed
@@ -74,14 +74,11 @@ def build_graph_step(
     """
     options, core = plan.compile, unwrap_model(spec.model)
     assert options is not None
-    settings, uses_cuda_graph = (
-        backend_settings(options, next(core.parameters()).device.type),
-        plan.cuda_graph,
-    )
+    backend, uses_cuda_graph = Backend(options, core), plan.cuda_graph
     if options.backend == "inductor":
-        settings |= {} if get_world_size() == 1 else {**OVERLAP_OPTIONS, **(options.options or {})}
+        backend.settings |= {} if get_world_size() == 1 else {**OVERLAP_OPTIONS, **(options.options or {})}
         # One CUDA graph of the whole step replaces inductor's CUDA graphs.
-        uses_cuda_graph = bool(settings.pop("triton.cudagraphs", False)) or uses_cuda_graph
+        uses_cuda_graph = bool(backend.settings.pop("triton.cudagraphs", False)) or uses_cuda_graph
     uses_cuda_graph = uses_cuda_graph and torch.cuda.is_available()
     compile_model(core, options, warn)
     if core._compiled_call_impl is not None:
@@ -99,7 +96,7 @@ def build_graph_step(
         model=core,
         optim=spec.optim,
         eager=eager,
-        backend=backend_of(options, settings),
+        backend=backend,
         recover=recover,
         sync=_sync(spec.model),
         verify=options.verify,

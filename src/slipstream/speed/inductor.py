@@ -1,10 +1,9 @@
-"""Backends: inductor's options, a correction of its code, an overlap of all-reduces, and the compiler of graphs."""
+"""Inductor's options, a correction of its code, and an overlap of all-reduces."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,17 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from slipstream.speed.conv_layout import LayOutConvolutions
 
-if TYPE_CHECKING:
-    from slipstream.speed.compile import CompileOptions
-
-__all__ = [
-    "OVERLAP_OPTIONS",
-    "SendEarly",
-    "backend_of",
-    "backend_settings",
-    "correct_tiled_additions",
-    "inductor_options",
-]
+__all__ = ["OVERLAP_OPTIONS", "SendEarly", "correct_tiled_additions", "inductor_options"]
 
 _MARK = "_slipstream_corrected"
 # Torch reuses compiled code only if the options are equal, and two instances of a pass are not equal.
@@ -49,35 +38,6 @@ def inductor_options(device_type: str) -> dict[str, Any]:
         "layout_optimization": False,
         "post_grad_custom_pre_pass": _LAYOUTS,
     }
-
-
-def backend_settings(options: CompileOptions, device_type: str) -> dict[str, Any]:
-    """Return the backend's options, including Slipstream's defaults and the options that the mode sets."""
-    defaults: dict[str, Any] = {}
-    if options.backend == "inductor":
-        # Draw the same random numbers (for dropout, for example) as eager training.
-        defaults = {**inductor_options(device_type), "fallback_random": True}
-        defaults |= torch._inductor.list_mode_options(options.mode) if options.mode else {}
-    return defaults | (options.options or {})
-
-
-def backend_of(options: CompileOptions, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the compiler of captured graphs: `compiler(graph, inputs)` returns the compiled code."""
-
-    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        if options.backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx
-
-            compiled: Any = compile_fx(graph, inputs, config_patches=dict(settings))
-        else:
-            own = options.backend
-            compiler = own if callable(own) else torch._dynamo.lookup_backend(own)
-            kwargs = {"mode": options.mode, "options": dict(settings)}
-            compiled = compiler(graph, inputs, **{key: value for key, value in kwargs.items() if value})
-        # Remove torch's wrapper that disables Dynamo, because the callers already disable Dynamo.
-        return cast("Callable[..., Any]", getattr(compiled, "_torchdynamo_orig_callable", compiled))
-
-    return compile_graph
 
 
 def correct_tiled_additions() -> None:

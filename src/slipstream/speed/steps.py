@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.logging import PhaseTimes
 from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.speed.compile import backend_problem
+from slipstream.speed.compile import Backend
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import CompiledStep, EagerStep, Step
 
@@ -70,7 +70,7 @@ def build_step(
     from slipstream.speed.graph_step import build_graph_step, why_not_one_graph
 
     core = unwrap_model(model)
-    if options.scope in (None, "step") and backend_problem(core, options) is None:
+    if options.scope in (None, "step") and Backend(options, core).problem is None:
         reason = why_not_one_graph(model, optim)
         if reason is None:
             return build_graph_step(spec, eager, plan, warn, info)
