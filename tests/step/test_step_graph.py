@@ -12,6 +12,7 @@ from torch.optim import SGD
 from slipstream.model import AveragePart, BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.step import EagerStep, sum_losses
+from slipstream.step.graph import Phase
 from slipstream.step.parts import StepPart
 from slipstream.step.verification import WrongNumbersError
 
@@ -228,3 +229,27 @@ def test_error_after_the_graph_is_raised_and_the_batch_is_counted_once():
             step(batch)
     torch.testing.assert_close(model.state_dict(), by_hand(make, data)[0].state_dict())
     assert optim.batches == len(data)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "changed"), [(100.0, "clipping is dropped"), (0.001, "the bound is dropped")]
+)
+def test_clipping_is_verified_active_and_inactive(max_norm, changed):
+    def backend(graph, inputs):
+        graph = copy.deepcopy(graph)
+        for node in graph.graph.nodes:
+            if node.target == "clamp":  # the factor by which gradients are multiplied, at most 1
+                with graph.graph.inserting_after(node):
+                    factor = node.args[0]
+                    wrong = graph.graph.call_function(torch.ones_like, (factor,))
+                node.replace_all_uses_with(wrong if changed == "clipping is dropped" else factor)
+        graph.recompile()
+        return graph.forward
+
+    errors = []
+    model = net()
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), clip_grad={"max_norm": max_norm})
+    step = graph_step(model, optim, backend, errors.append)
+    train(step, batches(4))
+    assert isinstance(errors[0], WrongNumbersError)
+    assert step.phase is Phase.EAGER

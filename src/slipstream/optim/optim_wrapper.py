@@ -53,7 +53,12 @@ class ClipGradients(StepPart):
     """Clip the gradients by their total norm or by value before the update."""
 
     def __init__(self, options: GradClip) -> None:
-        self.options = options
+        self.options, self.max_norm = options, options.max_norm
+
+    def before_batch(self) -> None:
+        """Write the maximum norm to the number that graphs read."""
+        if self.limit is not None and self.max_norm is not None:
+            self.limit.set(self.max_norm)
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> Mapping[str, Tensor]:
         """Clip in place; for type 'norm', return the norm before clipping as `grad_norm` (0-dim, on the device)."""
@@ -63,9 +68,12 @@ class ClipGradients(StepPart):
             torch._foreach_clamp_min_(grads, -options.clip_value)
             torch._foreach_clamp_max_(grads, options.clip_value)
             return {}
-        assert options.max_norm is not None
+        assert self.max_norm is not None
         norm = total_norm(grads, options.norm_type)
-        scale_(grads, (options.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        limit: Any = self.max_norm
+        if torch.compiler.is_compiling() and self.limit is not None:
+            limit = self.limit.read().to(norm.dtype)
+        scale_(grads, ((norm + 1e-6).reciprocal() * limit).clamp(max=1.0))
         return {"grad_norm": norm}
 
 

@@ -24,7 +24,7 @@ from torch.nn.modules import module as modules
 
 from slipstream.step.function import GradBuffers, Outputs
 from slipstream.step.leaves import flatten, leaves_of
-from slipstream.step.numerics import HostNumber
+from slipstream.step.numerics import HostNumber, precise_dtype
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import (
     GraphCode,
@@ -90,6 +90,9 @@ class Capture:
         self.window = HostNumber(1.0, device)
         self.scale = optim.loss_scale
         self.parts = list(optim.parts)
+        for part in self.parts:
+            if part.max_norm is not None:
+                part.limit = HostNumber(part.max_norm, device, precise_dtype(device))
         contains_update = allow_update_inside and can_trace(optim.optimizer)
         self.update = GraphUpdate(optim.optimizer, params) if contains_update else None
         self.adds_gradients = optim.accumulative_counts > 1 or optim.overrides_zero_grad
@@ -212,6 +215,12 @@ class Capture:
         poisoned = flags if self.scale is None else [self.scale.scale]
         if self.update is not None and ends_window and poisoned:
             verification.check_skipped(set(map(id, self.updated())), set(map(id, poisoned)))
+        limits = [part.limit.tensor for part in self.parts if part.limit is not None]
+        for limit in [value for value in needed.inputs if any(value is each for each in limits)]:
+            for factor in (1e-6, 1e6):  # so that clipping is active and inactive
+                inputs = [value * factor if value is limit else value for value in needed.inputs]
+                code = needed.code
+                Verification(code.graph, code.run, inputs, named, context).check_compiled()
         return verification
 
     def check_inputs(self, inputs: Sequence[Any]) -> None:

@@ -14,6 +14,8 @@ from operator import attrgetter, is_not
 
 from torch import Tensor, nn
 
+from slipstream.step.numerics import HostNumber
+
 __all__ = ["StepPart", "has_gradients", "trained_params"]
 
 
@@ -38,6 +40,11 @@ class StepPart:
     nonfinite: Tensor | None = None
     """A one-element tensor that is not 0 if a loss of the accumulation window was not finite. If it is set, the update
     is skipped in this case, and if a gradient is not finite."""
+
+    max_norm: float | None = None
+    """The norm above which the part changes all gradients."""
+    limit: HostNumber | None = None
+    """`max_norm` as a number that graphs read. Graphs are also verified with a lower and a higher number."""
 
     implements: frozenset[str] = frozenset()
     """The names of the methods that the class overrides; the step calls only these."""
