@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -63,14 +64,19 @@ def _apply(cfg: Mapping[str, Any], module: nn.Module) -> None:
 
 
 class _Init:
-    """Initialize the weights of all layers whose class is in `layer` with `_fill`, and their biases with a constant.
+    """Initialize the weights of all layers whose class is in `layer` with `fill`, and their biases with a constant.
 
     With `bias_prob`, the bias is chosen so that its sigmoid equals this probability (Lin et al. 2017, section 4.1).
     """
 
     def __init__(
-        self, bias: float = 0.0, bias_prob: float | None = None, layer: str | Sequence[str] | None = None
+        self,
+        fill: Callable[[torch.Tensor], Any],
+        bias: float = 0.0,
+        bias_prob: float | None = None,
+        layer: str | Sequence[str] | None = None,
     ) -> None:
+        self.fill = fill
         self.bias = bias if bias_prob is None else -math.log((1 - bias_prob) / bias_prob)
         self.layers = {layer} if isinstance(layer, str) else set(layer or ())
 
@@ -84,12 +90,9 @@ class _Init:
     def _apply(self, part: nn.Module) -> None:
         weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
         if isinstance(weight, nn.Parameter):
-            self._fill(weight)
+            self.fill(weight)
         if isinstance(bias, nn.Parameter):
             nn.init.constant_(bias, self.bias)
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        raise NotImplementedError
 
 
 def _select(distribution: str, uniform: Callable[..., Any], normal: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,16 +101,17 @@ def _select(distribution: str, uniform: Callable[..., Any], normal: Callable[...
     return uniform if distribution == "uniform" else normal
 
 
+def _fill_matrix(weight: torch.Tensor, *, draw: Callable[..., Any], **options: Any) -> None:
+    if weight.ndim > 1:
+        draw(weight, **options)
+
+
 @WEIGHT_INITIALIZERS.register_module(name=["Constant", "ConstantInit"])
 class ConstantInit(_Init):
     """Fill weights with `val`."""
 
     def __init__(self, val: float, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.val = val
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        nn.init.constant_(weight, self.val)
+        super().__init__(partial(nn.init.constant_, val=val), **kwargs)
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["Normal", "NormalInit"])
@@ -115,11 +119,7 @@ class NormalInit(_Init):
     """Draw weights from N(mean, std)."""
 
     def __init__(self, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.mean, self.std = mean, std
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        nn.init.normal_(weight, self.mean, self.std)
+        super().__init__(partial(nn.init.normal_, mean=mean, std=std), **kwargs)
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["TruncNormal", "TruncNormalInit"])
@@ -129,11 +129,7 @@ class TruncNormalInit(_Init):
     def __init__(
         self, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
-        self.mean, self.std, self.a, self.b = mean, std, a, b
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        nn.init.trunc_normal_(weight, self.mean, self.std, self.a, self.b)
+        super().__init__(partial(nn.init.trunc_normal_, mean=mean, std=std, a=a, b=b), **kwargs)
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["Uniform", "UniformInit"])
@@ -141,11 +137,7 @@ class UniformInit(_Init):
     """Draw weights from U(a, b)."""
 
     def __init__(self, a: float = 0.0, b: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.a, self.b = a, b
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        nn.init.uniform_(weight, self.a, self.b)
+        super().__init__(partial(nn.init.uniform_, a=a, b=b), **kwargs)
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["Xavier", "XavierInit"])
@@ -153,13 +145,8 @@ class XavierInit(_Init):
     """Xavier initialization (Glorot and Bengio 2010); weights with fewer than two dimensions are not changed."""
 
     def __init__(self, gain: float = 1.0, distribution: str = "normal", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.gain = gain
-        self.draw = _select(distribution, nn.init.xavier_uniform_, nn.init.xavier_normal_)
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        if weight.ndim > 1:
-            self.draw(weight, self.gain)
+        draw = _select(distribution, nn.init.xavier_uniform_, nn.init.xavier_normal_)
+        super().__init__(partial(_fill_matrix, draw=draw, gain=gain), **kwargs)
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["Kaiming", "KaimingInit"])
@@ -174,13 +161,10 @@ class KaimingInit(_Init):
         distribution: str = "normal",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        self.options = {"a": a, "mode": mode, "nonlinearity": nonlinearity}
-        self.draw = _select(distribution, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
-
-    def _fill(self, weight: torch.Tensor) -> None:
-        if weight.ndim > 1:
-            self.draw(weight, **self.options)
+        draw = _select(distribution, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
+        super().__init__(
+            partial(_fill_matrix, draw=draw, a=a, mode=mode, nonlinearity=nonlinearity), **kwargs
+        )
 
 
 @WEIGHT_INITIALIZERS.register_module(name=["Caffe2Xavier", "Caffe2XavierInit"])
