@@ -1,4 +1,4 @@
-"""Run Python commands in forks of a server that has imported torch, because the import takes seconds.
+"""Run Python commands in forks of a server that has imported torch and its compiler, which takes seconds.
 
 The server imports no other package, so a command still fails if Slipstream uses a module without importing it.
 """
@@ -133,7 +133,7 @@ def _become(request: "dict[str, object]", files: "list[int]") -> None:
 
 
 if __name__ == "__main__":
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     if (_request := _serve(int(sys.argv[1]))) is not None:
         _become(*_request)

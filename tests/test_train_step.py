@@ -1,6 +1,7 @@
 """Test that training with `accelerate` matches plain loops, and that invalid arguments raise errors."""
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -15,6 +16,7 @@ from slipstream.step.graph import GraphStep
 from slipstream.train_step import accelerate
 
 GRAPH = dict(backend="eager")
+RESUMED = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
 
 
 @pytest.fixture(autouse=True)
@@ -206,24 +208,31 @@ def test_step_within_averaged_raises_an_error_and_changes_nothing(compile):
 # ---- resume -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", [None, GRAPH])
-@pytest.mark.parametrize("after", [None, GRAPH])
-@pytest.mark.parametrize("stop", [4, 6, 7])
+@functools.cache
+def uninterrupted(compiled):
+    model, losses, step = train(compile=GRAPH if compiled else None, **RESUMED)
+    step.close()
+    return model, losses, step.average
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop"),
+    [*((how, how, stop) for how in (None, GRAPH) for stop in (4, 6, 7)), (None, GRAPH, 4), (GRAPH, None, 7)],
+)
 def test_state_dict_resumes_training_with_and_without_compile(before, after, stop, tmp_path):
-    options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
-    whole, expected, reference = train(compile=after, **options)
-    model, _, step = train(batches()[:stop], compile=before, **options)
+    whole, expected, average = uninterrupted(after is GRAPH)
+    model, _, step = train(batches()[:stop], compile=before, **RESUMED)
     torch.save({"model": model.state_dict(), "step": step.state_dict()}, tmp_path / "state.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     other = net()
-    resumed = accelerate(other, sgd(other, lr=7.0), F.cross_entropy, dict(options, compile=after))
+    resumed = accelerate(other, sgd(other, lr=7.0), F.cross_entropy, dict(RESUMED, compile=after))
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["step"])
     losses = torch.stack([resumed(batch)["loss"] for batch in batches()[stop:]])
     exact = dict(rtol=0, atol=0) if before is after else dict(rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(losses, expected[stop:], **exact)
     assert_same(other, whole, **exact)
-    assert_same(resumed.average, reference.average, **exact)
+    assert_same(resumed.average, average, **exact)
 
 
 def test_last_accumulation_window_is_smaller_with_total_steps():

@@ -18,6 +18,7 @@ LOADERS = [
     (kind, workers, persistent)
     for kind in ("loader", "subclass", "dict")
     for workers, persistent in ((0, False), (1, False), (1, True))
+    if (kind, workers) != ("loader", 1) and (kind, persistent) != ("dict", True)  # as for a subclass
 ]
 
 

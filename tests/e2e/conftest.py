@@ -45,6 +45,23 @@ def run(tmp_path: Path, python: ForkedPython) -> Callable[..., subprocess.Comple
 
 
 @pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Return a function that runs `slipstream ARGS` in this process and the test's folder, and returns its output."""
+    from slipstream.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` would set the variable permanently
+
+    def run_command(*args: str, status: int | None = 0):
+        found = main(list(args))
+        output = capfd.readouterr()
+        assert status in (None, found), f"exit {found}\n{output.out[-3000:]}\n{output.err[-3000:]}"
+        return output
+
+    return run_command
+
+
+@pytest.fixture
 def slipstream(run):
     """Return a function that runs `slipstream ARGS`."""
     return lambda *args, **kwargs: run("-m", "slipstream", *args, **kwargs)

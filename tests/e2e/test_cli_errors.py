@@ -85,13 +85,12 @@ def test_invalid_argument_raises_a_one_line_error_with_suggestion(
     assert "Traceback" not in said.out
 
 
-def test_failed_run_prints_one_line_and_exits_with_status_1(slipstream, tmp_path):
-    (tmp_path / "masks").mkdir()
-    done = slipstream(
+def test_failed_run_prints_one_line_and_exits_with_status_1(command, tmp_path):
+    err = command(
         "train", "camvid_pp_lite_t", f"train_dataloader.dataset.data_root={tmp_path}/none", status=1
-    )
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "none" in done.stderr
+    ).err
+    assert len(err.strip().splitlines()) == 1
+    assert "none" in err
 
 
 def test_package_import_and_help_do_not_import_torch(run):
@@ -104,25 +103,27 @@ def test_package_import_and_help_do_not_import_torch(run):
 
 def test_compiler_is_imported_lazily(run):
     code = "import sys, slipstream.runner, slipstream.training, slipstream.train_step\n"
-    run("-c", code + "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules}")
+    run(
+        "-c", code + "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules}", forked=False
+    )
 
 
-def test_recipes_are_listed_with_descriptions(slipstream):
-    listed = slipstream("recipes").stdout
+def test_recipes_are_listed_with_descriptions(command):
+    listed = command("recipes").out
     assert "street_scenes_pp_lite_t" in listed
     assert "camvid_pp_lite_t" in listed
     assert all(len(line.split(maxsplit=1)) == 2 for line in listed.splitlines())
 
 
-def test_doctor_reports_launcher_and_ranks(slipstream, monkeypatch):
+def test_doctor_reports_launcher_and_ranks(command, monkeypatch):
     for name, value in dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="n1", MASTER_PORT=29400).items():
         monkeypatch.setenv(name, str(value))
-    said = slipstream("doctor", status=None).stdout
+    said = command("doctor", status=None).out
     assert "gloo" in said
     assert "pytorch, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR=n1, MASTER_PORT=29400" in said
 
 
-def test_consolidate_writes_one_file(slipstream, run, tmp_path):
+def test_consolidate_writes_one_file(command, run, tmp_path):
     run("-c", """if True:
         from pathlib import Path
         import torch, torch.distributed as dist
@@ -134,19 +135,19 @@ def test_consolidate_writes_one_file(slipstream, run, tmp_path):
         write_checkpoint({"state_dict": {"weight": weight}, "meta": {"epoch": 3}}, Path("epoch_3.pth"), print)
         dist.destroy_process_group()
     """)  # fmt: skip
-    assert "epoch_3.sharded -> epoch_3.pth" in slipstream("consolidate", "epoch_3.sharded").stdout
+    assert "epoch_3.sharded -> epoch_3.pth" in command("consolidate", "epoch_3.sharded").out
     whole = torch.load(tmp_path / "epoch_3.pth", weights_only=True)
     assert torch.equal(whole["state_dict"]["weight"], torch.arange(6.0).reshape(3, 2))
     assert whole["meta"]["epoch"] == 3
-    slipstream("consolidate", "epoch_3.sharded/", "other.pth")
+    command("consolidate", "epoch_3.sharded/", "other.pth")
     assert torch.load(tmp_path / "other.pth", weights_only=True)["meta"]["epoch"] == 3
 
 
-def test_consolidate_of_an_unsharded_checkpoint_raises_a_one_line_error(slipstream, tmp_path):
+def test_consolidate_of_an_unsharded_checkpoint_raises_a_one_line_error(command, tmp_path):
     torch.save({}, tmp_path / "epoch_3.pth")
-    done = slipstream("consolidate", "epoch_3.pth", status=1)
-    assert "epoch_3.pth is not a sharded checkpoint" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    err = command("consolidate", "epoch_3.pth", status=1).err
+    assert "epoch_3.pth is not a sharded checkpoint" in err
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_override_after_resume_is_not_parsed_as_a_checkpoint():

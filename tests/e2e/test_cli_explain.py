@@ -17,8 +17,8 @@ def row(printed, option):
     return " ".join(line.split())
 
 
-def test_explain_requires_no_data_or_work_dir(slipstream, tmp_path):
-    printed = slipstream("explain", RECIPE, "speed.accumulate=4").stdout
+def test_explain_requires_no_data_or_work_dir(command, tmp_path):
+    printed = command("explain", RECIPE, "speed.accumulate=4").out
     assert row(printed, "accumulate") == "accumulate 4 speed.accumulate"
     assert row(printed, "clip_grad") == "clip_grad max_norm=5.0 optim_wrapper.clip_grad"
     assert row(printed, "ema") == "ema momentum=0.01 custom_hooks.EMAHook"

@@ -1,8 +1,6 @@
 """Tests of `slipstream export`: without Slipstream, the exported file computes the same scores as the model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,15 +101,16 @@ def write_run(tmp_path, monkeypatch):
     return write
 
 
-def run_alone(kind, images):
-    """Run the exported file in a process that cannot import Slipstream."""
-    for name in REQUIRED.get(kind, ()):
-        pytest.importorskip(name)
-    np.save("images.npy", images)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE, kind, f"run{SUFFIXES[kind]}"], check=True, timeout=240
-    )
-    return np.load("scores.npy")
+@pytest.fixture
+def run_alone(run):
+    """Return a function that runs the exported file in a process that cannot import Slipstream."""
+
+    def scores(kind, images):
+        np.save("images.npy", images)
+        run("-c", ALONE, kind, f"run{SUFFIXES[kind]}")
+        return np.load("scores.npy")
+
+    return scores
 
 
 def export(kind, *options):
@@ -122,7 +121,9 @@ def export(kind, *options):
 
 @pytest.mark.parametrize("kind", SUFFIXES)
 @pytest.mark.parametrize("place", ["preprocessor", "transforms"])
-def test_the_exported_file_returns_the_models_scores_without_slipstream(kind, place, write_run, capsys):
+def test_the_exported_file_returns_the_models_scores_without_slipstream(
+    kind, place, write_run, run_alone, capsys
+):
     normalized = place == "transforms"
     before = (
         {} if normalized else dict(mean=[100, 110, 120], std=[50, 60, 70], pad_size_divisor=16, pad_value=1)
@@ -156,7 +157,9 @@ def test_the_exported_file_returns_the_models_scores_without_slipstream(kind, pl
     assert described["transforms_before"] == (NORMALIZED[:1] if normalized else [])
 
 
-def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(tmp_path, monkeypatch, capsys):
+def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(
+    tmp_path, monkeypatch, run_alone, capsys
+):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     network = Vector()
@@ -195,7 +198,7 @@ def test_average_of_a_network_that_was_trained_in_a_custom_loop_is_exported(tmp_
     assert "run.pth (average of the weights)" in capsys.readouterr().out
 
 
-def test_vector_classifiers_are_exported_with_a_shape(write_run, capsys):
+def test_vector_classifiers_are_exported_with_a_shape(write_run, run_alone, capsys):
     built = write_run(dict(type="Classifier", network=dict(type="Vector")))
     assert export("torch") == 2
     assert "--shape" in capsys.readouterr().err

@@ -148,12 +148,12 @@ def test_invalid_configuration_prints_one_line_and_exits_with_status_2(slipstrea
     assert "did you mean 'Line'" in done.stderr
 
 
-def test_val_in_several_processes_prints_metrics_once(slipstream, tmp_path):
+def test_val_in_several_processes_prints_metrics_once(slipstream, command):
     from test_cli_train import SMALL
 
     recipe = "street_scenes_pp_lite_t"
-    slipstream("train", recipe, *SMALL, "train_cfg.max_epochs=1", "--work-dir", "net")
-    alone = slipstream("val", recipe, *SMALL, "--work-dir", "net").stdout.splitlines()[-1]
+    command("train", recipe, *SMALL, "train_cfg.max_epochs=1", "--work-dir", "net")
+    alone = command("val", recipe, *SMALL, "--work-dir", "net").out.splitlines()[-1]
     both = slipstream("val", recipe, *SMALL, "--work-dir", "net", "--nproc", "2").stdout.splitlines()
     assert both[-1].startswith("aAcc")
     assert both[-1] == alone

@@ -103,6 +103,8 @@ def test_sigterm_keeps_the_partial_table_and_leaves_no_temporary_files(tmp_path,
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search, "_MAX_ROUND_SECONDS", 0.02)
+    monkeypatch.setattr(search, "_ROUNDS_FRACTION", 0.0)
     print_row = tune._print_row
 
     def terminate(row):

