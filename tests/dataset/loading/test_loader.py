@@ -15,6 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from slipstream.dataset.loading.generators import SampleIndex, sample_rng
 from slipstream.dataset.loading.loader import build_dataloader, is_infinite, length, set_epoch
 
 
@@ -89,6 +90,41 @@ def test_batches_do_not_depend_on_the_number_of_workers(collate):
     assert len(set(values)) == 20, "two samples or epochs have equal random numbers"
     assert content(with_workers, 1, start=2) == seen[0][2:]
     assert content(without_workers, 1, start=2) == seen[0][2:]
+
+
+class Keyed(Draws):
+    """A dataset whose keys are (index, size) pairs, as in multi-scale training."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key[0])
+
+
+def test_batch_has_the_same_random_numbers_at_any_position():
+    batches = [[0, 2], [1, 3], [4]]
+    forward, backward = (
+        content(build(DataLoader(Draws(5), batch_sampler=order)), 3) for order in (batches, batches[::-1])
+    )
+    assert forward == backward[::-1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_keys_that_are_not_integers_are_seeded(workers):
+    batches = [[(0, "small"), (1, "small")], [(0, "large"), (1, "large")]]
+    options = dict(num_workers=workers, persistent_workers=workers > 0)
+    loader = build(DataLoader(Keyed(), batch_sampler=batches, **options))
+    epochs = [content(loader, epoch) for epoch in (0, 1)]
+    assert epochs == [content(build(DataLoader(Keyed(), batch_sampler=batches)), epoch) for epoch in (0, 1)]
+    assert len({x for epoch in epochs for batch in epoch for x in batch[1]}) == 8
+
+
+def test_generator_of_a_sample_depends_on_seed_epoch_and_index():
+    keys = list(itertools.product((5, 0, 1), (1, 2, 2**40), (0, 1, 2)))
+    draws = [sample_rng(SampleIndex(*key)).random() for key in keys]
+    assert draws == [sample_rng(SampleIndex(*key)).random() for key in keys]
+    assert len(set(draws)) == len(keys)
+    first, second = (rng.random() for rng in sample_rng(SampleIndex(1, 2, 3)).spawn(2))
+    assert first != second
+    assert sample_rng(1).random() == sample_rng(SampleIndex(1, 0, 0)).random()
 
 
 def test_subclass_of_tensor_dataset_is_seeded():

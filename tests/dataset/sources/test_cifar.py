@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from slipstream.dataset import CIFAR10, CIFAR100, ConcatDataset, SampleIndex, build_dataloader
-from slipstream.dataset.loading.samples import SeededDataset
+from slipstream.dataset import CIFAR10, CIFAR100, SampleIndex
 from slipstream.errors import DataError
 
 FOLDER = "cifar-10-batches-bin"
@@ -124,24 +123,3 @@ def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"is damaged \(MD5 [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_generators_are_seeded_only_for_datasets_that_can_use_them(tmp_path):
-    make(tmp_path / FOLDER)
-
-    class Subclass(CIFAR10):
-        pass
-
-    def noise(image, rng):
-        return image
-
-    def loaded(dataset, **options):
-        loader = build_dataloader({"dataset": dataset, **options}, 0, "train_dataloader", True)
-        assert loader.dataset is dataset
-        return iter(loader)._dataset
-
-    own = CIFAR10(tmp_path, transforms=TRANSFORMS)
-    assert loaded(own) is own
-    assert isinstance(loaded(own, collate_fn="pseudo_collate"), SeededDataset)
-    for dataset in (Subclass(tmp_path), CIFAR10(tmp_path, transforms=[noise]), ConcatDataset([own])):
-        assert isinstance(loaded(dataset), SeededDataset)

@@ -83,7 +83,7 @@ def collate_mixup(
     A factor l, which is the same for the whole batch, is drawn from Beta(alpha, alpha). Mixup returns
     `l * image + (1 - l) * other`, in float32. CutMix replaces a rectangle that covers the fraction 1 - l of the image's
     area with the same rectangle of the other image. After label smoothing, the targets are mixed with the same factor.
-    Random numbers are drawn from torch's global generator, which a loader seeds from (seed, epoch, index).
+    Random numbers are drawn from torch's global generator, which a loader seeds for each batch.
 
     Args:
         data_batch: samples with `inputs`, (C, H, W) in the range 0 to 255, and `targets`, a class id; or (inputs,

@@ -1,4 +1,4 @@
-"""Data loaders whose sample order and augmentation depend only on (seed, epoch, index)."""
+"""Data loaders whose sample order and augmentation depend only on the seed, the epoch and the indices of a batch."""
 
 from __future__ import annotations
 
@@ -319,11 +319,6 @@ class RunLoader(DataLoader[Any]):
         order.use_sample_index = not indexes_tensors
         if indexes_tensors:
             return TensorBatches(dataset), _identity
-        needs_seeds = not getattr(dataset, "independent_of_global_rng", False) or hasattr(
-            dataset, "set_epoch"
-        )
-        if not (self.skip_errors or collate is not default_collate or needs_seeds):
-            return dataset, collate
         if self.skip_errors and not hasattr(self, "_failed"):
             self._failed = torch.zeros(len(dataset), dtype=torch.bool).share_memory_()
         failed = self._failed if self.skip_errors else None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sized
 from itertools import chain, islice, zip_longest
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch.nn import Module
@@ -22,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from slipstream.dataset.loading.generators import SampleIndex, isolate_random_state
+from slipstream.dataset.loading.generators import SampleBatch, SampleIndex, isolate_random_state
 from slipstream.dist import all_gather_object, get_dist_info, get_rank, get_world_size
 from slipstream.errors import DataError
 from slipstream.registry import DATA_SAMPLERS
@@ -197,7 +198,7 @@ _BEGINNINGS = "_slipstream_beginnings"
 
 
 class EpochBatchSampler(Sampler[list[int]]):
-    """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` objects with the epoch.
+    """Batch sampler wrapper that can start at any batch of any epoch, and yields each batch as a `SampleBatch`.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
     A sampler's `generator` is seeded from the seed and the epoch. The global generators are seeded in the same way
@@ -215,8 +216,8 @@ class EpochBatchSampler(Sampler[list[int]]):
         batch_sampler: iterable of lists of indices.
         seed: seed of the run.
         samples: this rank's number of samples in one pass over the dataset, if the sampler has no length.
-        use_sample_index: whether to yield `SampleIndex` objects; False for datasets whose samples do not depend on the
-            epoch.
+        use_sample_index: whether to yield `SampleBatch` objects, with indices of type `SampleIndex`; False for
+            datasets whose samples do not depend on the epoch.
         limit: maximum number of batches in an epoch; None for no limit.
         shard: sampler for this rank that replaces the sampler of `batch_sampler`, a `BatchSampler`; None if
             `batch_sampler` yields the batches of this rank.
@@ -323,7 +324,7 @@ class EpochBatchSampler(Sampler[list[int]]):
             if index == start and skip:
                 batch = batch[skip:]
             self._record(self.epoch, index, batch)
-            yield [self._sample_index(sample, epoch) for sample in batch] if self.use_sample_index else batch
+            yield self._sample_batch(batch, epoch) if self.use_sample_index else batch
 
     def __len__(self) -> int:
         if self._fixed is not None:
@@ -413,10 +414,16 @@ class EpochBatchSampler(Sampler[list[int]]):
         latest = _copied(self.batch_sampler)
         vars(parts[0])[_BEGINNINGS] = {first: earlier.get(first, latest), self.epoch: latest}
 
-    def _sample_index(self, index: Any, epoch: int) -> Any:
-        if not hasattr(index, "__index__"):
-            return index
-        return SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
+    def _sample_batch(self, batch: list[Any], epoch: int) -> SampleBatch:
+        """Return the indices with the seed and the epoch. Keys that are not integers are unchanged."""
+        indices = [
+            SampleIndex(index, self.seed + getattr(index, "seed_offset", 0), epoch)
+            if hasattr(index, "__index__")
+            else index
+            for index in batch
+        ]
+        first = getattr(indices[0], "seed", self.seed) if indices else self.seed
+        return SampleBatch(indices, (first << 64) + (epoch << 32) + crc32(repr(indices).encode()), epoch)
 
 
 _MISSING = object()

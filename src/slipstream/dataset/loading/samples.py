@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from slipstream.dataset.loading.generators import IsolatedGenerators, SampleIndex, hash_numbers
+from slipstream.dataset.loading.generators import IsolatedGenerators, SampleBatch, SampleIndex, hash_numbers
 from slipstream.dataset.loading.reachable import find_generators
 from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.errors import DataError
@@ -45,12 +45,12 @@ class TensorBatches(DatasetReader):
 
 
 class SeededDataset(DatasetReader):
-    """Dataset reader that seeds the random generators for each sample.
+    """Dataset reader that seeds the random generators for each batch.
 
     The global generators of Python, NumPy and torch, and the generators that the dataset and `collate` use (see
-    `find_generators`), are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may also draw random numbers. The dataset's `set_epoch` is called before the first
-    sample of an epoch, except for the epoch in which the reader is created.
+    `find_generators`), are seeded from the batch's seed before its first sample is read. Their state is restored after
+    the batch is collated, so a `collate_fn` may also draw random numbers. The dataset's `set_epoch` is called before
+    the first batch of an epoch, except for the epoch in which the reader is created.
 
     If reading a sample raises an error, a note with the sample's index is added to the error.
 
@@ -80,12 +80,11 @@ class SeededDataset(DatasetReader):
         self._epoch = epoch
         self._searched: int | None = None
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitems__(self, indices: SampleBatch) -> Any:
         with self._generators:
-            return self._get(index)
-
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._generators:
+            if indices.epoch != self._searched:
+                self._begin_epoch(indices.epoch)
+            self._generators.seed(indices.seed)
             samples = [self._get(index) for index in indices]
             try:
                 check_same_params(samples)
@@ -94,30 +93,24 @@ class SeededDataset(DatasetReader):
                 listed = ", ".join(map(str, indices))
                 _raise(error, f"the batch of samples {listed} of {type(self.dataset).__name__}")
 
+    def _begin_epoch(self, epoch: int) -> None:
+        if self._set_epoch is not None and epoch != self._epoch:
+            self._set_epoch(epoch)
+        self._generators.include(find_generators(self.dataset, self.collate))
+        self._epoch = self._searched = epoch
+
     def _get(self, index: Any) -> Any:
         if self._failed is None:
             try:
-                return self._read(index)
+                return self.dataset[index]
             except Exception as error:
                 _raise(error, f"sample {index} of {type(self.dataset).__name__}")
         for candidate in self._candidates(index):
             try:
-                return self._read(candidate)
+                return self.dataset[candidate]
             except Exception as error:
                 self._count_failure(candidate, error)
         raise DataError(f"every sample of {type(self.dataset).__name__} raised an error; see the log")
-
-    def _read(self, index: Any) -> Any:
-        if hasattr(index, "__index__"):  # a key that is not an integer cannot seed the generators
-            seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
-            if self._set_epoch is not None and epoch != self._epoch:
-                self._epoch = epoch
-                self._set_epoch(epoch)
-            if epoch != self._searched:
-                self._searched = epoch
-                self._generators.include(find_generators(self.dataset, self.collate))
-            self._generators.seed((seed, epoch, int(index) % 2**64))
-        return self.dataset[index]
 
     def _candidates(self, index: Any) -> Iterator[Any]:
         """Yield `index`, and then all samples, starting at a position that depends on (seed, epoch, index)."""

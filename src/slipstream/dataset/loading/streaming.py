@@ -32,7 +32,7 @@ class StreamingSamples(DatasetReader):
 
     A `StreamingDataset` is iterable: it divides its samples among the processes and workers, and counts its epochs. Its
     samples can also be read by index. This class uses the order of the loader's sampler, so a run can resume after any
-    batch, and augmentation depends only on (seed, epoch, index).
+    batch, and augmentation depends only on the seed, the epoch and the indices of a batch.
 
     Args:
         dataset: a `StreamingDataset`. A subclass can override `__getitem__`, for example to apply transforms.

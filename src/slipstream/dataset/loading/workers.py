@@ -84,7 +84,7 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)  # the class is frozen
         if os.getpid() != self.owner:  # a worker may also be a thread of the owner
             self._prepare()
-            if info is not None:  # map-style datasets are seeded again for each sample
+            if info is not None:  # map-style datasets are seeded again for each batch
                 seed_objects(find_generators(info.dataset), (info.seed,))
         if self.user_init is not None:
             self.user_init(worker_id)

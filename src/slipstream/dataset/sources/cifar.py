@@ -12,12 +12,7 @@ import numpy as np
 import torch
 
 from slipstream.dataset.sources.base import ImageDataset, class_metainfo, download_data
-from slipstream.dataset.transforms.image_transforms import (
-    ImageTransforms,
-    RandomCrop,
-    RandomHorizontalFlip,
-    Resize,
-)
+from slipstream.dataset.transforms.image_transforms import ImageTransforms
 from slipstream.errors import DataError
 from slipstream.logging import print_log
 from slipstream.registry import DATASETS
@@ -77,13 +72,6 @@ class _Cifar(ImageDataset):
         record = self._records[number][index - self._starts[number]]
         image = record[self._label_bytes :].reshape(3, 32, 32)
         return {"inputs": image, "targets": self.targets[index]}
-
-    @property
-    def independent_of_global_rng(self) -> bool:
-        """Whether reading a sample never uses the global random generators. If True, the loader does not seed them."""
-        known = (RandomCrop, RandomHorizontalFlip, Resize)
-        is_own_class = type(self) in (CIFAR10, CIFAR100)
-        return is_own_class and all(type(transform) in known for transform in self.transforms)
 
     def _map_files(self) -> None:
         self._records = []

@@ -84,11 +84,6 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         image, target = self.images[int(index)], self.targets[int(index)]
         return {"inputs": _augment(image, sample_rng(index)) if self.augment else image, "targets": target}
 
-    @property
-    def independent_of_global_rng(self) -> bool:
-        """Whether reading a sample never uses the global random generators. If True, the loader does not seed them."""
-        return type(self) is FashionMNIST
-
     def get_cat_ids(self, index: int) -> list[int]:
         """Return a list that contains the class id of sample `index`."""
         return [int(self.targets[index])]
