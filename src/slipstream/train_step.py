@@ -22,6 +22,7 @@ from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed
 from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError, SlipstreamError
+from slipstream.losses import exchange_low_resolution
 from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
@@ -514,26 +515,30 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if loss_fn is not None:
-        compute_loss = lambda model, batch: loss_fn(*outputs_and_targets(model, batch))  # noqa: E731
+        compute_loss = lambda model, batch: loss_fn(*outputs_and_targets(model, batch, loss_fn))  # noqa: E731
     if compute_loss is not None:
         return lambda module, batch: _sum(compute_loss(module, batch))
     return _own_loss
 
 
-def outputs_and_targets(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+def outputs_and_targets(module: nn.Module, batch: Any, loss_fn: Any = None) -> tuple[Any, Any]:
     """Return the module's outputs for a batch, and the targets, or the whole batch if it is a dict.
+
+    If only `loss_fn` reads the outputs, and both support it, the outputs are `slipstream.losses.Upsampled`.
 
     Raises:
         DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
+    low = exchange_low_resolution(unwrap_model(module), loss_fn)
+    options: dict[str, Any] = {"upsample": False} if low else {}
     if isinstance(batch, Mapping):
-        return module(**batch), batch
+        return module(**batch, **options), batch
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
             f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
             "collate_fn of the loader"
         )
-    return module(*batch[:-1]), batch[-1]
+    return module(*batch[:-1], **options), batch[-1]
 
 
 def _own_loss(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

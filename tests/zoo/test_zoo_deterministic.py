@@ -18,15 +18,13 @@ def _deterministic():
 
 
 class Operators(TorchDispatchMode):
-    """Records the names of the operators and the reductions of the losses."""
+    """Records the names of the operators."""
 
     def __init__(self):
         self.seen = set()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.seen.add(operator.name())
-        if "nll_loss" in operator.name() and "backward" not in operator.name():
-            self.seen.add(f"reduction {args[3]}")
         return operator(*args, **(kwargs or {}))
 
 
@@ -52,7 +50,7 @@ def test_pooling_and_its_gradient_match_torch(size, bins, seed):
 @pytest.mark.parametrize(
     "loss", [MultiHeadCrossEntropy(), CrossEntropy(ignore_index=255, label_smoothing=0.1)]
 )
-def test_pixel_losses_are_summed_separately(loss):
+def test_pixel_losses_do_not_depend_on_deterministic_algorithms(loss):
     torch.manual_seed(0)
     logits, targets = torch.randn(2, 5, 6, 7, requires_grad=True), torch.randint(0, 5, (2, 6, 7))
     targets[0, :3] = 255
@@ -64,7 +62,7 @@ def test_pixel_losses_are_summed_separately(loss):
 
     with Operators() as operators:
         value, gradient = value_and_gradient()
-    assert {name for name in operators.seen if name.startswith("reduction")} == {"reduction 0"}
+    assert not any("nll_loss" in name for name in operators.seen)  # its sum is nondeterministic on CUDA
     torch.use_deterministic_algorithms(False)
     expected, expected_gradient = value_and_gradient()
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.losses import Outputs, Upsampled, exchange_low_resolution, full
 from slipstream.model.base_model import BaseModel
 from slipstream.registry import MODELS
 from slipstream.typecheck import PositiveInt, check, short_repr
@@ -63,7 +64,7 @@ class Task(BaseModel):
         Raises:
             ModelError: if the number of channels is different.
         """
-        if self.num_classes is None or not isinstance(scores, Tensor):
+        if self.num_classes is None or not isinstance(scores, Tensor | Upsampled):
             return
         channels = scores.shape[1]
         if channels != self.num_classes and (channels, self.num_classes) != (1, 2):
@@ -83,6 +84,14 @@ class Segmentor(Task):
         data_preprocessor: usually `ImgDataPreprocessor`.
     """
 
+    # Whether a subclass outside Slipstream defines a method that receives the network's outputs.
+    _reads_outputs = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not cls.__module__.startswith("slipstream."):
+            cls._reads_outputs = cls._reads_outputs or not _READERS.isdisjoint(vars(cls))
+
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
 
@@ -94,11 +103,20 @@ class Segmentor(Task):
             targets: class ids (N, H, W) of any integer type.
             mode: `loss`, `predict` or `tensor`.
         """
-        outputs = self.network(inputs)
+        outputs = self.outputs(inputs, mode)
         self.check_classes(main_output(outputs))
         if mode == "loss":
             return self.losses(self.without_padding(outputs, inputs, targets), targets)
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
+
+    def outputs(self, inputs: Tensor, mode: str) -> Any:
+        """Return the network's outputs.
+
+        They are `Upsampled` if network and loss support it, and only the methods of Slipstream's classes read them.
+        """
+        if mode == "tensor" or self._reads_outputs or not exchange_low_resolution(self.network, self.loss):
+            return self.network(inputs)
+        return self.network(inputs, upsample=False)
 
     def without_padding(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
         """Return the outputs without the padding that the preprocessor added to the images."""
@@ -126,24 +144,28 @@ class Segmentor(Task):
         return any(i != t for i, t in sizes) and all(i == math.ceil(t / divisor) * divisor for i, t in sizes)
 
 
-def main_output(outputs: Any) -> Tensor:
-    """Return the main output of a network: the first tensor, if the outputs are a (nested) tuple or list."""
+# Methods of `Segmentor` that receive the network's outputs.
+_READERS = {"check_classes", "losses", "loss_inputs", "without_padding", "predictions"}
+
+
+def main_output(outputs: Any) -> Any:
+    """Return the main output of a network: the first one, if the outputs are a (nested) tuple or list."""
     while isinstance(outputs, tuple | list):
         outputs = outputs[0]
     return outputs
 
 
-def _class_ids(logits: Tensor) -> dict[str, Tensor]:
+def _class_ids(logits: Outputs) -> dict[str, Tensor]:
     """Return the class ids and, for an output with one channel, the scores (N, H, W)."""
     if logits.shape[1] > 1:
         return {"preds": logits.argmax(1)}
-    scores = logits.squeeze(1)
+    scores = full(logits).squeeze(1)
     return {"preds": (scores >= 0).long(), "scores": scores}
 
 
-def _resized(logits: Tensor, like: Tensor) -> Tensor:
+def _resized(logits: Outputs, like: Tensor) -> Outputs:
     size = like.shape[-2:]
-    return logits if logits.shape[-2:] == size else F.interpolate(logits, size, mode="bilinear")
+    return logits if logits.shape[-2:] == size else F.interpolate(full(logits), size, mode="bilinear")
 
 
 def _cut(outputs: Any, targets: Tensor) -> Any:
@@ -151,7 +173,7 @@ def _cut(outputs: Any, targets: Tensor) -> Any:
     if isinstance(outputs, tuple | list):
         return [_cut(output, targets) for output in outputs]
     height, width = targets.shape[-2:]
-    return outputs[..., :height, :width]
+    return outputs.cut(height, width) if isinstance(outputs, Upsampled) else outputs[..., :height, :width]
 
 
 @MODELS.register_module()
@@ -201,7 +223,7 @@ def _check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         targets: integer class ids, or class probabilities (not checked).
     """
     takes_ids = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
-    if not takes_ids or not isinstance(scores, Tensor) or scores.ndim < 2:
+    if not takes_ids or not isinstance(scores, Tensor | Upsampled) or scores.ndim < 2:
         return
     # Tensors without data, such as fake tensors, cannot be checked.
     if targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
@@ -215,7 +237,7 @@ def _check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
         raise _wrong_label(loss, scores, description)
 
 
-def _wrong_label(loss: nn.Module, scores: Tensor, description: str) -> DataError:
+def _wrong_label(loss: nn.Module, scores: Outputs, description: str) -> DataError:
     """Return the error for targets that are not among the network's classes."""
     ignored = getattr(loss, "ignore_index", None)
     ignores = f", and the loss ignores {ignored}" if ignored is not None else ""

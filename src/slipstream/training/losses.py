@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError, SlipstreamError, UnknownNameError, did_you_mean
 from slipstream.evaluator.metric import LossMetric
+from slipstream.losses import Outputs, Upsampled, at_least_float32, full, supports_low_resolution
 from slipstream.registry import METRICS, MODELS
 from slipstream.training.metrics import NAMES, known_names
 from slipstream.training.params import TrainingParams, pop_fixed, read_factory
-from slipstream.zoo.losses import CrossEntropy, at_least_float32
+from slipstream.zoo.losses import CrossEntropy
 
 # SuperGradients' names for losses whose name in MODELS is different.
 _NAMES = {
@@ -82,21 +83,17 @@ class CrossEntropyLoss(CrossEntropy):
         pop_fixed(given, _FIXED_ARGUMENTS, _CONFIG_PATH)
         super().__init__(ignore_index, smooth_eps or 0.0, weight)
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs, targets: Tensor) -> Tensor:
         """Return the loss as a 0-dim tensor; see `CrossEntropy.forward`."""
-        smoothing = self.label_smoothing
-        if not (smoothing and isinstance(outputs, Tensor)):
-            return super().forward(outputs, targets)
-        logits = at_least_float32(outputs)
-        if targets.is_floating_point():
-            return F.cross_entropy(logits, targets, self.weight)
-        if self.weight is None:
-            return super().forward(outputs, targets)
-        log_p = F.log_softmax(logits, dim=1) * self.weight.view(-1, *[1] * (logits.ndim - 2))
-        valid = targets != self.ignore_index
-        target_log_p = log_p.gather(1, targets.long().where(valid, 0).unsqueeze(1)).squeeze(1)
-        losses = -(1 - smoothing) * target_log_p - smoothing * log_p.mean(1)
-        return losses.where(valid, 0).sum() / valid.sum().clamp_min(1)
+        if targets.is_floating_point() and self.label_smoothing and isinstance(outputs, Tensor | Upsampled):
+            return F.cross_entropy(at_least_float32(full(outputs)), targets, self.weight)
+        return super().forward(outputs, targets)
+
+    def _divisor(self, targets: Tensor) -> Tensor:
+        if self.label_smoothing and self.weight is not None:
+            return (targets != self.ignore_index).sum().clamp_min(1)
+        return super()._divisor(targets)
 
 
 def loss_config(

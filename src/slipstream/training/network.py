@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
+from slipstream.losses import Outputs
 from slipstream.model import Segmentor, unwrap_model
 from slipstream.model.tasks import SlidingWindow, main_output, slide
 from slipstream.model.weight_init import PretrainedWeights, load_pretrained
@@ -116,7 +117,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)
         else:
-            outputs = self.network(inputs)
+            outputs = self.outputs(inputs, mode)
         self.check_classes(main_output(outputs))
         if mode == "loss":
             has_classes = targets is not None and isinstance(self.loss, CLASS_LOSSES)
@@ -179,7 +180,7 @@ class SupervisedModel(Segmentor, PretrainedWeights):
         return [(metric, getattr(self, f"train_counts{i}")) for i, metric in enumerate(self.train_metrics)]
 
 
-def _check_targets(scores: Tensor, targets: Tensor) -> None:
+def _check_targets(scores: Outputs, targets: Tensor) -> None:
     """Raise `DataError` unless the targets are class ids or class probabilities, without a device synchronization."""
     is_float = targets.is_floating_point()
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
@@ -191,9 +192,9 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
     )
 
 
-def _check_size(scores: Tensor, targets: Tensor) -> None:
+def _check_size(scores: Outputs, targets: Tensor) -> None:
     """Raise `DataError` unless targets and output have the same N, H and W, without a device synchronization."""
-    if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
+    if (scores.shape[0], *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets of shape {tuple(targets.shape)} and the network's output of shape {tuple(scores.shape)} differ "
             "in size; check the dataset's transforms"

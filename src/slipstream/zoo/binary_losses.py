@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
+from slipstream.losses import at_least_float32
 from slipstream.registry import MODELS
 from slipstream.typecheck import check
-from slipstream.zoo.losses import at_least_float32
 
 _SMOOTH = 1.0
 _EPS = 1e-5

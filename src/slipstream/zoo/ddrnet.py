@@ -214,12 +214,12 @@ class DDRNet(Network):
     def _remove_auxiliary_heads(self) -> None:
         self.seghead_extra = None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
+    def heads(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Return logits (N, num_classes, h, w) at 1/8 of the resolution of images (N, 3, H, W) of any size.
 
-        In training mode with the auxiliary head, return the tuple (main, auxiliary), both interpolated to H x W.
+        In training mode with the auxiliary head, return the tuple (main, auxiliary).
         """
-        backbone, image = self._backbone, x
+        backbone = self._backbone
         low = high = backbone.layer2(F.relu(backbone.layer1(backbone.stem(x))))
         stages = zip(backbone.layer3, self.layer3_skip, self.down3, self.compression3, strict=True)
         for low_stage, high_stage, down, compression in stages:
@@ -229,10 +229,10 @@ class DDRNet(Network):
             backbone.layer4(F.relu(low)), self.layer4_skip(F.relu(high)), self.down4, self.compression4
         )
         context = resize(self.spp(self.layer5(F.relu(low))), high)
-        main = resize(self.final_layer(context + self.layer5_skip(F.relu(high))), image)
+        main = self.final_layer(context + self.layer5_skip(F.relu(high)))
         if not self.training or self.seghead_extra is None:
             return main
-        return main, resize(self.seghead_extra(high_features), image)
+        return main, self.seghead_extra(high_features)
 
 
 def _exchange(low: Tensor, high: Tensor, down: nn.Module, compression: nn.Module) -> tuple[Tensor, Tensor]:

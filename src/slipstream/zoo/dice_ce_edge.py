@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slipstream.errors import ModelError
+from slipstream.losses import (
+    Outputs,
+    all_heads,
+    binary_cross_entropy_and_sums,
+    cross_entropy_and_sums,
+    dice_loss,
+    edges,
+    supports_low_resolution,
+)
 from slipstream.registry import MODELS
-from slipstream.zoo.losses import at_least_float32
-
-_SMOOTH = 1.0
-_EPS = 1e-5
 
 
 @MODELS.register_module()
@@ -78,7 +81,8 @@ class DiceCEEdgeLoss(nn.Module):
         kinds = ["loss_main"] + [f"loss_aux{i}" for i in range(num_aux_heads)]
         self.names = kinds + [f"loss_detail{i}" for i in range(num_detail_heads)]
 
-    def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> dict[str, Tensor]:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs | Sequence[Outputs], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
@@ -89,27 +93,24 @@ class DiceCEEdgeLoss(nn.Module):
         Raises:
             ModelError: if the number of outputs or the number of channels is wrong.
         """
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        self._check(outputs)
-        targets = targets.long()
-        valid = targets != self.ignore_index
-        edges = _edges(targets, self.edge_kernel)
-        classes = torch.arange(self.num_classes, device=targets.device).view(-1, 1, 1)
-        hits = (targets.unsqueeze(1) == classes) & valid.unsqueeze(1)
+        heads = all_heads(outputs)
+        self._check(heads)
+        at_edges = edges(targets, self.edge_kernel)
+        pixel_weight, edge_weight = self.ce_edge_weights
+        weights = pixel_weight / targets.numel() + at_edges * (edge_weight / at_edges.sum().clamp_min(1))
         losses = {}
-        for name, weight, logits in zip(self.names, self.weights, outputs, strict=False):
-            logits = at_least_float32(logits)
+        for name, weight, logits in zip(self.names, self.weights, heads, strict=False):
             if name.startswith("loss_detail"):
-                cross_entropy, dice = _detail_loss(logits, edges)
+                ce, hits, area = binary_cross_entropy_and_sums(logits, at_edges)
+                cross_entropy = ce.mean()
             else:
-                log_p = F.log_softmax(logits, dim=1)
-                cross_entropy = self._cross_entropy(log_p, targets, edges)
-                dice = _dice(log_p.exp() * valid.unsqueeze(1), hits)
+                ce, hits, area = cross_entropy_and_sums(logits, targets, self.ignore_index)
+                cross_entropy = (ce * weights).sum()
             first, second = self.dice_ce_weights
-            losses[name] = weight * (first * cross_entropy + second * dice)
+            losses[name] = weight * (first * cross_entropy + second * dice_loss(hits, area))
         return losses
 
-    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+    def _check(self, outputs: tuple[Outputs, ...]) -> None:
         needed = [1 if name.startswith("loss_detail") else self.num_classes for name in self.names]
         channels = [logits.shape[1] for logits in outputs]
         if channels not in (needed, needed[:1]):
@@ -117,31 +118,3 @@ class DiceCEEdgeLoss(nn.Module):
                 f"DiceCEEdgeLoss expects outputs with {needed} channels ({', '.join(self.names)}), but the network "
                 f"returns {channels}; set num_classes, num_aux_heads and num_detail_heads to match its outputs"
             )
-
-    def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
-        ce = F.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction="none")
-        pixel_weight, edge_weight = self.ce_edge_weights
-        return pixel_weight * ce.mean() + edge_weight * (ce * edges).sum() / edges.sum().clamp_min(1)
-
-
-def _edges(targets: Tensor, kernel: int) -> Tensor:
-    """Return a mask (N, H, W) that is True where the neighborhood has more than one label."""
-    # The maximum minus the minimum label in the neighborhood.
-    labels = targets.float()
-    extremes = torch.stack((labels, -labels), dim=1)
-    extremes = F.max_pool2d(extremes, (kernel, 1), stride=1, padding=(kernel // 2, 0))
-    extremes = F.max_pool2d(extremes, (1, kernel), stride=1, padding=(0, kernel // 2))
-    return extremes.sum(1) != 0
-
-
-def _dice(p: Tensor, hits: Tensor) -> Tensor:
-    """Return the mean over channels of 1 - Dice, for probabilities and targets (N, C, H, W)."""
-    dims = (0, 2, 3)
-    intersection = (p * hits).sum(dims)
-    area = p.sum(dims) + hits.sum(dims)
-    return (1 - (2 * intersection + _SMOOTH) / (area + _SMOOTH + _EPS)).mean()
-
-
-def _detail_loss(logits: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    truth = edges.unsqueeze(1)
-    return F.binary_cross_entropy_with_logits(logits, truth.to(logits.dtype)), _dice(logits.sigmoid(), truth)

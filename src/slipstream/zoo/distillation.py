@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
+from slipstream.losses import at_least_float32
 from slipstream.registry import MODELS
 from slipstream.typecheck import Probability, check
-from slipstream.zoo.losses import at_least_float32
 
 _Mode = Literal["channel_wise", "spatial_wise"]
 LossOrConfig = Callable[..., Any] | Mapping[str, Any]

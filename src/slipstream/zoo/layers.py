@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
+from slipstream.losses import interpolate
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
@@ -137,30 +138,8 @@ def check_size(network: str, x: Tensor, least: int) -> None:
 
 
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
-    """Return `x` interpolated bilinearly to the height and width of `like`.
-
-    The result matches `F.interpolate`, but is computed as two matrix products, which is several times faster on CPU.
-    The gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
-    Without it, the edges of the images are aligned.
-    """
-    # F.interpolate is not used, because on CPU, inductor (torch 2.13) may compute a gradient of zero for it.
-    height, width = like.shape[-2:]
-    rows = _interpolation(x, x.shape[-2], height, align_corners)
-    columns = _interpolation(x, x.shape[-1], width, align_corners)
-    return rows @ (x @ columns.T)
-
-
-def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> Tensor:
-    """Return the linear interpolation matrix (target, source) in the dtype and on the device of `x`."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    positions = torch.arange(target, dtype=dtype, device=x.device)
-    if align_corners:
-        positions = positions * ((source - 1) / max(target - 1, 1))
-    else:
-        positions = (positions + 0.5) * (source / target) - 0.5
-    positions = positions.clamp(0, source - 1)
-    distances = (positions[:, None] - torch.arange(source, dtype=dtype, device=x.device)).abs()
-    return (1 - distances).clamp_min(0).to(x.dtype)
+    """Return `x` interpolated bilinearly to the height and width of `like`; see `slipstream.losses.interpolate`."""
+    return interpolate(x, like.shape[-2:], align_corners)
 
 
 def init_weights(model: nn.Module) -> None:

@@ -9,6 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
+from slipstream.losses import (
+    Outputs,
+    Upsampled,
+    all_heads,
+    at_least_float32,
+    cross_entropy,
+    full,
+    supports_low_resolution,
+)
 from slipstream.registry import MODELS
 from slipstream.typecheck import Probability, check
 
@@ -44,7 +53,8 @@ class CrossEntropy(nn.Module):
         self.label_smoothing = check(label_smoothing, Probability, "label_smoothing")
         self.register_buffer("weight", _class_weights(weight), persistent=False)
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs, targets: Tensor) -> Tensor:
         """Return the loss as a 0-dim tensor.
 
         Args:
@@ -55,17 +65,20 @@ class CrossEntropy(nn.Module):
         Raises:
             ModelError: if the network returns several outputs.
         """
-        if not isinstance(outputs, Tensor):
+        if not isinstance(outputs, Tensor | Upsampled):
             raise ModelError(
                 f"CrossEntropy requires a single output, but the network returns {len(outputs)} in training mode; "
                 "disable its auxiliary heads (use_aux_heads=False), or use a loss for several heads (DiceCEEdgeLoss)"
             )
-        logits, smoothing = at_least_float32(outputs), self.label_smoothing
+        smoothing = self.label_smoothing
         if targets.is_floating_point():
+            logits = at_least_float32(full(outputs))
             return F.cross_entropy(logits, targets, self.weight, label_smoothing=smoothing)
-        targets = targets.long()
-        total = _sum_of_cross_entropy(logits, targets, self.ignore_index, self.weight, smoothing)
-        return total / _sum_of_weights(targets, self.ignore_index, self.weight)
+        total = cross_entropy(outputs, targets, self.weight, smoothing, self.ignore_index).sum()
+        return total / self._divisor(targets)
+
+    def _divisor(self, targets: Tensor) -> Tensor:
+        return _sum_of_weights(targets, self.ignore_index, self.weight)
 
 
 @MODELS.register_module()
@@ -97,7 +110,8 @@ class MultiHeadCrossEntropy(nn.Module):
         self.ignore_index = ignore_index
         self.register_buffer("weight", _class_weights(weight), persistent=False)
 
-    def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs | tuple[Outputs, ...], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
@@ -108,14 +122,12 @@ class MultiHeadCrossEntropy(nn.Module):
             ModelError: if the number of outputs is not the number of `weights`. In evaluation mode, the main output
                 alone is also valid.
         """
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        factors = self._factors(len(outputs))
-        targets = targets.long()
+        heads = all_heads(outputs)
+        factors = self._factors(len(heads))
         divisor = _sum_of_weights(targets, self.ignore_index, self.weight)
         losses = [
-            factor * self._total(logits, targets) / divisor
-            for factor, logits in zip(factors, outputs, strict=True)
+            factor * cross_entropy(logits, targets, self.weight, 0.0, self.ignore_index).sum() / divisor
+            for factor, logits in zip(factors, heads, strict=True)
         ]
         names = ["loss_main", *(f"loss_aux{index}" for index in range(len(losses) - 1))]
         return dict(zip(names, losses, strict=True))
@@ -134,9 +146,6 @@ class MultiHeadCrossEntropy(nn.Module):
             )
         return self.weights
 
-    def _total(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return _sum_of_cross_entropy(at_least_float32(logits), targets, self.ignore_index, self.weight)
-
 
 def _class_weights(weight: Sequence[float] | None) -> Tensor | None:
     if weight is None:
@@ -151,28 +160,9 @@ def _class_weights(weight: Sequence[float] | None) -> Tensor | None:
 
 def _sum_of_weights(targets: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
     """Return the sum of the class weights over the targets that are not ignored, or 1 if the sum is 0."""
+    targets = targets.long()
     valid = targets != ignore_index
     if weight is None:
         return valid.sum().clamp_min(1)
     total = (weight[targets.where(valid, 0)] * valid).sum()
     return total.where(total > 0, 1)
-
-
-def _sum_of_cross_entropy(
-    logits: Tensor, targets: Tensor, ignore_index: int, weight: Tensor | None = None, smoothing: float = 0.0
-) -> Tensor:
-    """Return the weighted sum of the cross-entropy over the targets that are not ignored.
-
-    If deterministic algorithms are enabled, the sum is computed separately, because the sum that `F.cross_entropy`
-    computes on CUDA is nondeterministic.
-    """
-    reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
-    losses = F.cross_entropy(
-        logits, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
-    )
-    return losses.sum()
-
-
-def at_least_float32(logits: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 logits to float32, so that sums over many pixels are accurate."""
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import ModelError
+from slipstream.losses import Upsampled, supports_low_resolution
 from slipstream.zoo.layers import check_num_classes
 from slipstream.zoo.predicting import Processing, predict, stored_processing
 from slipstream.zoo.predictions import ImagePrediction, ImagesPredictions
@@ -17,7 +18,8 @@ from slipstream.zoo.predictions import ImagePrediction, ImagesPredictions
 class Network(nn.Module):
     """Base class of the zoo's networks.
 
-    A subclass defines `_classifiers`. If it has auxiliary heads, it also overrides `_remove_auxiliary_heads`.
+    A subclass defines `_classifiers`, and either `heads` or `forward`. If it has auxiliary heads, it also overrides
+    `_remove_auxiliary_heads`.
     """
 
     # `segmentation` or `classification`.
@@ -28,12 +30,34 @@ class Network(nn.Module):
     _replaced_heads: ClassVar[tuple[str, ...]] = ()
     # Prefixes of the names of the parameters that SuperGradients' `finetune` trains.
     _finetuned: ClassVar[tuple[str, ...]] = ()
+    # How `forward` interpolates the logits.
+    _align_corners: ClassVar[bool] = False
     _processing: Processing | None = None
     _is_set_by_user = False
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         check_num_classes(num_classes)
+
+    @supports_low_resolution
+    def forward(self, x: Tensor, upsample: bool = True) -> Any:
+        """Return the logits of `heads`, interpolated to the height and width of the images `x` (N, 3, H, W).
+
+        Args:
+            x: images of any size.
+            upsample: if False, return `slipstream.losses.Upsampled` instead of tensors.
+        """
+        outputs = self.heads(x)
+        size = (x.shape[-2], x.shape[-1])
+        logits = outputs if isinstance(outputs, tuple) else (outputs,)
+        found: list[Any] = [Upsampled(head, size, self._align_corners) for head in logits]
+        if upsample:
+            found = [head.full() for head in found]
+        return tuple(found) if isinstance(outputs, tuple) else found[0]
+
+    def heads(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the logits (N, C, h, w), or the tuple of the main and the auxiliary logits, before interpolation."""
+        raise NotImplementedError
 
     def set_dataset_processing_params(
         self,

@@ -133,18 +133,16 @@ class PPLiteSeg(Network):
     def _remove_auxiliary_heads(self) -> None:
         self.aux_heads = nn.ModuleList()
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
+    def heads(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return logits (N, num_classes, h, w) at 1/8 of the resolution of images (N, 3, H, W) of any size.
 
-        In training mode with auxiliary heads, return the tuple (main, aux at 1/8, aux at 1/16, aux at 1/32),
-        all interpolated to H x W.
+        In training mode with auxiliary heads, return the tuple (main, aux at 1/8, aux at 1/16, aux at 1/32).
         """
         skips, context = self.encoder(x)
-        main = resize(self.seg_head(self.decoder(skips, context)), x)
+        main = self.seg_head(self.decoder(skips, context))
         if not (self.training and self.aux_heads):
             return main
-        aux = [resize(head(skip), x) for head, skip in zip(self.aux_heads, skips, strict=True)]
-        return (main, *aux)
+        return (main, *(head(skip) for head, skip in zip(self.aux_heads, skips, strict=True)))
 
 
 @MODELS.register_module(["pp_lite_t_seg", "pp_lite_t_seg50", "pp_lite_t_seg75"])

@@ -170,11 +170,12 @@ class RegSeg(Network):
         init_weights(self)
         self.register_load_state_dict_pre_hook(_rename)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size."""
+    def heads(self, x: Tensor) -> Tensor:
+        """Return logits (N, num_classes, h, w) at 1/4 of the resolution of images (N, 3, H, W) of any size."""
         conv, classifier = self.head
         features = conv(self.decoder(self.backbone(self.stem(x))))
-        return resize(classifier(self.dropout(features)), x)
+        logits: Tensor = classifier(self.dropout(features))
+        return logits
 
 
 def _rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -207,14 +207,17 @@ class SegFormer(Network):
         self.decode_head = DecodeHead(widths, head_width, num_classes, dropout)
         _init_weights(self)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32 pixels.
+    def heads(self, x: Tensor) -> Tensor:
+        """Return logits (N, num_classes, h, w) at 1/4 of the resolution of images (N, 3, H, W).
+
+        The images must have at least 32 x 32 pixels.
 
         Raises:
             ModelError: if the images are smaller than 32 x 32 pixels.
         """
         check_size("SegFormer", x, 32)
-        return resize(self.decode_head(self._backbone(x)), x)
+        logits: Tensor = self.decode_head(self._backbone(x))
+        return logits
 
 
 def _init_weights(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.registry import MODELS
 from slipstream.zoo.ddrnet import BasicBlock
-from slipstream.zoo.layers import ConvBlock, outputs_of, resize
+from slipstream.zoo.layers import ConvBlock, outputs_of
 from slipstream.zoo.network import Network
 
 _LEVELS = 3
@@ -168,6 +168,7 @@ class ShelfNet(Network):
         ModelError: if `num_classes` is less than 1.
     """
 
+    _align_corners = True
     _classifiers = r"net_output_list\.\d\.conv_out"
     _finetuned = ("net_output_list",)
 
@@ -191,11 +192,11 @@ class ShelfNet(Network):
     def _remove_auxiliary_heads(self) -> None:
         self.net_output_list = self.net_output_list[:1]
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return logits (N, num_classes, H, W) for images (N, in_channels, H, W).
+    def heads(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return logits (N, num_classes, h, w) for images (N, in_channels, H, W).
 
-        In training mode, return the tuple (main, aux at 1/16, aux at 1/32), all interpolated to H x W, unless the
-        auxiliary heads have been removed.
+        In training mode, return the tuple (main, aux at 1/16, aux at 1/32), unless the auxiliary heads have been
+        removed.
         """
         features = self.backbone(x)
         if self.conv_out_list:
@@ -203,8 +204,8 @@ class ShelfNet(Network):
         fused = self.ladder(self.decoder(features))[::-1]
         count = len(self.net_output_list) if self.training else 1
         heads = zip(range(count), self.net_output_list, fused, strict=False)
-        logits = [resize(head(f), x, align_corners=True) for _, head, f in heads]
-        return tuple(logits) if count > 1 else logits[0]
+        logits = tuple(head(f) for _, head, f in heads)
+        return logits if count > 1 else logits[0]
 
 
 @torch.no_grad()

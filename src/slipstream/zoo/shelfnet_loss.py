@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from slipstream.losses import Outputs, all_heads, supports_low_resolution
 from slipstream.registry import MODELS
 from slipstream.zoo.stdc_loss import OhemCELoss
 
@@ -31,13 +32,14 @@ class ShelfNetOHEMLoss(nn.Module):
         self.ignore_index = -100 if ignore_lb is None or ignore_lb < 0 else ignore_lb
         self.ohem = OhemCELoss(threshold, mining_percent, self.ignore_index)
 
-    def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> dict[str, Tensor]:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs | Sequence[Outputs], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
             outputs: logits (N, classes, H, W), or a sequence of them.
             targets: class ids (N, H, W) of any integer dtype.
         """
-        heads = (outputs,) if isinstance(outputs, Tensor) else outputs
+        heads = all_heads(outputs)
         names = ["loss_main", *(f"loss_aux{index}" for index in range(len(heads) - 1))]
         return {name: self.ohem(logits, targets) for name, logits in zip(names, heads, strict=True)}

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
+from slipstream.losses import (
+    Outputs,
+    all_heads,
+    binary_cross_entropy_and_sums,
+    cross_entropy,
+    dice_loss,
+    hard_pixels,
+    supports_low_resolution,
+)
 from slipstream.registry import MODELS
 from slipstream.typecheck import Probability, check
-from slipstream.zoo.losses import at_least_float32
 
 
 @MODELS.register_module()
 class OhemCELoss(nn.Module):
-    """Cross-entropy over hard pixels only (online hard example mining, arXiv 1604.03540).
+    """Cross-entropy over hard pixels only (online hard example mining); see `slipstream.losses.hard_pixels`.
 
-    Hard pixels are those whose target class has a predicted probability below `threshold`. If there are fewer than
-    k = max(1, floor(mining_percent * n)) of them, where n is the number of pixels that are not ignored, the k pixels
-    with the largest losses are used instead; if several pixels have the kth largest loss, they share the remaining
-    weight equally. The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are
-    0. The computation does not cause a device synchronization.
+    The loss is the mean over the hard pixels. If all pixels are ignored, the loss and its gradient are 0. The
+    computation does not cause a device synchronization.
 
     Args:
         threshold: probability, greater than 0 and at most 1.
@@ -41,26 +44,15 @@ class OhemCELoss(nn.Module):
         check(mining_percent, Probability, "mining_percent")
         self.mining_percent = mining_percent
         self.ignore_index = ignore_index
-        self.hard_loss = -math.log(threshold)
+        self.threshold = threshold
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+    @supports_low_resolution
+    def forward(self, logits: Outputs, targets: Tensor) -> Tensor:
         """Return the loss as a 0-dim tensor, for logits (N, classes, H, W) and integer class ids (N, H, W)."""
-        logits, targets = at_least_float32(logits), targets.long()
-        losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
-        return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
-
-    def _weights(self, losses: Tensor, valid: Tensor) -> Tensor:
-        """Return the weights of the pixels in the mean; `valid` is True for pixels that are not ignored."""
-        max_kept = max(1, int(self.mining_percent * losses.numel()))
-        # The number of pixels to keep is known only on the device, so select the kth largest loss from the `max_kept`
-        # largest losses. Ignored pixels have the smallest possible loss, 0.
-        keep = (valid.sum() * self.mining_percent).long().clamp(1, max_kept)
-        kth = losses.topk(max_kept).values.gather(0, (keep - 1).reshape(1))
-        cut = kth.clamp_max(self.hard_loss)
-        above, tied = losses > cut, losses == cut
-        hard = above.sum()
-        remaining = (keep - hard).clamp_min(0).to(losses.dtype)
-        return (above + tied * (remaining / tied.sum().clamp_min(1))) / torch.maximum(keep, hard)
+        targets = targets.long()
+        losses = cross_entropy(logits, targets, ignore_index=self.ignore_index)
+        valid = targets != self.ignore_index
+        return (hard_pixels(losses.detach(), valid, self.threshold, self.mining_percent) * losses).sum()
 
 
 def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
@@ -135,7 +127,8 @@ class STDCLoss(nn.Module):
         self.ohem = OhemCELoss(threshold, mining_percent, ignore_index)
         self.ignore_index = ignore_index
 
-    def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
+    @supports_low_resolution
+    def forward(self, outputs: Outputs | tuple[Outputs, ...], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail": ...}`, 0-dim tensors whose sum is the loss.
 
         With several detail heads, the keys are `loss_detail0`, `loss_detail1`, ...
@@ -149,23 +142,22 @@ class STDCLoss(nn.Module):
             ModelError: if the number of outputs is neither one nor the number of weights, or the number of classes
                 is not `num_classes`.
         """
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        self._check(outputs)
+        heads = all_heads(outputs)
+        self._check(heads)
         classifiers = len(self.weights) - self.num_detail_heads
         names = ["loss_main", *(f"loss_aux{index}" for index in range(classifiers - 1))]
         losses = {
             name: factor * self.ohem(logits, targets)
-            for name, factor, logits in zip(names, self.weights, outputs, strict=False)
+            for name, factor, logits in zip(names, self.weights, heads, strict=False)
         }
-        if details := outputs[classifiers:]:
+        if details := heads[classifiers:]:
             truth = detail_target(targets, self.ignore_index, self.detail_threshold)
             for index, (factor, logits) in enumerate(zip(self.weights[classifiers:], details, strict=True)):
                 name = "loss_detail" if len(details) == 1 else f"loss_detail{index}"
                 losses[name] = factor * self._detail(logits, truth)
         return losses
 
-    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+    def _check(self, outputs: tuple[Outputs, ...]) -> None:
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
                 f"STDCLoss requires one weight per network output ({len(outputs)}), but `weights` has "
@@ -177,10 +169,7 @@ class STDCLoss(nn.Module):
                 "set the same num_classes for both"
             )
 
-    def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:
-        logits = at_least_float32(logits)
-        details = truth.to(logits.dtype)
-        probabilities = torch.sigmoid(logits)
-        overlap = (2 * (probabilities * details).sum() + 1) / (probabilities.sum() + details.sum() + 1)
-        cross_entropy, dice = self.detail_weights
-        return cross_entropy * F.binary_cross_entropy_with_logits(logits, details) + dice * (1 - overlap)
+    def _detail(self, logits: Outputs, truth: Tensor) -> Tensor:
+        losses, hits, area = binary_cross_entropy_and_sums(logits, truth[:, 0])
+        cross_entropy_weight, dice_weight = self.detail_weights
+        return cross_entropy_weight * losses.mean() + dice_weight * dice_loss(hits, area, eps=0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.registry import MODELS
-from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, init_weights, resize
+from slipstream.zoo.layers import ConvBNReLU, SegmentationHead, init_weights
 from slipstream.zoo.network import Network
 from slipstream.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 
@@ -103,6 +103,7 @@ class STDCSeg(Network):
         ModelError: if `num_classes` is less than 1.
     """
 
+    _align_corners = True
     _classifiers = r"(segmentation_head|aux_head_s16|aux_head_s32)\.0\.seg_head\.2"
     _finetuned = _replaced_heads = ("segmentation_head", "aux_head", "detail_head")
 
@@ -130,28 +131,22 @@ class STDCSeg(Network):
             del self.aux_head_s16, self.aux_head_s32, self.detail_head8
         self.use_aux_heads = False
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
+    def heads(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return logits (N, num_classes, h, w) at 1/8 of the resolution of images (N, 3, H, W) of any size.
 
-        In training mode with auxiliary heads, return the tuple (main, aux at 1/32, aux at 1/16, detail at 1/8),
-        all interpolated to H x W. Detail logits have one channel. Use `STDCLoss` for these outputs.
+        In training mode with auxiliary heads, return the tuple (main, aux at 1/32, aux at 1/16, detail at 1/8). Detail
+        logits have one channel. Use `STDCLoss` for these outputs.
         """
         (feature8, feature16, feature32), context = self.cp(x)
-        main = _enlarge(self.segmentation_head(self.ffm(feature8, context)), x)
+        main = self.segmentation_head(self.ffm(feature8, context))
         if not (self.training and self.use_aux_heads):
             return main
-        aux32 = _enlarge(self.aux_head_s32(feature32), x)
-        aux16 = _enlarge(self.aux_head_s16(feature16), x)
-        return main, aux32, aux16, _enlarge(self.detail_head8(feature8), x)
+        return main, self.aux_head_s32(feature32), self.aux_head_s16(feature16), self.detail_head8(feature8)
 
 
 def _head(in_channels: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
     # The head is in a Sequential to match checkpoints, in which an upsampling module follows the head.
     return nn.Sequential(SegmentationHead(in_channels, hidden, num_classes, dropout))
-
-
-def _enlarge(logits: Tensor, like: Tensor) -> Tensor:
-    return resize(logits, like, align_corners=True)
 
 
 @MODELS.register_module(["stdc1_seg", "stdc1_seg50", "stdc1_seg75"])
