@@ -130,6 +130,22 @@ def test_segmentation_returns_the_class_of_each_pixel(channels, tmp_path):
     assert Image.open(tmp_path / "all/pred_0.jpg").size == (100, 80)
 
 
+@pytest.mark.parametrize(("name", "unfused"), [("resnet18_cifar", 17), ("pp_lite_t_seg", 0)])
+def test_fused_copy_predicts_the_same(name, unfused, monkeypatch):
+    network = perturbed(models.get(name, 3)).double()
+    state = copy.deepcopy(network.state_dict())
+    used = []
+    original = predicting._predictions
+    monkeypatch.setattr(predicting, "_predictions", lambda *a: used.append(a[0]) or original(*a))
+    network.train().predict(picture(64, 64), fuse_model=True)
+    fused, x = used[0], torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in fused.modules()) == unfused
+    with torch.no_grad():
+        outputs, expected = predicting.main_output(fused.eval()(x)), predicting.main_output(network.eval()(x))
+    torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(network.state_dict(), state, rtol=0, atol=0)
+
+
 PREPROCESSOR = {"type": "ImgDataPreprocessor", "mean": [120.0, 110.0, 100.0], "std": [50.0, 60.0, 70.0]}
 
 
