@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -15,6 +15,9 @@ from slipstream.optim.scheduler.base import INF, _ParamScheduler
 from slipstream.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from slipstream.registry import PARAM_SCHEDULERS
 from slipstream.typecheck import PositiveInt, check, is_number, short_repr
+
+# The numbers of epochs and iterations in the run.
+_Ends: TypeAlias = tuple[int | None, int | None]
 
 
 class TorchSchedulerAdapter:
@@ -117,53 +120,53 @@ def build_param_scheduler(
         ConfigError: a key is invalid (the message names it), a scheduler object belongs to a different
             optimizer, or `by_epoch` is required but not set.
     """
-    if isinstance(cfg, Mapping) and "interval" in cfg:
-        arguments, per_update = _read_interval(cfg)
-        steps = max_updates if per_update else max_iters
-        made = build_param_scheduler(
-            arguments, optimizer, epoch_length=epoch_length, max_epochs=max_epochs, max_iters=steps
-        )
-        made.per_update = per_update
-        return made
-    if isinstance(cfg, LRScheduler) or (
-        isinstance(cfg, Mapping) and isinstance(cfg.get("scheduler"), LRScheduler)
-    ):
-        return _adapt(cfg if isinstance(cfg, Mapping) else {"scheduler": cfg}, optimizer)
+    if isinstance(cfg, LRScheduler):
+        cfg = {"scheduler": cfg}
     if not isinstance(cfg, Mapping):
         if not (hasattr(cfg, "step") and hasattr(cfg, "by_epoch")):
             raise ConfigError(f"must be a scheduler or a dict with a 'type', not {short_repr(cfg)}")
         _check_owner(getattr(cfg, "scheduler", cfg), optimizer)
         return cfg
+    per_update = None
+    if "interval" in cfg:
+        cfg, per_update = _read_interval(cfg)
+        max_iters = max_updates if per_update else max_iters
     kind = cfg.get("type")
     target: Any = PARAM_SCHEDULERS.resolve(kind) if isinstance(kind, str) else kind
-    for key in ("by_epoch", "convert_to_iter_based"):
-        check(cfg.get(key, True), bool, key)
-    end: Any = max_epochs if cfg.get("by_epoch", True) else max_iters
-    if (
-        cfg.get("by_epoch", True)
-        and cfg.get("convert_to_iter_based")
-        and epoch_length
-        and max_iters is not None
-    ):
+    if isinstance(cfg.get("scheduler"), LRScheduler):
+        made: _ParamScheduler | TorchSchedulerAdapter = _adapt(cfg, optimizer)
+    elif inspect.isclass(target) and issubclass(target, LRScheduler):
+        made = _build_torch(cfg, optimizer, (max_epochs, max_iters))
+    else:
+        made = _build_own(cfg, target, optimizer, epoch_length, (max_epochs, max_iters))
+    if per_update is not None:
+        made.per_update = per_update
+    return made
+
+
+def _build_own(
+    cfg: Mapping[str, Any], target: Any, optimizer: Any, epoch_length: int | None, ends: _Ends
+) -> _ParamScheduler:
+    """Build one of this package's schedulers."""
+    by_epoch = check(cfg.get("by_epoch", True), bool, "by_epoch")
+    converts = check(cfg.get("convert_to_iter_based", False), bool, "convert_to_iter_based")
+    end: Any = ends[0 if by_epoch else 1]
+    if by_epoch and converts and epoch_length and ends[1] is not None:
         # The number of epochs, which is not an integer in an iteration-based run that ends in the middle of an epoch.
-        epochs = Fraction(max_iters, epoch_length)
+        epochs = Fraction(ends[1], epoch_length)
         end = epochs.numerator if epochs.denominator == 1 else epochs
-    begin: Any = cfg.get("begin")
+    begin = cfg.get("begin")
     if cfg.get("end") is None and end is not None and is_number(begin) and begin >= end:
         raise ConfigError(
             f"is {begin}, but the run is only {float(end):g} long; train longer, reduce begin (and the `end` of the "
             "preceding scheduler), or set param_scheduler=null to train with a constant learning rate",
             "begin",
         )
-    default_args = {"optimizer": optimizer, "end": INF if end is None else end}
-    if inspect.isclass(target) and issubclass(target, LRScheduler):
-        return _build_torch(cfg, optimizer, (max_epochs, max_iters))
-    if "convert_to_iter_based" in cfg:
-        arguments = {key: value for key, value in cfg.items() if key != "convert_to_iter_based"}
-        if cfg["convert_to_iter_based"] and hasattr(target, "build_iter_from_epoch"):
-            arguments |= {"type": target.build_iter_from_epoch, "epoch_length": epoch_length}
-        cfg = arguments
-    built: _ParamScheduler = PARAM_SCHEDULERS.build(cfg, default_args=default_args)
+    arguments = {key: value for key, value in cfg.items() if key != "convert_to_iter_based"}
+    if converts and hasattr(target, "build_iter_from_epoch"):
+        arguments |= {"type": target.build_iter_from_epoch, "epoch_length": epoch_length}
+    defaults = {"optimizer": optimizer, "end": INF if end is None else end}
+    built: _ParamScheduler = PARAM_SCHEDULERS.build(arguments, default_args=defaults)
     lengths = getattr(built, "_length_arguments", ())
     built.ends_with_run = bool(lengths) and all(cfg.get(name) is None for name in lengths)
     return built
@@ -190,10 +193,8 @@ def _adapt(cfg: Mapping[str, Any], optimizer: Any) -> TorchSchedulerAdapter:
     return _adapted(cfg["scheduler"], cfg, (None, None))
 
 
-def _adapted(
-    scheduler: Any, cfg: Mapping[str, Any], ends: tuple[int | None, int | None]
-) -> TorchSchedulerAdapter:
-    """Return an adapter with the `by_epoch` and `end` of `cfg`; `ends` contains the default (epochs, iterations)."""
+def _adapted(scheduler: Any, cfg: Mapping[str, Any], ends: _Ends) -> TorchSchedulerAdapter:
+    """Return an adapter with the `by_epoch` and `end` of `cfg`; the default `end` is that of the run."""
     check(by_epoch := cfg.get("by_epoch"), bool | None, "by_epoch")
     check(end := cfg.get("end"), PositiveInt | None, "end")
     if by_epoch is None and not isinstance(scheduler, ReduceLROnPlateau):
@@ -211,10 +212,8 @@ def _check_owner(scheduler: Any, optimizer: Any) -> None:
         )
 
 
-def _build_torch(
-    cfg: Mapping[str, Any], optimizer: Any, ends: tuple[int | None, int | None]
-) -> TorchSchedulerAdapter:
-    """Build a torch scheduler; `ends` contains the numbers of epochs and iterations in the run."""
+def _build_torch(cfg: Mapping[str, Any], optimizer: Any, ends: _Ends) -> TorchSchedulerAdapter:
+    """Build a torch scheduler."""
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
