@@ -515,7 +515,7 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if loss_fn is not None:
-        compute_loss = lambda model, batch: loss_fn(*outputs_and_targets(model, batch, loss_fn))  # noqa: E731
+        return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch, loss_fn)))
     if compute_loss is not None:
         return lambda module, batch: _sum(compute_loss(module, batch))
     return _own_loss
@@ -531,14 +531,14 @@ def outputs_and_targets(module: nn.Module, batch: Any, loss_fn: Any = None) -> t
     """
     low = exchange_low_resolution(unwrap_model(module), loss_fn)
     options: dict[str, Any] = {"upsample": False} if low else {}
-    if isinstance(batch, Mapping):
-        return module(**batch, **options), batch
-    if not isinstance(batch, list | tuple) or len(batch) < 2:
+    if isinstance(batch, list | tuple) and len(batch) > 1:
+        return module(*batch[:-1], **options), batch[-1]
+    if not isinstance(batch, Mapping):
         raise DataError(
             f"a batch must be (inputs, targets) or a dict, not a {type(batch).__name__}; change the dataset or "
             "collate_fn of the loader"
         )
-    return module(*batch[:-1], **options), batch[-1]
+    return module(**batch, **options), batch
 
 
 def _own_loss(module: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -24,6 +24,7 @@ from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.step.function import EagerUpdate, finish
 from slipstream.step.numerics import LossScale, scale_
 from slipstream.step.parts import StepPart
+from slipstream.torch_calls import run_backward
 from slipstream.typecheck import PositiveInt, Rule, check
 
 _NO_CONTEXT = nullcontext()
@@ -248,7 +249,7 @@ class OptimWrapper:
             ModelError: at the end of the first accumulation window, none of the optimizer's parameters has a gradient.
         """
         scale = self.loss_scale
-        (loss if scale is None else loss * scale.scale.to(loss.device)).backward(**kwargs)
+        run_backward(loss if scale is None else loss * scale.scale.to(loss.device), **kwargs)
         self.accumulation.advance()
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.accumulation.unfinished == 0:
@@ -271,7 +272,10 @@ class OptimWrapper:
         groups = self.optimizer.param_groups
         if any(group.get("fused") for group in groups):
             self._layouts()
-        params = [p for group in groups for p in group["params"] if p.grad is not None]
+        needs_gradients = self.parts or self.loss_scale is not None
+        params = (
+            [p for group in groups for p in group["params"] if p.grad is not None] if needs_gradients else []
+        )
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():

@@ -26,6 +26,7 @@ from slipstream.sharding import is_sharded
 from slipstream.step.leaves import flatten
 from slipstream.step.numerics import LossScale, check_finite
 from slipstream.step.parts import StepPart, has_gradients
+from slipstream.torch_calls import run_optimizer
 
 if TYPE_CHECKING:
     from slipstream.logging import PhaseTimes
@@ -162,7 +163,7 @@ class EagerUpdate:
         """Update `params`."""
         optimizer: Any = self._optimizer
         if finite is None:
-            optimizer.step(**kwargs)
+            run_optimizer(optimizer, **kwargs)
         elif (
             self._updated.issuperset(params)
             and all(group.get("fused") for group in optimizer.param_groups)
@@ -201,6 +202,9 @@ def finish(
         state: the optimizer's state, in a graph, whose gradients and flags are averaged over all ranks. None for an
             eager `update`, which skips the step itself.
     """
+    if not parts and scale is None:
+        update(params, grads, None)
+        return {}, None
     flags, finite = [part.nonfinite for part in parts if part.nonfinite is not None], None
     if scale is not None or flags:
         grads, finite = check_finite(grads, flags, scale, local=state is None)
