@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer, optimizer
 
 # The code of the function that torch wraps around the `step` of each optimizer class.
-_WRAPPER: Any = Optimizer.profile_hook_step(lambda self: None)
+_WRAPPER: Any = Optimizer.profile_hook_step(print)
 
 
 def run_backward(loss: Tensor, inputs: Any = None, **kwargs: Any) -> None:
@@ -40,7 +41,7 @@ def run_optimizer(optim: Optimizer, **kwargs: Any) -> None:
         or optim._optimizer_step_post_hooks
         or optimizer._global_optimizer_pre_hooks
         or optimizer._global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
+        or _profiler_enabled()
     ):
         optim.step(**kwargs)
     else:
