@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.config import options
-from slipstream.errors import ConfigError, ModelError
+from slipstream.dist import get_world_size, traceable_sum
+from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.optim.kernels import FusedLayouts, lay_out_states, replace_kernel_options
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.sharding import full_tensor, is_sharded, max_abs, shard_like
 from slipstream.step.function import EagerUpdate, finish
-from slipstream.step.numerics import LossScale, scale_
+from slipstream.step.losses import AVERAGED_OVER
+from slipstream.step.numerics import HostNumber, LossScale, scale_
 from slipstream.step.parts import StepPart
 from slipstream.torch_calls import run_backward
 from slipstream.typecheck import PositiveInt, Rule, check
@@ -83,6 +85,11 @@ def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
     if math.isinf(norm_type) and any(map(is_sharded, tensors)):
         return max_abs(tensors)
     return full_tensor(nn.utils.get_total_norm(tensors, norm_type))
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    ranks = get_world_size()
+    return value if ranks == 1 else traceable_sum(value) / ranks
 
 
 @dataclass
@@ -183,6 +190,9 @@ class OptimWrapper:
     """The loss scale; always None in this class."""
     dtype: torch.dtype | None = None
     """Autocast dtype; always None in this class."""
+    objects: Tensor | None = None
+    """The number of objects in the window, accumulated as its gradients are, and the unit of this number: the number in
+    the first batch of all processes. None if the losses are not weighted."""
     training = False
     """Whether `switch_mode` has put the optimizer into training mode."""
 
@@ -214,17 +224,18 @@ class OptimWrapper:
 
     # ---- one step: obtain the gradients and finish the update -----------------------------------------------
 
-    def update_params(self, loss: Tensor, **kwargs: Any) -> None:
+    def update_params(self, loss: Tensor, averaged_over: Tensor | None = None, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; at the end of an accumulation window, update the weights.
 
         Args:
             loss: a scalar tensor.
+            averaged_over: the number of objects of which `loss` is the mean (see `weighting`).
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
         for part in self.parts:
             if "after_loss" in part.implements:
                 part.after_loss(loss)
-        self.obtain(loss, **kwargs)
+        self.obtain(self.weighting(averaged_over, loss)(loss), **kwargs)
         if self.should_update():
             self.finish()
 
@@ -236,6 +247,45 @@ class OptimWrapper:
         """Update the weights with the gradients of the accumulation window, and clear the gradients."""
         self.step()
         self.zero_grad()
+
+    def weighting(
+        self, number: Tensor | None, loss: Tensor, window: HostNumber | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Count the objects of which the loss of a batch is the mean, and return the function that weights this loss.
+
+        At the end of the window, `normalize` divides the gradients by the number of objects in the window, so the
+        update uses the mean over these objects. Without a number, the loss is not weighted.
+
+        Args:
+            number: the number of objects.
+            loss: the loss, whose dtype determines the precision.
+            window: the number of batches in the window, if a graph reads it.
+
+        Raises:
+            LossError: only some batches have a number, or a method that uses it is overridden.
+        """
+        if number is None and self.objects is None:
+            return lambda loss: loss
+        if number is None or (self.objects is None and not self.begins_window()):
+            raise LossError(f"'{AVERAGED_OVER}' is missing in some batches; return it in all or in none")
+        if self.objects is None:
+            methods = type(self).update_params, type(self).step
+            own = [m.__qualname__ for m in methods if not m.__module__.startswith("slipstream.")]
+            if own:
+                raise LossError(f"{own[0]} does not support '{AVERAGED_OVER}'; use OptimWrapper")
+            unit = number.detach().to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+            unit = _mean_over_ranks(unit) * get_world_size()
+            self.objects = torch.stack([torch.zeros_like(unit), torch.where(unit > 0, unit, 1)])
+        weight = number.detach() * get_world_size() / self.objects[1]
+        self.objects[0] += weight / (self.accumulation.size if window is None else window.read())
+        return lambda loss: loss * weight
+
+    def normalize(self, grads: list[Tensor]) -> None:
+        """Divide the gradients of a window by its number of objects, averaged over all ranks, if they are weighted."""
+        if self.objects is not None:
+            mean = _mean_over_ranks(self.objects[0])
+            scale_(grads, torch.where(mean > 0, mean, 1).reciprocal())
+            self.objects[0].zero_()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
@@ -279,6 +329,7 @@ class OptimWrapper:
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
+            self.normalize(grads)
             self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update)
             for part in self.parts:
                 if "after_window" in part.implements:
@@ -365,10 +416,14 @@ class OptimWrapper:
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         own = max(1, round(unfinished * ratio)) if unfinished and grads else 0
         self.accumulation.start = self.accumulation.count - own
-        scale = window / unfinished * own / self.accumulation.size if own and window is not None else 1.0
+        # The number of objects already weights batches by their size.
+        weight = own if self.objects is None else unfinished
+        scale = window / unfinished * weight / self.accumulation.size if own and window is not None else 1.0
         if scale != 1:
             for grad in grads:
                 grad.mul_(scale)
+        if self.objects is not None:
+            self.objects[0] *= scale if own else 0
 
     @property
     def accumulative_counts(self) -> int:
@@ -459,8 +514,9 @@ class OptimWrapper:
         return chain.from_iterable(map(itemgetter("params"), self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state."""
-        return self.optimizer.state_dict()
+        """Return the optimizer state and, if losses are weighted, the number of objects in the window."""
+        weighted = {} if self.objects is None else {"objects": self.objects.clone()}
+        return {**self.optimizer.state_dict(), **weighted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the optimizer state, and shard the states of sharded parameters."""
@@ -471,6 +527,10 @@ class OptimWrapper:
                 for index, values in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": state}
+        if (objects := state_dict.get("objects")) is not None:
+            if self.objects is None:
+                self.objects = torch.empty_like(objects, device=next(self.parameters()).device)
+            self.objects.copy_(objects)  # a graph reads this tensor
         self.optimizer.load_state_dict(replace_kernel_options(self.optimizer, state_dict))
         lay_out_states(self.optimizer)
         self._update = EagerUpdate(self.optimizer)

@@ -33,6 +33,7 @@ from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.steps import StepSpec, build_step
 from slipstream.step import Step
 from slipstream.step.function import check_backward
+from slipstream.step.losses import AVERAGED_OVER
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
@@ -348,7 +349,8 @@ def make_step(
         compile_model(core, plan.compile, logger.warning, optim, logger.info)
 
     def own_step(batch: Any) -> dict[str, Tensor]:
-        for each in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
+        wrappers = list(optim.values()) if isinstance(optim, OptimWrapperDict) else [optim]
+        for each in wrappers:
             for part in each.parts:
                 part.before_batch()
         try:
@@ -359,6 +361,11 @@ def make_step(
         if not isinstance(logs, Mapping):
             raise LossError(
                 f"{type(owner).__name__}.train_step must return a dict of tensors to log, not {type(logs).__name__}"
+            )
+        if AVERAGED_OVER in logs and all(each.objects is None for each in wrappers):
+            raise LossError(
+                f"{type(owner).__name__}.train_step returns '{AVERAGED_OVER}', but does not weight its losses; call "
+                f"optim_wrapper.update_params(loss, {AVERAGED_OVER}=...)"
             )
         return logs
 

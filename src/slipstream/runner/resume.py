@@ -200,6 +200,11 @@ def read_checkpoint(
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
     """Return the checkpoint entries for the optimizer and the pending gradients."""
     wrappers = _wrappers(optim)
+    for wrapper in wrappers.values():
+        if (
+            wrapper.objects is not None
+        ):  # only the sum over the ranks matters, and rank 0 writes the checkpoint
+            all_reduce(wrapper.objects[:1], "mean")
     state = {
         "optimizer": optim.state_dict(),
         "batches": {name: wrapper.batches for name, wrapper in wrappers.items()},

@@ -182,7 +182,7 @@ class Capture:
 
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that the step owns, which neither the model nor the user replaces."""
-        yield self.window.tensor
+        yield from (self.window.tensor, *(() if self.optim.objects is None else [self.optim.objects]))
         if self.scale is not None:
             yield from self.scale.state
         if self.update is not None:  # `find_change` detects replaced state tensors

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from slipstream.errors import ModelError
 from slipstream.sharding import is_sharded
 from slipstream.step.leaves import flatten
-from slipstream.step.numerics import LossScale, check_finite
+from slipstream.step.losses import AVERAGED_OVER
+from slipstream.step.numerics import HostNumber, LossScale, check_finite
 from slipstream.step.parts import StepPart, has_gradients
 from slipstream.torch_calls import run_optimizer
 
@@ -91,6 +92,8 @@ class StepFunction(ABC):
     """Whether a part computes the gradients of a batch several times."""
     trained: list[nn.Parameter]
     """The parameters to which the gradients of `obtain` belong."""
+    window_size: HostNumber | None = None
+    """The number of batches in the accumulation window, in a graph, which must not treat it as a constant."""
 
     def __init__(self, loss_of: LossOf, optim: OptimWrapper) -> None:
         self.loss_of, self.optim, self.parts = loss_of, optim, optim.parts
@@ -104,12 +107,12 @@ class StepFunction(ABC):
             ends_window: whether the batch is the last of its accumulation window.
         """
         loss, logs = self.losses(inputs)
-        grads = self.obtain(loss, inputs)
+        weigh = self.optim.weighting(logs.get(AVERAGED_OVER), loss, self.window_size)
+        grads = self.obtain(weigh(loss), inputs)
         for part in self.parts:
             if part.replaces_gradients:
-                grads = part.gradients(
-                    self.trained, lambda: self.obtain(self.losses(inputs)[0], inputs), grads
-                )
+                again = lambda: self.obtain(weigh(self.losses(inputs)[0]), inputs)  # noqa: E731
+                grads = part.gradients(self.trained, again, grads)
         grads = self.accumulate(grads, grad_buffers, ends_window)
         if not ends_window:
             return logs, None
@@ -244,7 +247,7 @@ class GraphFunction(StepFunction):
         super().__init__(loss_of, captured.optim)
         self.repeats = any(part.replaces_gradients for part in self.parts)
         self.trained, self.scale = captured.params, captured.scale
-        self.update, self.sync = captured.update, sync
+        self.update, self.sync, self.window_size = captured.update, sync, captured.window
         self.window = captured.window if captured.adds_gradients else None
 
     def run(self, inputs: Any, grad_buffers: GradBuffers, ends_window: bool) -> Outputs:
@@ -289,6 +292,7 @@ class GraphFunction(StepFunction):
         """Update the weights, unless the optimizer runs after the graph."""
         if self.update is None:
             return {}, None
+        self.optim.normalize(grads)
         return finish(self.trained, grads, self.parts, self.scale, self.update, self.update.state)
 
 
@@ -322,9 +326,8 @@ class EagerStep(StepFunction):
         # Whether backward computes only the gradients of this optimizer's parameters; None before the first batch.
         self._only_own_gradients: bool | None = None
         self._reaches_inputs = False
-        self._others: list[
-            nn.Parameter
-        ] = []  # parameters of other optimizers that receive gradients, but keep theirs
+        # Parameters of other optimizers that receive gradients, but keep theirs.
+        self._others: list[nn.Parameter] = []
         self.trained = []  # the parameters that received a gradient in the first of several passes over the batch
         self._last: dict[nn.Parameter, Tensor] = {}  # gradients of the last pass over the batch
         self._replaces_update = not type(optim).update_params.__module__.startswith("slipstream.")

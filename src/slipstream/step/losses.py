@@ -9,7 +9,10 @@ from torch import Tensor
 
 from slipstream.errors import LossError
 
-__all__ = ["Losses", "sum_losses"]
+__all__ = ["AVERAGED_OVER", "Losses", "sum_losses"]
+
+AVERAGED_OVER = "averaged_over"
+"""Name of the entry with the number of objects, such as tokens or pixels, of which the loss of a batch is the mean."""
 
 Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
