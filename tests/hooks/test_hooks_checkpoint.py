@@ -15,13 +15,14 @@ def files(folder):
     return {path.name for path in folder.glob("*.pth")}
 
 
-def trained(folder, values=(), name="acc", epochs=5, resume=False, **options):
+def trained(folder, values=(), name="acc", epochs=5, resume=False, load_from=None, **options):
     hook = dict(type="CheckpointHook", **options)
     evaluated = validation(Scripted(values, name)) if values else {}
     cfg = dict(by_epoch=True, max_epochs=epochs)
     train = loader(batch_size=20)
     hooks = dict(checkpoint=hook)
-    return run(folder, train_cfg=cfg, train_dataloader=train, default_hooks=hooks, resume=resume, **evaluated)
+    evaluated |= dict(resume=resume, load_from=load_from)
+    return run(folder, train_cfg=cfg, train_dataloader=train, default_hooks=hooks, **evaluated)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +355,21 @@ def test_best_k_checkpoints_are_kept_and_ranked(tmp_path, options, kept, stop):
     names = [[value, f"best_acc_epoch_{epoch}.pth"] for value, epoch in kept]
     assert runner.message_hub.get_info("best_ckpts/acc") == names
     assert [runner.message_hub.get_info(f"best_{kind}/acc") for kind in ("score", "ckpt")] == names[0]
+
+
+def test_best_checkpoints_of_another_folder_are_named_by_their_paths(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    hook = dict(save_best="acc", interval=1, max_keep_best=2)
+    trained(first, [0.8, 0.5], epochs=2, **hook)
+    # The last validation is repeated.
+    runner = trained(
+        second, [0.5, 0.7, 0.9], epochs=4, load_from=str(first / "epoch_2.pth"), resume=True, **hook
+    )
+    hub = runner.message_hub
+    ranked = [[0.9, "best_acc_epoch_4.pth"], [0.8, str(first / "best_acc_epoch_1.pth")]]
+    assert hub.get_info("best_ckpts/acc") == ranked
+    assert all((second / name).exists() for _, name in ranked)
+    assert files(first) > {"best_acc_epoch_1.pth", "best_acc_epoch_2.pth"}  # not removed
 
 
 def test_best_checkpoints_within_epochs_are_named_by_iteration_and_resume(tmp_path):

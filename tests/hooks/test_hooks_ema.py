@@ -45,11 +45,12 @@ def test_averaging_starts_at_begin_iter(tmp_path):
     assert_close(average(history.steps[7:], 0.2), second["state_dict"])
 
 
-def test_run_resumed_before_begin_iter_starts_averaging_at_begin_iter(tmp_path):
+def test_run_resumed_before_begin_iter_starts_averaging_at_begin_iter(tmp_path, capsys):
     hook = dict(type="EMAHook", momentum=0.2, begin_iter=8)
     whole = run(tmp_path / "a", custom_hooks=[hook])
     run(tmp_path / "b", train_cfg=dict(by_epoch=True, max_epochs=1), custom_hooks=[hook])
     parts = run(tmp_path / "b", custom_hooks=[hook], resume=True)
+    assert "no 'ema_state_dict'" not in capsys.readouterr().out
     one, other = (next(h for h in r.hooks if isinstance(h, EMAHook)).ema_model for r in (whole, parts))
     assert_same(one.state_dict(), other.state_dict())
 

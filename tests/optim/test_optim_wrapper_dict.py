@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from slipstream.errors import ConfigError
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.runner import Runner
 
 
 class Gan(nn.Module):
@@ -85,3 +87,16 @@ def test_state_dict_restores_each_wrapper_by_name():
         ConfigError, match=r"are \['critic', 'generator'\], but the state contains \['critic'\]"
     ):
         other.load_state_dict({"critic": {}})
+
+
+def test_run_warns_if_the_last_window_of_an_optimizer_is_incomplete(tmp_path, capsys):
+    for count, warns in ((4, False), (5, True)):
+        gan = Gan()
+        Runner(
+            gan,
+            tmp_path / str(count),
+            train_dataloader=DataLoader(torch.ones(4 * count, 2), 4),
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            optim_wrapper=wrappers(gan, accumulative_counts=2),
+        ).train()
+        assert ("window of ['critic'] in optim_wrapper is incomplete" in capsys.readouterr().out) == warns

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream import Runner
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel
 from tiny_runs import Accuracy, assert_same, loader, samples, training, weights
@@ -265,3 +265,32 @@ def test_mean_losses_are_logged_after_each_epoch(tmp_path, capfd):
     assert [line.partition("Epoch(train) ")[2] for line in lines] == [
         f"[{epoch}] mean  loss: {value:.4f}" for epoch, value in enumerate(epoch_means(runner), 1)
     ]
+
+
+def test_each_loader_writes_its_predictions_to_its_own_file(tmp_path):
+    dump = dict(type="DumpResults", out_file_path=str(tmp_path / "out.pt"))
+    Runner(**arguments(tmp_path, val_evaluator=[dump])).val()
+    sizes = {path.stem: len(torch.load(path, weights_only=True)) for path in tmp_path.glob("*.pt")}
+    assert sizes == {"out_near": 21, "out_far": 10}
+    alone = Runner(**arguments(tmp_path / "b", val_evaluator=[dump], val_dataloader=DataLoader(data(21), 8)))
+    alone.val()
+    assert len(torch.load(tmp_path / "out.pt", weights_only=True)) == 21
+
+
+class RequiresLabels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs, labels):
+        return {"loss": F.cross_entropy(self.net(inputs), labels)}
+
+
+def test_predictions_of_a_model_that_requires_labels_are_refused_with_a_remedy(tmp_path):
+    parts = dict(model=RequiresLabels(), loss_fn="model")
+    runner = Runner(**arguments(tmp_path, val_evaluator=dict(type=Correct), **parts))
+    with pytest.raises(
+        ModelError, match=r"RequiresLabels is called without the targets.*'labels'.*default None"
+    ):
+        runner.val()
+    Runner(**arguments(tmp_path / "b", val_evaluator="loss", **parts)).val()

@@ -157,6 +157,20 @@ class CheckpointHook(Hook):
         # A longer list is from an earlier run with a higher limit; its checkpoints are not removed.
         self._kept: list[str] = kept if self.max_keep_ckpts < 0 or len(kept) <= self.max_keep_ckpts else []
         self._warn_about_earlier_run(runner)
+        self._locate_best(runner)
+
+    def _locate_best(self, runner: Runner) -> None:
+        """If the run was resumed from another folder, name the best checkpoints there by their paths."""
+        hub, source = runner.message_hub, runner.checkpoints.resumed_from
+        if source is None or source.parent == self._folder:
+            return
+        for monitor in self.monitors:
+            key = hub.get_info(self._auto_metric_key) if monitor == "auto" else monitor
+            best, ranked = hub.get_info(f"best_ckpt/{key}"), hub.get_info(f"best_ckpts/{key}")
+            if best is not None and ranked:
+                hub.update_info(f"best_ckpt/{key}", str(source.parent / best))
+                named = [[value, name and str(source.parent / name)] for value, name in ranked]
+                hub.update_info(f"best_ckpts/{key}", named)
 
     def _warn_about_earlier_run(self, runner: Runner) -> None:
         """Warn if this run may overwrite checkpoints of an earlier run that it does not continue."""
@@ -236,8 +250,8 @@ class CheckpointHook(Hook):
 
         def on_saved() -> None:
             runner.logger.info(message)
-            for old in surplus:
-                if read_origin(self._folder / old)[0] == self._run_id:  # written by this run
+            for old in surplus:  # remove those that this run has written
+                if not Path(old).is_absolute() and read_origin(self._folder / old)[0] == self._run_id:
                     remove_checkpoint(self._folder, old)
 
         runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=on_saved)

@@ -122,14 +122,13 @@ class EMAHook(Hook):
     before_test_epoch, after_test = before_val_epoch, after_val
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """After the first update, save the average as `state_dict` and the training weights as `ema_state_dict`."""
-        if not self.ema_model.steps:
-            return
-        if runner.is_training:
-            self.ema_model.sync_buffers()
-        self.ema_model.copy_buffers(self.model)
+        """Save the average as `state_dict`, from its first update on, and the training weights as `ema_state_dict`."""
         weights = {f"module.{key}": value for key, value in checkpoint["state_dict"].items()}
-        checkpoint["state_dict"] = dict(self.ema_model.module.state_dict())
+        if self.ema_model.steps:
+            if runner.is_training:
+                self.ema_model.sync_buffers()
+            self.ema_model.copy_buffers(self.model)
+            checkpoint["state_dict"] = dict(self.ema_model.module.state_dict())
         checkpoint["ema_state_dict"] = {**weights, "steps": torch.tensor(self.ema_model.steps)}
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:

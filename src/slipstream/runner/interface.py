@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from slipstream.errors import ConfigError, LossError
+from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
@@ -133,7 +133,16 @@ class PlainModel(ModelInterface):
 
     def predict(self, batch: Any, mode: str) -> Any:
         """Return (outputs, targets) for a batch from the loader, or (outputs, batch) if the batch is a dict."""
-        return outputs_and_targets(self.core, self.prepare(False)(batch))
+        try:
+            return outputs_and_targets(self.core, self.prepare(False)(batch))
+        except TypeError as error:
+            if not self._returns_loss or "required positional argument" not in str(error):
+                raise
+            raise ModelError(
+                f"to predict, {type(self.core).__name__} is called without the targets, the last element of the batch "
+                f"({error}); give this argument of forward the default None and return the outputs without it, or set "
+                "val_evaluator='loss'"
+            ) from error
 
     def predict_with_losses(self, batch: Any, mode: str) -> tuple[Any, dict[str, Tensor]]:
         """Return the predictions and the losses of a batch; a loss function uses the outputs in the predictions."""

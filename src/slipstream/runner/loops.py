@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ from slipstream.evaluator import Evaluator
 from slipstream.logging import Phase
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
+from slipstream.optim import OptimWrapperDict
 from slipstream.optim.scheduler import INF
 from slipstream.registry import EVALUATOR, LOOPS
 from slipstream.typecheck import NonNegativeInt, PositiveInt, PositiveIntOrFraction, check, short_repr
@@ -294,6 +296,17 @@ class _TrainLoop(BaseLoop):
         with self._annotate_errors():
             self._train()
         runner.phases.switch("other")
+        optim = runner.optim_wrapper
+        open_ = (
+            [n for n, w in optim.items() if not w.begins_window()]
+            if isinstance(optim, OptimWrapperDict)
+            else []
+        )
+        if open_ and not self.stop_now:
+            runner.logger.warning(
+                f"The last accumulation window of {open_} in optim_wrapper is incomplete, and its gradients have not "
+                "been applied: train_step determines how often each optimizer counts, so its end is unknown"
+            )
         runner.call_hook("after_train")
         return runner.model
 
@@ -640,10 +653,20 @@ class _EvalLoop(BaseLoop):
             if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
                 self.evaluator.dataset_meta = meta
         self._current = None
+        self._separate_files()
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         # Number of batches in this rank's last evaluation.
         self.batches = 0
         self.phase: Phase = "test" if self.mode == "test" else "validation"
+
+    def _separate_files(self) -> None:
+        """Add the name of the loader to an output file that the metrics of several loaders share."""
+        metrics = [(name, m) for name, part in self.evaluators.items() for m in getattr(part, "metrics", ())]
+        paths = [getattr(metric, "out_file_path", None) for _, metric in metrics]
+        for (name, metric), path in zip(metrics, paths, strict=True):
+            if path is not None and paths.count(path) > 1:
+                own = Path(path).with_stem(f"{Path(path).stem}_{name.replace('/', '_')}")
+                metric.out_file_path = type(path)(own)
 
     @property
     def _name(self) -> str:
