@@ -68,17 +68,17 @@ def _recipe(name: str, loss: nn.Module, size: int = 128, batch_size: int = 4) ->
     )
 
 
-def _edge_loss(heads: int, weights: tuple[float, ...]) -> nn.Module:
+def edge_loss(heads: int, weights: tuple[float, ...]) -> nn.Module:
     return DiceCEEdgeLoss(
         CLASSES, heads, num_detail_heads=0, weights=weights, ignore_index=IGNORE_INDEX, edge_kernel=5
     )
 
 
 RECIPES = {
-    "pp_lite_t_seg75": _recipe("pp_lite_t_seg", _edge_loss(3, (1, 1, 1, 1))),
+    "pp_lite_t_seg75": _recipe("pp_lite_t_seg", edge_loss(3, (1, 1, 1, 1))),
     "stdc1_seg75": _recipe("stdc1_seg", STDCLoss(num_classes=CLASSES, ignore_index=IGNORE_INDEX)),
     "regseg48": _recipe("regseg48", MultiHeadCrossEntropy(ignore_index=IGNORE_INDEX)),
     "segformer_b0": _recipe("segformer_b0", MultiHeadCrossEntropy(ignore_index=IGNORE_INDEX)),
-    "ddrnet_23": _recipe("ddrnet_23", _edge_loss(1, (1, 0.4))),
-    "ddrnet_23_slim": _recipe("ddrnet_23_slim", _edge_loss(1, (1, 0.4))),
+    "ddrnet_23": _recipe("ddrnet_23", edge_loss(1, (1, 0.4))),
+    "ddrnet_23_slim": _recipe("ddrnet_23_slim", edge_loss(1, (1, 0.4))),
 }

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream import accelerate, losses
-from slipstream.errors import DataError
+from slipstream.errors import DataError, LossError
 from slipstream.losses import Upsampled
 from slipstream.model import Segmentor
 from slipstream.training.network import SupervisedModel
@@ -140,6 +140,14 @@ def test_target_out_of_range_raises_error(target):
     targets[1, 7, 10] = target
     with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
         losses.cross_entropy(Upsampled(logits, (8, 11)), targets, ignore_index=IGNORE)
+
+
+def test_second_derivative_raises_error():
+    logits, targets = batch()
+    total = losses.cross_entropy(Upsampled(logits, (8, 11)), targets, ignore_index=IGNORE).sum()
+    (gradient,) = torch.autograd.grad(total, logits, create_graph=True)
+    with pytest.raises(LossError, match="no second derivative"):
+        gradient.square().sum().backward()
 
 
 def test_targets_of_another_size_raise_error():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree
 
-from slipstream.errors import DataError
+from slipstream.errors import DataError, LossError
 
 __all__ = [
     "Upsampled", "binary_cross_entropy_and_sums", "cross_entropy", "cross_entropy_and_sums", "dice_loss", "edges",
@@ -276,9 +276,8 @@ class _Enlarged:
         wide = torch.zeros_like(self.wide, memory_format=torch.contiguous_format)
         for rows, source in self:
             strip = gradient(rows, self.strip(rows, source))
-            wide[:, :, source, : self.width] += (
-                strip if self.rows is None else self.rows[rows, source].T @ strip
-            )
+            strip = strip if self.rows is None else self.rows[rows, source].T @ strip
+            wide[:, :, source, : self.width] += strip
         return wide if self.rows is None else wide @ self.columns
 
 
@@ -286,12 +285,7 @@ class _Enlarged:
 
 
 def _pixel_losses(
-    outputs: Outputs,
-    targets: Tensor,
-    weight: Tensor | None,
-    smoothing: float,
-    ignore_index: int,
-    with_sums: bool,
+    outputs: Outputs, targets: Tensor, weight: Tensor | None, smoothing: float, ignore_index: int, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(outputs, Upsampled):
         outputs = Upsampled(outputs, (outputs.shape[-2], outputs.shape[-1]))
@@ -300,7 +294,7 @@ def _pixel_losses(
             f"targets of shape {tuple(targets.shape)} and logits of shape {outputs.shape} differ in size; check the "
             "dataset's transforms"
         )
-    options = (smoothing, ignore_index, outputs.size, outputs.align_corners, with_sums)
+    options = (smoothing, ignore_index, outputs.size, outputs.align_corners, sums)
     found: tuple[Tensor, Tensor, Tensor] = _softmax_losses(
         at_least_float32(outputs.logits), targets, weight, *options
     )
@@ -311,19 +305,13 @@ def _pixel_losses(
     "slipstream::softmax_losses",
     mutates_args=(),
     schema="(Tensor low, Tensor targets, Tensor? weight, float smoothing, int ignore_index, SymInt[] size, "
-    "bool align_corners, bool with_sums) -> (Tensor, Tensor, Tensor)",
+    "bool align_corners, bool sums) -> (Tensor, Tensor, Tensor)",
 )
 def _softmax_losses(
-    low: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    smoothing: float,
-    ignore_index: int,
-    size: Sequence[int],
-    align_corners: bool,
-    with_sums: bool,
+    low: Tensor, targets: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the losses (N, H, W) and the sums (C) of `cross_entropy_and_sums`."""
+    smoothing, ignore_index, size, align_corners, sums = options
     classes = low.shape[1]
     losses = low.new_zeros(targets.shape)
     hits, areas = low.new_zeros(classes), low.new_zeros(classes)
@@ -338,7 +326,7 @@ def _softmax_losses(
                 uniform = log_p.new_full((classes,), 1.0) if weight is None else weight.to(log_p.dtype)
                 loss -= torch.einsum("nchw,c->nhw", log_p, uniform * (smoothing / classes))
             losses[:, rows] = torch.where(valid, loss, 0)
-            if with_sums:
+            if sums:
                 inside = valid.unsqueeze(1)
                 hits += _sum_by_class(picked.exp() * inside, labels, classes)
                 areas += _sum_by_class(inside.to(losses), labels, classes)
@@ -356,22 +344,11 @@ def _(low: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     "slipstream::softmax_losses_backward",
     mutates_args=(),
     schema="(Tensor g_losses, Tensor g_hits, Tensor g_areas, Tensor low, Tensor targets, Tensor? weight, "
-    "float smoothing, int ignore_index, SymInt[] size, bool align_corners, bool with_sums) -> Tensor",
+    "float smoothing, int ignore_index, SymInt[] size, bool align_corners, bool sums) -> Tensor",
 )
-def _softmax_losses_backward(
-    g_losses: Tensor,
-    g_hits: Tensor,
-    g_areas: Tensor,
-    low: Tensor,
-    targets: Tensor,
-    weight: Tensor | None,
-    smoothing: float,
-    ignore_index: int,
-    size: Sequence[int],
-    align_corners: bool,
-    with_sums: bool,
-) -> Tensor:
-    """Return the gradient of `low`."""
+def _softmax_losses_backward(g_losses: Tensor, g_hits: Tensor, g_areas: Tensor, *inputs: Any) -> Tensor:
+    """Return the gradient of the logits."""
+    low, targets, weight, smoothing, ignore_index, size, align_corners, sums = inputs
     classes = low.shape[1]
     uniform = low.new_full((classes,), 1.0) if weight is None else weight.to(low.dtype)
     uniform = (uniform * (smoothing / classes)).view(-1, 1, 1)
@@ -384,12 +361,11 @@ def _softmax_losses_backward(
         scale = uniform.sum() * g_loss - at_label if smoothing else -at_label
         scale = scale.unsqueeze(1)
         at_label = at_label.unsqueeze(1)
-        if with_sums:
+        if sums:
             p.mul_(valid.unsqueeze(1))
             hit = p.gather(1, labels) * g_hits[labels]
-            scale = (
-                scale - hit - torch.einsum("nchw,c->nhw", p, g_areas).unsqueeze(1) + g_areas.view(-1, 1, 1)
-            )
+            mean = torch.einsum("nchw,c->nhw", p, g_areas).unsqueeze(1)
+            scale = scale - hit - mean + g_areas.view(-1, 1, 1)
             at_label = at_label + hit
         p.mul_(scale)
         if smoothing:
@@ -414,16 +390,23 @@ def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     return (_softmax_losses_backward(*gradients, *ctx.saved_tensors, *ctx.options), *[None] * 7)
 
 
+def _second_backward(*_: Any) -> None:
+    raise LossError(
+        "slipstream.losses has no second derivative (create_graph=True); call the network without upsample=False, and "
+        "compute the loss with torch.nn.functional.cross_entropy"
+    )
+
+
 _softmax_losses.register_autograd(_backward, setup_context=_setup_context)
+_softmax_losses_backward.register_autograd(_second_backward)
 
 
 def _sum_by_class(values: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return the sum (C) of the values (N, 1, H, W) of each class."""
     if values.device.type == "cpu":
         return torch.bincount(labels.flatten(), values.flatten().double(), classes)
-    ids = torch.arange(classes, device=values.device).view(
-        -1, 1, 1
-    )  # atomic additions would not be deterministic
+    # Atomic additions would not be deterministic.
+    ids = torch.arange(classes, device=values.device).view(-1, 1, 1)
     return torch.where(labels == ids, values, 0).sum((0, 2, 3))
 
 
