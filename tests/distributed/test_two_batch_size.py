@@ -15,8 +15,6 @@ from two_processes import run_in_two
 import tiny_runs
 from slipstream.dist import all_reduce, get_rank, init_dist
 from slipstream.tune import find_batch_size
-from slipstream.tune.api import config_job
-from slipstream.tune.batch_size import search_batch_sizes
 from slipstream.tune.process import descendants
 
 pytestmark = pytest.mark.slow
@@ -67,15 +65,9 @@ def command(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def of_a_configuration(folder):
-    cfg = tiny_runs.training(folder / str(get_rank()))
-    return search_batch_sizes(config_job(cfg), 2, 300, lambda row: None)
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    functions = [out_of_memory_on_one_rank, of_a_configuration]
-    return run_in_two(functions, tmp_path_factory.mktemp("real"), timeout=300)
+    return run_in_two([out_of_memory_on_one_rank], tmp_path_factory.mktemp("real"), timeout=300)
 
 
 def test_out_of_memory_in_a_backward_pass_of_one_rank_does_not_block_the_others(real):
@@ -93,9 +85,3 @@ def test_out_of_memory_in_a_backward_pass_of_one_rank_does_not_block_the_others(
     for _, reported, seconds, total, trials in real["out_of_memory_on_one_rank"]:
         assert (reported, total, trials) == (True, 2.0, [])
         assert seconds < 200  # the budget is 300 s
-
-
-def test_sizes_of_a_configuration_are_measured_in_both_processes(real):
-    first, second = real["of_a_configuration"]
-    assert first == second
-    assert first.largest == 2

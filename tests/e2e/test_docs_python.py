@@ -44,7 +44,12 @@ seen = []
 torch.nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.append(args[0]))
 """
 """Code that records the inputs of a page's networks."""
-BEFORE = {"docs/data.md": RECORD_IMAGES}
+SHORT_ROUNDS = """
+from slipstream.tune import search
+search._MAX_ROUND_SECONDS, search._ROUNDS_FRACTION = 0.02, 0.0
+"""
+"""Code that shortens the measurements of trials."""
+BEFORE = {"docs/data.md": RECORD_IMAGES, "docs/tune.md": SHORT_ROUNDS}
 """Code that runs before each block of a page."""
 ENVIRONMENT = {"docs/from_mmengine.md": {"TORCH_COMPILE_DISABLE": "1"}}
 """Environment variables of a page's process. Compilation is disabled because Inductor takes about a minute."""

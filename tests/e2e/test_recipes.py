@@ -82,7 +82,7 @@ def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architectu
     }  # fmt: skip
 
 
-def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
+def test_val_predict_and_resume_use_the_written_checkpoints(cityscapes, capsys):
     arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
     run("train", "cityscapes_regseg48", *arguments)
     run("val", "cityscapes_regseg48", *arguments)
@@ -99,11 +99,6 @@ def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
     assert "training_params.ema" in explained
     assert "training_params.sync_bn" in explained
     run("data", "stats", "cityscapes_regseg48", *arguments)
-
-
-def test_run_resumes_from_its_last_checkpoint(cityscapes, capsys):
-    arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
-    run("train", "cityscapes_regseg48", *arguments)
     run("train", "cityscapes_regseg48", *arguments, "epochs=2", "resume=True")
     assert checkpoint("run")["meta"]["epoch"] == 2
     assert "Resumed" in capsys.readouterr().out

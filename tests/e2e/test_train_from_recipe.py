@@ -79,14 +79,15 @@ def test_cfg_job_prints_the_recipe_without_training(from_recipe, tmp_path):
     assert everything(tmp_path) == set()
 
 
-def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
+def test_recipes_in_runner_syntax_also_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     sizes = [
         f"{split}_dataloader.dataset.{word}"
         for split in ("train", "val")
         for word in ("size=[64,128]", "length=4")
     ]
     few = ["train_cfg.max_epochs=1", "train_cfg.val_interval=1", "param_scheduler=null", "+compile=false"]
-    from_recipe("--config-name=street_scenes_pp_lite_t", *sizes, *few)
+    assert main(["--config-name=street_scenes_pp_lite_t", *sizes, *few]) == 0
     assert "work_dirs/street_scenes_pp_lite_t" in everything(tmp_path)
 
 

@@ -2,60 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stdc_references import STDC, check_forward, check_gradients
 from torch.nn import functional as F
 
-from batch_norms import randomize_norms
 from slipstream.model import Segmentor
 from slipstream.zoo import STDCLoss, stdc1_seg, stdc2_seg
 from slipstream.zoo.layers import ConvBNReLU
 
-BUILDERS = {"stdc1_seg": stdc1_seg, "stdc2_seg": stdc2_seg}
-BLOCKS = {"stdc1_seg": (2, 2, 2), "stdc2_seg": (4, 5, 3)}
 
-
-class Reference:
-    """Reference implementation of the paper's network in evaluation mode.
-
-    The weights come from a state dict with SuperGradients' keys. Image sides must be multiples of 32, because
-    upsampling uses integer factors.
-    """
-
-    def __init__(self, name, state):
-        self.name, self.state = name, state
-
-    def conv(self, key, x, stride=1, relu=True):
-        weight = self.state[f"{key}.seq.conv.weight"]
-        groups = x.shape[1] // weight.shape[1]
-        x = F.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2, groups=groups)
-        if f"{key}.seq.bn.weight" in self.state:
-            norm = [
-                self.state[f"{key}.seq.bn.{n}"] for n in ("running_mean", "running_var", "weight", "bias")
-            ]
-            x = F.batch_norm(x, *norm)
-        return F.relu(x) if relu else x
-
-    def block(self, key, x, stride):
-        parts = [self.conv(f"{key}.conv_list.0", x)]
-        x = parts[0]
-        if stride == 2:
-            parts = [F.avg_pool2d(x, 3, 2, 1)]
-            x = self.conv(f"{key}.conv_list.1.0", x, stride=2, relu=False)
-            parts.append(self.conv(f"{key}.conv_list.1.1", x))
-        else:
-            parts.append(self.conv(f"{key}.conv_list.1", x))
-        for i in (2, 3):
-            parts.append(self.conv(f"{key}.conv_list.{i}", parts[-1]))
-        return torch.cat(parts, 1)
-
-    def backbone(self, x):
-        x = self.conv("cp.backbone.stages.block_s2.0", x, 2)
-        x = self.conv("cp.backbone.stages.block_s4.0", x, 2)
-        features = []
-        for scale, count in zip((8, 16, 32), BLOCKS[self.name], strict=True):
-            for index in range(count):
-                x = self.block(f"cp.backbone.stages.block_s{scale}.{index}", x, 1 if index else 2)
-            features.append(x)
-        return features
+class Reference(STDC):
+    prefix = "cp.backbone"
 
     def refine(self, key, x):
         x = self.conv(f"{key}.conv_first", x)
@@ -88,39 +44,18 @@ class Reference:
         )
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_forward_matches_the_reference_with_supergradients_weights(name):
+@pytest.mark.parametrize(("size", "build"), [(1, stdc1_seg), (2, stdc2_seg)])
+def test_forward_matches_the_reference_with_supergradients_weights(size, build):
     torch.manual_seed(0)
-    network = BUILDERS[name](num_classes=5, dropout=0).double().eval()
-    randomize_norms(network)
-    x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
-    with torch.no_grad():
-        expected = Reference(name, network.state_dict())(x)
-        torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
-        network.train()
-        for module in network.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
-                module.eval()
-        torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
+    check_forward(build(num_classes=5, dropout=0), Reference, size)
 
 
 @pytest.mark.slow
 def test_network_and_loss_are_a_single_graph_with_the_same_gradients():
     torch.manual_seed(0)
-    network, loss = stdc1_seg(num_classes=4, dropout=0).double(), STDCLoss(4, ignore_index=19)
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     targets = torch.randint(0, 4, (2, 64, 64), dtype=torch.uint8)
     targets[:, :9] = 19
-
-    def step(x, targets):
-        return sum(loss(network(x), targets).values())
-
-    def gradients(function):
-        value = function(x, targets)
-        return value.detach(), torch.autograd.grad(value, list(network.parameters()))
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
+    check_gradients(stdc1_seg(num_classes=4, dropout=0), STDCLoss(4, ignore_index=19), targets)
 
 
 @pytest.mark.slow
