@@ -264,11 +264,9 @@ def runner_config(
             **{key: value for key, value in {**model, **changes}.items() if value or key == "network"},
         },
         "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
-        "train_cfg": {
-            "by_epoch": True,
-            "max_epochs": params.max_epochs,
-            "val_interval": params.run_validation_freq,
-        },
+        "train_cfg": dict(
+            by_epoch=True, max_epochs=params.max_epochs, val_interval=params.run_validation_freq
+        ),
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
         **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params, losses),

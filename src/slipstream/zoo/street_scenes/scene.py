@@ -358,11 +358,8 @@ class Scene:
         Its side profile is extruded: the edges from the far end to the near end, then the visible side and its details.
         """
         r, (profile, windows) = self.r, _profile(self.r, cls)
-        length, low, half, wheel = (
-            profile[-1][0],
-            profile[0][1],
-            *((0.88, 0.32) if cls == CAR else (1.22, 0.48)),
-        )
+        length, low = profile[-1][0], profile[0][1]
+        half, wheel = (0.88, 0.32) if cls == CAR else (1.22, 0.48)
         side = 0 if abs(x) < half else -1 if x > 0 else 1
         paint, light, glass = self._color(0.6), self.lights[-side], _tint(GRAY, r.uniform(0.15, 0.4))
 
@@ -390,11 +387,8 @@ class Scene:
             for a in (0.19 * length, 0.81 * length) if cls != TRAIN else ():
                 for k, color in ((wheel, BLACK), (wheel * 0.6, GRAY)):
                     panel([(a + k * u, side, wheel + k * v) for u, v in CIRCLE], color)
-        end, lamp, y = (
-            0.0 if ahead else length,
-            _tint(RED if ahead else WHITE, 1.5 if self.dusk else 0.9),
-            low + 0.35,
-        )
+        end, y = 0.0 if ahead else length, low + 0.35
+        lamp = _tint(RED if ahead else WHITE, 1.5 if self.dusk else 0.9)
         details = [
             (-0.97, -0.67, y, 0.2, lamp),
             (0.67, 0.97, y, 0.2, lamp),
