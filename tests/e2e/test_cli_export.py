@@ -243,10 +243,3 @@ def test_a_file_that_differs_from_the_model_is_not_kept(write_run, tmp_path, cap
     assert export("torch", "--shape", "3x32x48") == 1
     assert "shape (2, 3, 32, 48) differs from the model's by" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"run.pth"}
-
-
-@pytest.mark.exhaustive  # tests/zoo exports these networks in make matrix
-@pytest.mark.parametrize("name", ["regseg48", "stdc1_seg", "segformer_b0"])
-def test_networks_are_exported_with_dynamic_sizes(name, write_run):
-    write_run(dict(type="Segmentor", network=dict(type=name, num_classes=4)))
-    assert export("onnx") == 0
