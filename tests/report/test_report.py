@@ -7,7 +7,7 @@ import pytest
 from records import curve, record, text_of
 
 from slipstream.report import Curve, PhaseSplit, RunRecord, read_run, write_report
-from slipstream.report.advice import advice
+from slipstream.report.advice import advice, tuning
 from slipstream.report.chart import line_chart
 from slipstream.report.files import flat_config
 from slipstream.report.page import page
@@ -78,6 +78,19 @@ def test_nothing_is_recommended_for_computation_or_after_a_few_steps():
     assert advice(record(phases=split(steps=10, data=50.0, forward=50.0))) == []
     on_gpu = {"device": "cuda", "fused": False}  # the host waits for the device when it reads losses
     assert advice(record(phases=split(logging=50.0, optimizer=30.0), settings=on_gpu)) == []
+
+
+def test_options_to_tune_are_listed_with_their_bounds_and_the_command():
+    settings = {"device": "cpu", "num_workers": 2, "fused": True, "config": "my_recipe"}
+    used = [OptionRow("channels_last", "on", "speed"), OptionRow("precision", "off", "auto")]
+    phases = split(data=10.0, forward=30.0, backward=50.0, optimizer=10.0)
+    text = tuning(record(phases=phases, settings=settings, options=used))
+    assert "compile (90%), precision (80%), num_workers (10%)." in text
+    assert text.endswith("slipstream tune my_recipe --options compile,precision,num_workers")
+    assert text in text_of(page(record(phases=phases, settings=settings, options=used)))
+    assert tuning(record(phases=phases, settings={**settings, "device": "cuda"})) == ""
+    compiled = [OptionRow("compile", "scope=step", "speed")]
+    assert tuning(record(phases=phases, settings=settings, options=compiled)) == ""
 
 
 def test_page_shows_the_results_and_the_time_of_each_phase():

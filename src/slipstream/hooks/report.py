@@ -237,7 +237,14 @@ def _settings(runner: Runner) -> dict[str, Any]:
         "fused": all(state is True for state in fused) if fused else None,
         "async_save": all(hook.async_save for hook in runner.hooks if isinstance(hook, CheckpointHook)),
         "compile": plan.compile is not None,
+        "config": _config_name(runner.cfg.filename),
     }
+
+
+def _config_name(file: Any) -> str:
+    """Return the argument that names a configuration for commands: a recipe's name or the path of a file."""
+    path = Path(file or "")
+    return path.stem if path.parent.parts[-2:] == ("slipstream", "recipes") else str(file or "")
 
 
 def _describe_step(runner: Runner) -> str:

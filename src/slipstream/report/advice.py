@@ -51,7 +51,7 @@ def advice(record: RunRecord) -> list[Advice]:
     # On an accelerator, the host waits for the device when it reads losses, so this time is not the cost of logging.
     rules = [
         ("data", 0.05, True, "is spent waiting for data",
-         f"num_workers is {workers}. Try more workers if there are free cores, the decode-once cache (slipstream data "
+         f"num_workers is {workers}. Try another number (slipstream tune), the decode-once cache (slipstream data "
          "cache), or smaller files."),
         ("preprocess", 0.05, True, "is spent in the data preprocessor",
          "Try prefetch=2, which copies batches ahead of time." if prefetch else "Simplify the data preprocessor."),
@@ -64,14 +64,46 @@ def advice(record: RunRecord) -> list[Advice]:
         ("optimizer", 0.15, on_cpu and settings.get("fused") is False, "is spent in the optimizer",
          "Try fused=True, which computes the update in fewer kernels."),
     ]  # fmt: skip
-    shares = {
-        phase: seconds / record.training_seconds
-        for phase, seconds in record.phases.seconds.items()
-        if phase not in NON_TRAINING_PHASES
-    }
+    shares = _shares(record)
     items = [
         Advice(shares[phase], problem, remedy)
         for phase, min_share, applies, problem, remedy in rules
         if applies and min_share <= shares.get(phase, 0.0) < 1
     ]
     return sorted(items, key=lambda item: -item.share)
+
+
+def tuning(record: RunRecord) -> str:
+    """Return what `slipstream tune` would try for an eager run on a CPU, with the maximum fraction that each saves.
+
+    The result is empty on an accelerator, because the host cannot measure how long the device computes.
+    """
+    if not has_enough_steps(record) or record.settings.get("device") != "cpu":
+        return ""
+    shares, used = _shares(record), {row.option for row in record.options if row.value != "off"}
+    passes = sum(shares.get(phase, 0.0) for phase in ("step", "forward", "backward"))
+    update = shares.get("optimizer", 0.0)
+    bounds = {
+        "compile": passes + update, "precision": passes, "channels_last": passes, "fused": update,
+        "num_workers": shares.get("data", 0.0),
+    }  # fmt: skip
+    if record.settings.get("fused"):
+        used.add("fused")
+    options = [name for name, share in bounds.items() if name not in used and share >= 0.01]
+    if not options or "compile" in used:
+        return ""
+    command = f"slipstream tune {record.settings.get('config') or 'CONFIG'} --options {','.join(options)}"
+    parts = ", ".join(f"{name} ({bounds[name]:.0%})" for name in options)
+    return (
+        f"These options are not used. Each can save at most the share of the training time in parentheses: {parts}. "
+        f"To measure them on this machine, run: {command}"
+    )
+
+
+def _shares(record: RunRecord) -> dict[str, float]:
+    """Return the fraction of the training time that each phase takes."""
+    return {
+        phase: seconds / record.training_seconds
+        for phase, seconds in record.phases.seconds.items()
+        if phase not in NON_TRAINING_PHASES
+    }

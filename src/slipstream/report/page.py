@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from slipstream.report.advice import advice, has_enough_steps
+from slipstream.report.advice import advice, has_enough_steps, tuning
 from slipstream.report.chart import line_chart
 from slipstream.report.record import NON_TRAINING_PHASES, Confusion, Curve, RunRecord
 from slipstream.scalars import number
@@ -143,7 +143,8 @@ def _spread(curve: Curve) -> str:
 def _advice(record: RunRecord) -> str:
     if record.source == "logs":
         return ""
-    if items := "".join(f"<li>{escape(item.text)}</li>" for item in advice(record)):
+    texts = [*(item.text for item in advice(record)), *filter(None, [tuning(record)])]
+    if items := "".join(f"<li>{escape(text)}</li>" for text in texts):
         return f'<ul class="advice">{items}</ul><p class="note">The bounds cannot be multiplied.</p>'
     if has_enough_steps(record):
         return '<p class="note">None: no phase outside the training step takes much time.</p>'
