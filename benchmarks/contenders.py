@@ -7,7 +7,13 @@ from functools import partial
 from importlib.util import find_spec
 
 from slipstream.cli.peers import CONTENDERS as ALL_CONTENDERS
-from slipstream.cli.peers import Work, hand_written, with_slipstream
+from slipstream.cli.peers import (
+    Work,
+    hand_written,
+    with_slipstream,
+    with_slipstream_accelerate,
+    with_slipstream_trainer,
+)
 
 CONTENDERS: dict[str, tuple[str, Callable[[Work], None]]] = {
     name: (package, ALL_CONTENDERS[key])
@@ -18,6 +24,9 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work], None]]] = {
         ("MMEngine", "mmengine", "mmengine"),
         ("Slipstream", "slipstream", "slipstream"),
     )
+} | {
+    "Slipstream, accelerate": ("slipstream", with_slipstream_accelerate),
+    "Slipstream, Trainer": ("slipstream", with_slipstream_trainer),
 }
 """Maps each contender's name to the package that it requires and its training function."""
 

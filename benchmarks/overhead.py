@@ -34,7 +34,7 @@ from slipstream.cli.peers import Work
 
 BATCH_SIZE = 8
 CLASSES = 4
-GOAL_MS = 0.03
+GOAL_MS = 0.04
 CHECKED_STEPS = 50
 
 Contenders = dict[str, Callable[[Work], None]]

@@ -136,11 +136,38 @@ def with_slipstream(work: Work, **options: Any) -> None:
     _with_runner(work, BaseModel, Hook, Runner, **options)
 
 
-def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> None:
-    """Train with MMEngine's or Slipstream's Runner, with all default hooks except the checkpoint hook.
+def with_slipstream_accelerate(work: Work) -> None:
+    """Train with `slipstream.accelerate` in a loop."""
+    from slipstream.train_step import accelerate
 
-    For loaders without a batch sampler, the sampler hook is also disabled, because MMEngine's sampler hook does not
-    support such loaders.
+    work.net.train()
+    step = accelerate(work.net, work.make_optimizer(work.net), compute_loss=work.loss, speed=None)
+    for batch in chain.from_iterable(work.loader for _ in range(work.epochs)):
+        work.after_step(step(batch)["loss"])
+
+
+def with_slipstream_trainer(work: Work) -> None:
+    """Train with Slipstream's Trainer; the loss is computed from the outputs and the targets of a batch of two."""
+    from slipstream.training import Trainer
+    from slipstream.training.callbacks import Callback
+
+    class Steps(Callback):
+        def on_train_batch_end(self, context: Any) -> None:
+            work.after_step(torch.zeros(()))
+
+    def loss(outputs: Any, targets: Any) -> Tensor:
+        return work.loss(lambda inputs: outputs, (None, targets))
+
+    params = {"max_epochs": work.epochs, "loss": loss, "optimizer": work.make_optimizer(work.net)}
+    trainer = Trainer("overhead", ckpt_root_dir=work.folder)
+    trainer.train(work.net, {**params, "phase_callbacks": [Steps()]}, work.loader)
+
+
+def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> None:
+    """Train with MMEngine's or Slipstream's Runner and its default hooks.
+
+    For loaders without a batch sampler, the sampler hook is disabled, because MMEngine's sampler hook does not support
+    such loaders.
     """
 
     class Model(base_model):
@@ -162,9 +189,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
         ) -> None:
             work.after_step(outputs["loss"].detach())
 
-    hooks: dict[str, Any] = {"logger": {"type": "LoggerHook", "interval": 50}, "checkpoint": None}
-    if work.loader.batch_sampler is None:
-        hooks["sampler_seed"] = None
+    hooks = {"sampler_seed": None} if work.loader.batch_sampler is None else None
     run = runner(
         model=Model(),
         work_dir=work.folder,
