@@ -20,7 +20,7 @@ from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook, validation_count
-from slipstream.hooks.schedule import Rule, infer_rule, metric_value
+from slipstream.hooks.schedule import Rule, metric_value, require_rule
 from slipstream.registry import HOOKS
 from slipstream.sharding import shard_like
 from slipstream.typecheck import PositiveInt, check
@@ -67,7 +67,7 @@ class AverageBestHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Restore a resumed run's list of best epochs."""
-        self.greater = infer_rule(self, runner, self.metric) == "greater"
+        self.greater = require_rule(self, runner, self.metric) == "greater"
         self._folder = Path(runner.work_dir) / FOLDER
         best = [(value, name) for value, name in runner.message_hub.get_info(FOLDER, [])]
         missing = [[name for _, name in best if not (self._folder / name).is_file()]]

@@ -15,7 +15,7 @@ from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError
 from slipstream.files import CHECKPOINT_NAME_LENGTH, check_name
 from slipstream.hooks.hook import Hook, validation_count
-from slipstream.hooks.schedule import Rule, infer_rule, metric_value
+from slipstream.hooks.schedule import Rule, infer_rule, metric_value, require_rule
 from slipstream.registry import HOOKS
 from slipstream.sharding import mesh_of
 from slipstream.typecheck import check
@@ -141,7 +141,7 @@ class CheckpointHook(Hook):
         """Validate the options against the training loop and restore the list of kept checkpoints."""
         for monitor in self.monitors:
             if monitor != "auto":
-                infer_rule(self, runner, monitor)
+                require_rule(self, runner, monitor)
         if self.by_epoch is None:
             self.by_epoch = runner.by_epoch
         if self.by_epoch and not runner.by_epoch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slipstream.dataset.loading.loader import loaders_of
 from slipstream.errors import ModelError
 from slipstream.hooks.hook import Hook
 from slipstream.model import unwrap_model
@@ -40,7 +41,7 @@ class ClassCountHook(Hook):
 
     def _compare(self, runner: Runner, loop: Any) -> None:
         model: Any = unwrap_model(runner.model)
-        for loader in getattr(loop, "dataloaders", {"": loop.dataloader}).values():
+        for loader in loaders_of(loop):
             classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")
             if classes is None or not isinstance(model, Task) or (model.num_classes, len(classes)) == (1, 2):
                 continue

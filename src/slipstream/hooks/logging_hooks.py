@@ -81,7 +81,7 @@ class LoggerHook(Hook):
 
     def _is_last(self, runner: Runner, batch_idx: int) -> bool:
         if self._by_epoch:
-            return self.end_of_epoch(runner.train_dataloader, batch_idx)
+            return bool(batch_idx + 1 == runner.train_loop.epoch_length)
         return self.is_last_train_iter(runner)
 
     def _after_iter(

@@ -84,10 +84,6 @@ def infer_rule(hook: Any, runner: Runner, key: str) -> str:
         ConfigError: if the rule is not set, and the name is ambiguous.
     """
     loop = runner.val_loop
-    if loop is None:
-        runner.logger.warning(
-            f"{type(hook).__name__}: '{key}' has no effect, because the Runner has no validation"
-        )
     if hook.rule is not None:
         return str(hook.rule)
     evaluators = getattr(loop, "evaluators", {"": getattr(loop, "evaluator", None)})
@@ -102,6 +98,15 @@ def infer_rule(hook: Any, runner: Runner, key: str) -> str:
             f"cannot infer the rule from the metric's name '{key}'; set rule to 'greater' or 'less'", "rule"
         )
     return implied
+
+
+def require_rule(hook: Any, runner: Runner, key: str) -> str:
+    """Return `infer_rule`, and warn if the Runner has no validation; for `before_train`."""
+    if runner.val_loop is None:
+        runner.logger.warning(
+            f"{type(hook).__name__}: '{key}' has no effect, because the Runner has no validation"
+        )
+    return infer_rule(hook, runner, key)
 
 
 def metric_value(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
@@ -194,7 +199,7 @@ class EarlyStoppingHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Restore the best score and the patience counter if the run was resumed."""
-        self._sign = 1 if infer_rule(self, runner, self.monitor) == "greater" else -1
+        self._sign = 1 if require_rule(self, runner, self.monitor) == "greater" else -1
         self._best, self._num_unimproved = runner.message_hub.get_info(
             self._key, (self._best, self._num_unimproved)
         )

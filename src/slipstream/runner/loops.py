@@ -27,6 +27,7 @@ from slipstream.dataset.loading.loader import (
     dataset_size,
     is_infinite,
     length,
+    loaders_of,
     order_of,
     samples_per_epoch,
     set_dataset_epoch,
@@ -102,7 +103,7 @@ class BaseLoop:
         if self.loading is not None:
             self.loading.close()
             self.loading = None
-        for loader in getattr(self, "dataloaders", {"": self.dataloader}).values():
+        for loader in loaders_of(self):
             end_workers(loader)
 
 
@@ -841,7 +842,7 @@ class LazyLoops:
     def get(self, mode: str) -> Any:
         """Return the loop for `mode`, or None if the arguments do not define the loop. The first call builds it."""
         loop = self._loops[mode]
-        if isinstance(loop, Mapping):
+        if isinstance(loop, dict):
             try:
                 loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self._runner})
             except ConfigError as error:
@@ -852,7 +853,7 @@ class LazyLoops:
     def get_if_built(self, mode: str) -> Any:
         """Return the loop for `mode`, or None if it is not defined or has not been built."""
         loop = self._loops[mode]
-        return None if isinstance(loop, Mapping) else loop
+        return None if isinstance(loop, dict) else loop
 
     @property
     def by_epoch(self) -> bool:

@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+class _FinishedBackend(BaseVisBackend):
+    """A backend whose `experiment` is a run with a `finish` method."""
+
+    def close(self) -> None:
+        """Finish the run, if it was started."""
+        if "experiment" in self.__dict__:
+            self.experiment.finish()
+
+
 @VISBACKENDS.register_module()
-class WandbVisBackend(BaseVisBackend):
+class WandbVisBackend(_FinishedBackend):
     """Log to a Weights & Biases run.
 
     Args:
@@ -87,14 +96,9 @@ class WandbVisBackend(BaseVisBackend):
 
         run.log({name: wandb.Image(check_image(name, image)), "step": step}, commit=self.commit)
 
-    def close(self) -> None:
-        """Finish the run, if it was started."""
-        if "experiment" in self.__dict__:
-            self.experiment.finish()
-
 
 @VISBACKENDS.register_module()
-class TrackioVisBackend(BaseVisBackend):
+class TrackioVisBackend(_FinishedBackend):
     """Log to a Trackio run. Trackio stores runs on this machine, or on a server that `init_kwargs` names.
 
     Args:
@@ -132,11 +136,6 @@ class TrackioVisBackend(BaseVisBackend):
         import trackio
 
         run.log({name: trackio.Image(check_image(name, image))}, step=step)
-
-    def close(self) -> None:
-        """Finish the run, if it was started."""
-        if "experiment" in self.__dict__:
-            self.experiment.finish()
 
 
 @VISBACKENDS.register_module()

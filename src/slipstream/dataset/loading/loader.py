@@ -170,6 +170,11 @@ def length(loader: DataLoader[Any]) -> int | None:
         return None
 
 
+def loaders_of(loop: Any) -> list[DataLoader[Any]]:
+    """Return the loaders of a loop, which has one, or several by name."""
+    return list(getattr(loop, "dataloaders", {"": loop.dataloader}).values())
+
+
 def is_infinite(loader: DataLoader[Any]) -> bool:
     """Return whether an iteration over the loader never ends."""
     order = order_of(loader)
@@ -227,9 +232,10 @@ def count_samples(batch: Any) -> int | None:
         fields = [inputs] if isinstance(inputs, Tensor | list | tuple) else list(batch.values())
     if not isinstance(fields, list | tuple):
         return None
-    tensors = (len(field) for field in fields if isinstance(field, Tensor) and field.ndim)
-    lists = (len(field) for field in fields if isinstance(field, list | tuple))
-    return next(tensors, next(lists, None))
+    for field in fields:
+        if isinstance(field, Tensor) and field.ndim:
+            return field.shape[0]
+    return next((len(field) for field in fields if isinstance(field, list | tuple)), None)
 
 
 class RunLoader(DataLoader[Any]):
@@ -293,6 +299,12 @@ class RunLoader(DataLoader[Any]):
         return super()._index_sampler if self.order is None else self.order
 
     def _get_iterator(self) -> Any:
+        if (
+            type(self.dataset) in (list, LoaderBatches)
+            and self.collate_fn is _identity
+            and not self.pin_memory
+        ):
+            return iter(self.dataset)  # without the profiler records of torch's iterator
         with prepared_workers(self):
             return super()._get_iterator() if self.order is None else self._ordered_iterator(self.order)
 

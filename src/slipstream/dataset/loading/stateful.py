@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -48,7 +48,7 @@ class LoaderState:
             if all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict")):
                 self._source = source
         # With several processes, the next batch is drawn before a batch is used.
-        self._last_two: deque[Any] = deque(maxlen=2)
+        self._last_two: deque[bytes] = deque(maxlen=2)
         # Whether the next pass continues at the restored position.
         self.restored = False
 
@@ -58,15 +58,18 @@ class LoaderState:
         return self._source is not None
 
     def record(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass, and record the loader's states."""
+        """Return the batches of a pass; with several processes, record the loader's states."""
+        return self._recorded(batches) if self.exists and get_world_size() > 1 else iter(batches)
+
+    def _recorded(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
             self._record()
             yield batch
         self._record()
 
     def _record(self) -> None:
-        if self.exists and get_world_size() > 1:
-            self._last_two.append(copy.deepcopy(self._source.state_dict()))
+        # A serialized copy takes a fraction of the time of a deep copy.
+        self._last_two.append(pickle.dumps(self._source.state_dict(), pickle.HIGHEST_PROTOCOL))
 
     def get(self, in_epoch: bool) -> dict[str, Any] | None:
         """Return the state after the batches that have been used, or None if the loader has no state.
@@ -75,7 +78,8 @@ class LoaderState:
             in_epoch: False if the epoch has ended.
         """
         if self._last_two:
-            return self._last_two[0 if in_epoch else -1]
+            state: dict[str, Any] = pickle.loads(self._last_two[0 if in_epoch else -1])
+            return state
         return self._source.state_dict() if self.exists else None
 
     def restore(self, state: dict[str, Any] | None) -> None:
