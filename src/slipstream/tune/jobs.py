@@ -226,8 +226,10 @@ class _FirstBatches(EpochBatchSampler):
         if self._size is None:
             return cycle(batches)
         full = [batch for batch in batches if len(batch) == self._size]
-        # A dataset that is smaller than one batch is repeated.
-        return cycle(full or [list(islice(cycle(chain(*batches)), self._size))])
+        if not full:  # repeat a dataset that is smaller than one batch
+            repeated = list(islice(cycle(chain(*batches)), self._size))
+            full = [self._sample_batch(repeated, self.epoch) if self.use_sample_index else repeated]
+        return cycle(full)
 
 
 def _repeat_first_batches(loader: DataLoader[Any], size: int | None) -> DataLoader[Any]:
