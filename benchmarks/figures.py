@@ -41,6 +41,7 @@ NAMES = {
     "segformer_b0": "SegFormer-B0",
     "ddrnet_23_slim": "DDRNet-23-slim",
 }
+SEGMENTATION_LOSSES = ("segmentation_losses", "segmentation_losses_crops")
 LOADERS = {"own data set": "custom dataset"}
 """Maps the labels of data loaders in older results to their current names."""
 TWO_PROCESSES = "Tiny networks in two gloo processes (the loop uses DDP)"
@@ -367,6 +368,18 @@ def report_overhead() -> str:
     )
 
 
+def segmentation_losses() -> str:
+    from segmentation_losses import describe
+
+    parts = []
+    for name in SEGMENTATION_LOSSES:
+        info = result(name)
+        text = describe(info["results"], info.get("crop divisor", 1))
+        step, n = info["step"].capitalize(), info["n (rounds)"]
+        parts.append(f"{text}\n\n{step}, batch size 2; {machine(name)}; medians of {n} rounds.")
+    return "\n\n".join(parts)
+
+
 def tuned_plans() -> str:
     rows = []
     latest = {case["recipe"]: (case, name) for name in TUNED for case in result(name)["cases"]}
@@ -400,7 +413,7 @@ def _speed(ratio: dict[str, float] | None) -> str:
 
 
 FUNCTIONS = (readme, overhead, one_graph_tiny, one_graph, gpu, host_time, data, fused,
-             sync_bn, compile_cache, checkpoint,
+             sync_bn, compile_cache, checkpoint, segmentation_losses,
              openmmlab, report_overhead, tuned_plans)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 

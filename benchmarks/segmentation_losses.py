@@ -1,6 +1,6 @@
 """Compare training steps whose losses interpolate the logits in strips with steps that store full-resolution logits.
 
-python benchmarks/segmentation_losses.py --rounds 3 --out benchmarks/results/segmentation_losses.md
+python benchmarks/segmentation_losses.py --scale 2 --clock cpu --threads 1 --rounds 3
 
 The networks, losses and crops are those of the recipes. Both steps are interleaved, and ratios are computed within a
 round. The peak memory is the largest sum of the tensors that a step allocates, as recorded by torch's profiler.
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 from networks import CLASSES, IGNORE_INDEX, RECIPES, edge_loss
+from one_graph import CLOCKS
 from report import environment_info, table, write_result
 from slipstream import accelerate, losses
 from slipstream.zoo import stdc_loss
@@ -107,19 +107,22 @@ def peak(step: Step) -> float:
     return max(accumulate(sizes)) / 2**20
 
 
-def measure(name: str, compiled: bool, rounds: int, scale: int) -> dict[str, Any]:
+def measure(name: str, compiled: bool, rounds: int, scale: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Return the seconds per step of each variant and round, the peak memory, and the losses of the first steps."""
     steps = {variant: build(name, variant, compiled, scale) for variant in VARIANTS}
-    values = {variant: [float(step()) for _ in range(2)] for variant, step in steps.items()}
+    values = {}
+    for variant, step in steps.items():
+        torch.manual_seed(0)  # dropout
+        values[variant] = [float(step()) for _ in range(2)]
     full, strips = (torch.tensor(values[variant]) for variant in VARIANTS)
     torch.testing.assert_close(strips, full, rtol=1e-4, atol=0)
     seconds: dict[str, list[float]] = {variant: [] for variant in steps}
     for index in range(rounds):
         for variant in list(steps)[:: 1 if index % 2 else -1]:
             _shared.clear()
-            start = perf_counter()
+            start = clock()
             float(steps[variant]())
-            seconds[variant].append(perf_counter() - start)
+            seconds[variant].append(clock() - start)
     memory = {variant: peak(step) for variant, step in steps.items()}
     return {"seconds": seconds, "peak_mib": memory, "losses": values}
 
@@ -148,24 +151,33 @@ def describe(results: dict[str, Any], scale: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="number of measurements of each step")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measurements of each step")
     parser.add_argument("--compiled", action="store_true", help="compile the step as one graph")
     parser.add_argument("--networks", nargs="*", default=list(CASES), help="networks to train")
     parser.add_argument("--scale", type=int, default=1, help="divide the sides of the recipes' crops by this")
     parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="clock; cpu measures the process's CPU time"
+    )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     info = environment_info() | {"n (rounds)": args.rounds, "batch size": BATCH_SIZE}
-    info["step"] = "one graph" if args.compiled else "eager"
+    info |= {
+        "clock": args.clock,
+        "step": "one graph" if args.compiled else "eager",
+        "crop divisor": args.scale,
+    }
     results: dict[str, Any] = {}
     for name in args.networks:
-        results[name] = measure(name, args.compiled, args.rounds, args.scale)
+        results[name] = measure(name, args.compiled, args.rounds, args.scale, CLOCKS[args.clock])
         print(describe({name: results[name]}, args.scale), flush=True)
-    text = describe(results, args.scale)
-    text += "\n\nTimes are medians; ratios are medians (minimum to maximum) of the ratios within each round."
-    if args.out:
-        write_result(args.out, "Segmentation losses in strips", info, text, {"results": results})
+        text = describe(results, args.scale)
+        text += (
+            "\n\nTimes are medians; ratios are medians (minimum to maximum) of the ratios within each round."
+        )
+        if args.out:  # after each network, because the last networks take minutes
+            write_result(args.out, "Segmentation losses in strips", info, text, {"results": results})
 
 
 if __name__ == "__main__":

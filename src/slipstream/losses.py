@@ -28,8 +28,9 @@ __all__ = [
     "hard_pixels", "interpolate", "supports_low_resolution",
 ]  # fmt: skip
 
-# Number of logits in a strip. On a CPU, a strip fits into the cache; an accelerator requires large kernels.
-_STRIP, _ACCELERATOR_STRIP = 2**19, 2**23
+# Number of logits in a strip. Smaller strips fit better into the cache of a CPU, but each of their operations waits for
+# all threads, which takes long if other processes use the cores.
+_STRIP, _ACCELERATOR_STRIP = 2**20, 2**23
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ def _softmax_losses_backward(g_losses: Tensor, g_hits: Tensor, g_areas: Tensor, 
         p.mul_(scale)
         if smoothing:
             p.addcmul_(uniform, g_loss.unsqueeze(1), value=-1)
-        return p.scatter_(1, labels, p.gather(1, labels) + at_label)
+        return p.scatter_add_(1, labels, at_label)
 
     with torch.autocast(low.device.type, enabled=False):
         return _Enlarged(low, size, align_corners, targets.shape[-2:]).reduce(gradient)
