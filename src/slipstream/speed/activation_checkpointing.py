@@ -84,7 +84,11 @@ def _recomputed(
     # device.
     tensor = next(chain(module.parameters(), module.buffers()), None)
     first = None if tensor is None else torch.empty(0, device=tensor.device)
-    contexts = partial(_contexts, module, inputs)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        recomputation = _Recomputation()
+        return recomputation.record(module, inputs), recomputation
+
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
         return checkpoint(block, first, *inputs, use_reentrant=False, context_fn=contexts)
 
@@ -109,14 +113,6 @@ def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 
 
 # ---- suppress side effects ---------------------------------------------------------------------------
-
-
-def _contexts(
-    module: nn.Module, inputs: tuple[Any, ...]
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the context managers for a forward pass of `module` and for its recomputation."""
-    recomputation = _Recomputation()
-    return recomputation.record(module, inputs), recomputation
 
 
 class _Recomputation(AbstractContextManager[None]):

@@ -18,24 +18,27 @@ __all__ = ["Capabilities", "Choice", "choose"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Properties of the machine, the run and the model that determine a plan."""
+    """Properties of the machine, the run and the model that determine a plan.
+
+    Attributes:
+        device: device type: `cpu`, `cuda`, `npu`, `xpu`, `mps`.
+        capability: compute capability of an NVIDIA GPU; (0, 0) for other devices.
+        bf16: whether the device supports bfloat16 without emulation.
+        torchao: whether torchao is installed.
+        world_size: number of processes.
+        convolutions: fraction of the model's parameters that belong to 2-d convolutions, from 0 to 1.
+        plain_wrapper: whether the optimizer wrapper's precision can still be set.
+        deterministic: whether only deterministic algorithms are allowed.
+    """
 
     device: str = "cpu"
-    """Device type: `cpu`, `cuda`, `npu`, `xpu`, `mps`."""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability of an NVIDIA GPU; (0, 0) for other devices."""
     bf16: bool = False
-    """Whether the device supports bfloat16 without emulation."""
     torchao: bool = False
-    """Whether torchao is installed."""
     world_size: int = 1
-    """Number of processes."""
     convolutions: float = 0.0
-    """Fraction of the model's parameters that belong to 2-d convolutions, from 0 to 1."""
     plain_wrapper: bool = True
-    """Whether the optimizer wrapper's precision can still be set."""
     deterministic: bool = False
-    """Whether only deterministic algorithms are allowed."""
 
     @classmethod
     def here(cls, device: str, model: nn.Module, **run: bool | int) -> Capabilities:
@@ -69,12 +72,11 @@ def _supports_bf16(device: str) -> bool:
 
 
 class Choice(NamedTuple):
-    """An option that `auto` enables or leaves disabled, and the reason."""
+    """An option that `auto` enables or leaves disabled, the reason, and the value of the option in the plan."""
 
     option: str
     reason: str
     value: Any = None
-    """Value of the option in the plan."""
     enabled: bool = True
 
 

@@ -21,9 +21,9 @@ __all__ = ["CompileReport", "explain_failure", "failed_line", "limit_cause"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+# Expected number of recompiles per function: one each for validation, a smaller last batch, different heights and
+# different widths.
 _EXPECTED_RECOMPILES = 4
-"""Expected number of recompiles per function: one each for validation, a smaller last batch, different heights and
-different widths."""
 
 
 def explain_failure(error: BaseException) -> str:

@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
-from slipstream.dist.collectives import all_reduce
 from slipstream.model.blocks import find_blocks
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.sharding import is_sharded
@@ -34,13 +33,13 @@ from slipstream.step.dynamo import capture_config, captured_code, changed_object
 from slipstream.step.leaves import clone_tensors, leaves_of
 from slipstream.step.parts import StepPart
 from slipstream.step.replay import CapturedGraph, Recording
+from slipstream.step.sync import any_rank
 from slipstream.step.verification import NotCapturedError, WrongNumbersError, run_captured
 
 __all__ = ["Verifier", "compile_model"]
 
 Warn = Callable[[str], None]
-_MAX_FRUITLESS = 8
-"""Maximum number of repeated calls without a new graph."""
+_MAX_FRUITLESS = 8  # maximum number of repeated calls without a new graph
 
 
 def compile_model(
@@ -318,9 +317,8 @@ class _CompiledCall:
             kind.info(f"The compiled code of {kind.name} is not verified, because its parameters are sharded")
         if not kind.verifies or (grad and not kind.verifier.attached):
             return self._compile(signature, args, kwargs)
-        if (
-            torch._C._current_graph_task_id() != -1 or kind.pending is not None
-        ):  # recomputation in a backward pass
+        # A backward pass is active if this call is a recomputation.
+        if torch._C._current_graph_task_id() != -1 or kind.pending is not None:
             return self.module._call_impl(*args, **kwargs)
         recording = Recording(self.module, args, kwargs)
         result = recording.run(args, kwargs)
@@ -371,9 +369,8 @@ class Verifier(StepPart):
     def __init__(self) -> None:
         self.kinds: list[_Kind] = []
         self.attached = False
-        self._attempts = (
-            0  # with several ranks, the number of updates in which the ranks have looked for calls
-        )
+        # With several ranks, the number of updates in which the ranks have looked for calls.
+        self._attempts = 0
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Repeat the recorded calls."""
@@ -392,21 +389,15 @@ class Verifier(StepPart):
             return
         ready = [kind.is_ready(params) for kind in kinds]
         if several:
-            ready, self._attempts = _on_all_ranks(ready), self._attempts + 1
+            self._attempts += 1
+            ready = [not other for other in any_rank([not own for own in ready], default_device())]
             for kind, yes in zip(kinds, ready, strict=True):
                 kind.pending = kind.pending if yes else None
         failures = [kind.verify() if yes else None for kind, yes in zip(kinds, ready, strict=True)]
         if several and any(ready):
-            equal = _on_all_ranks([failure is None for failure in failures])
+            failed = any_rank([failure is not None for failure in failures], default_device())
             other = WrongNumbersError("on another rank", compiler=True)
-            failures = [own or (None if yes else other) for own, yes in zip(failures, equal, strict=True)]
+            failures = [own or (other if yes else None) for own, yes in zip(failures, failed, strict=True)]
         for kind, failure in zip(kinds, failures, strict=True):
             if failure is not None:
                 kind.give_up(failure)
-
-
-def _on_all_ranks(flags: Sequence[bool]) -> list[bool]:
-    """Return, for each flag, whether it is set on all ranks."""
-    values = torch.tensor(flags, dtype=torch.float32, device=default_device())
-    all_reduce(values, "min")
-    return [value > 0 for value in values.tolist()]

@@ -20,14 +20,14 @@ _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
 _VIEW, _RESHAPE = _ATEN.view.default, _ATEN.reshape.default
 _CHANNELS_LAST, _CONTIGUOUS = torch.channels_last, torch.contiguous_format
+# Operators whose results depend on the strides of their operands.
 _STRIDE_DEPENDENT = {
     _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
     _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
 }  # fmt: skip
-"""Operators whose results depend on the strides of their operands."""
 _GROUP_NORMS = {_ATEN.native_group_norm.default, _ATEN.native_group_norm_backward.default}
+# A convolution uses the contiguous format if its ratio of weight to activation elements exceeds this number.
 _MAX_WEIGHT_RATIO = 8
-"""A convolution uses the contiguous format if its ratio of weight to activation elements exceeds this number."""
 
 
 class LayOutConvolutions(CustomGraphPass):
@@ -192,9 +192,8 @@ class _Layouts:
 
 def _needs_eager_strides(node: fx.Node) -> bool:
     target = node.target
-    if node.meta.get(
-        "unbacked_bindings"
-    ):  # for `item` and masks, `_update_strides` would create a different symbol
+    # For `item` and masks, `_update_strides` would create a different symbol.
+    if node.meta.get("unbacked_bindings"):
         return True
     if target is operator.getitem:
         return False

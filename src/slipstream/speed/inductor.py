@@ -112,10 +112,10 @@ class SendEarly(CustomGraphPass):
         return "slipstream.send_early.1"
 
 
+# Inductor options for a step that averages gradients across processes.
 OVERLAP_OPTIONS = {
     # If enabled, the `reorder` options move the weight gradients, and therefore the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),
 }
-"""Inductor options for a step that averages gradients across processes."""

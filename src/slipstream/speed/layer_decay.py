@@ -23,8 +23,8 @@ from slipstream.typecheck import Rule
 __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors"]
 
 _KEY = "layer_decay"
+# Optimizers whose update is not proportional to the learning rate, or whose state contains weights.
 _UNSUPPORTED = re.compile("Adafactor|Rprop|ASGD|LBFGS|Lookahead|.*ScheduleFree")
-"""Optimizers whose update is not proportional to the learning rate, or whose state contains weights."""
 
 
 @dataclass(frozen=True)

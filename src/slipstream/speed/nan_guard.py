@@ -58,12 +58,13 @@ class SkipNonFinite(StepPart):
     """
 
     nonfinite: Tensor
-    reads_itself = False
-    """Whether the part calls `read` every `max_skipped` batches; in a Runner, its hook calls `read`."""
+    reads_itself = (
+        False  # whether the part calls `read` every `max_skipped` batches; in a Runner, its hook does
+    )
 
     def __init__(self, model: nn.Module, device: torch.device, max_skipped: PositiveInt = 50) -> None:
+        # The number of updates skipped since the last `read`, and the number of consecutive skipped updates.
         self.skips = torch.zeros(2, dtype=torch.int64, device=device)
-        """The number of updates skipped since the last `read`, and the number of consecutive skipped updates."""
         self.nonfinite = torch.zeros(1, device=device)
         self.max_skipped = max_skipped
         self._model, self._batches = model, 0
@@ -77,9 +78,7 @@ class SkipNonFinite(StepPart):
             buffers = dict(self._model.named_buffers())
             kinds: dict[Any, list[str]] = {}
             for name, buffer in buffers.items():
-                if (
-                    torch._debug_has_internal_overlap(buffer) != 1
-                ):  # an expanded buffer cannot change in place
+                if torch._debug_has_internal_overlap(buffer) != 1:  # expanded buffers cannot change in place
                     kinds.setdefault((buffer.dtype, buffer.device), []).append(name)
             self._saved = [(names, _flat(buffers[name] for name in names)) for names in kinds.values()]
 

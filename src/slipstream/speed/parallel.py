@@ -19,12 +19,15 @@ _SHARDED = "MMFullyShardedDataParallel"
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Options of the model wrapper in a run with several processes."""
+    """Options of the model wrapper in a run with several processes.
+
+    Attributes:
+        kind: `ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config.
+        wrapper: the wrapper's configuration, as in MMEngine's `model_wrapper_cfg`; the default `type` is DDP.
+    """
 
     kind: str
-    """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""
     wrapper: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The wrapper's configuration, as in MMEngine's `model_wrapper_cfg`; the default `type` is DDP."""
 
     @property
     def sharded(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,10 +19,10 @@ __all__ = [
     "tf32",
 ]  # fmt: skip
 
+# The precision of a step; `fp32` leaves torch's settings unchanged.
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-"""The precision of a step; `fp32` leaves torch's settings unchanged."""
+# The autocast dtypes; `fp8` uses bfloat16 outside float8 matrix products.
 AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""The autocast dtypes; `fp8` uses bfloat16 outside float8 matrix products."""
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 _FP8_TILE = 16  # sizes in float8 matrix products must be multiples of this number
 
@@ -109,17 +109,13 @@ def avoid_incorrect_kernels(model: nn.Module) -> None:
             continue
         if not isinstance(module._conv_forward, partial):  # the model may be prepared several times
             sizes = module.stride, module.kernel_size
-            module._conv_forward = partial(_convolve, module._conv_forward, *sizes)  # type: ignore[method-assign]
+            module._conv_forward = partial(_convolve, module._conv_forward, sizes)  # type: ignore[method-assign]
 
 
 def _convolve(
-    forward: Any,
-    stride: tuple[int, ...],
-    kernel: tuple[int, ...],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    forward: Any, sizes: Sequence[tuple[int, ...]], input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
+    stride, kernel = sizes
     size = input.shape[-len(stride) :]
     narrow = size[-1] < stride[-1]
     if narrow or (len(size) == 3 and (kernel[0] > size[0] or kernel[1] > size[1])):

@@ -58,10 +58,7 @@ class SharpnessAware(StepPart):
         self.scaled = dict.fromkeys(p for name, p in named_params if "weight" in name.rpartition(".")[2])
 
     def gradients(
-        self,
-        params: Sequence[nn.Parameter],
-        compute: Callable[[], list[Tensor]],
-        first: list[Tensor],
+        self, params: Sequence[nn.Parameter], compute: Callable[[], list[Tensor]], first: list[Tensor]
     ) -> list[Tensor]:
         """Return the gradients at the perturbed weights, and restore weights and buffers."""
         buffers = [

@@ -18,8 +18,8 @@ from slipstream.step import CompiledStep, EagerStep, Step
 
 __all__ = ["ModelLosses", "StepSpec", "build_step", "compiled_scope"]
 
+# Type of `losses(module, inputs)`, which returns the loss to minimize and the values to log.
 ModelLosses = Callable[[nn.Module, Any], tuple[Tensor, dict[str, Tensor]]]
-"""Type of `losses(module, inputs)`, which returns the loss to minimize and the values to log."""
 
 
 class StepSpec(NamedTuple):
@@ -42,10 +42,7 @@ class StepSpec(NamedTuple):
 
 
 def build_step(
-    spec: StepSpec,
-    plan: SpeedPlan,
-    warn: Callable[[str], None],
-    info: Callable[[str], None] = lambda _: None,
+    spec: StepSpec, plan: SpeedPlan, warn: Callable[[str], None], info: Callable[[str], None] = lambda _: None
 ) -> Step:
     """Return the step for a plan. If `compile` is enabled without a `scope`, the step is a single graph if possible.
 

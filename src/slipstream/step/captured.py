@@ -50,12 +50,11 @@ _GLOBAL_HOOKS = (
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _PARAMS = itemgetter("params")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_FEW_BATCHES = 2
-"""A graph that is used for at most this many batches is not worth compiling."""
+_FEW_BATCHES = 2  # a graph that is used for at most this many batches is not worth compiling
 _VALUES = methodcaller("values")
 
+# The arguments of a step: the inputs, the accumulated gradients, and whether the batch ends a window.
 Arguments = tuple[Any, GradBuffers, bool]
-"""The arguments of a step: the inputs, the accumulated gradients, and whether the batch ends a window."""
 
 
 class Capture:
@@ -67,20 +66,29 @@ class Capture:
         optim: the optimizer wrapper.
         params: the parameters that receive a gradient.
         allow_update_inside: whether the graph may contain the optimizer step.
+
+    Attributes:
+        step: the function that Dynamo captures.
+        run: runs the compiled step.
+        uncompiled: runs the step with torch's kernels.
+        direct: calls the compiled code without Dynamo, if possible.
+        cuda_graphs: replays direct calls as CUDA graphs.
+        has_graphs: whether a graph was captured; its compilation may have failed.
+        adds_gradients: whether the graph adds the gradients of a batch to `p.grad`.
+        keeps_gradients: whether the graph reads and writes `p.grad`.
+        last_code: the compiled code of the last call.
+        verified: kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an
+            accumulation window, and False for all other batches.
+        accepted: the code that has computed the numbers of the eager step.
+        uses: number of batches since the last graph of each kind was captured.
     """
 
     step: Callable[..., Outputs]
-    """The function that Dynamo captures."""
     run: Callable[..., Outputs]
-    """Runs the compiled step."""
     uncompiled: Callable[..., Outputs]
-    """Runs the step with torch's kernels."""
     direct: DirectCalls
-    """Calls the compiled code without Dynamo, if possible."""
     cuda_graphs: CudaGraphs | None
-    """Replays direct calls as CUDA graphs."""
     has_graphs = False
-    """Whether a graph was captured; its compilation may have failed."""
 
     def __init__(
         self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], allow_update_inside: bool
@@ -96,18 +104,11 @@ class Capture:
         contains_update = allow_update_inside and can_trace(optim.optimizer)
         self.update = GraphUpdate(optim.optimizer, params) if contains_update else None
         self.adds_gradients = optim.accumulative_counts > 1 or optim.overrides_zero_grad
-        """Whether the graph adds the gradients of a batch to `p.grad`."""
         self.keeps_gradients = self.adds_gradients or self.update is None
-        """Whether the graph reads and writes `p.grad`."""
         self.last_code: Any = None
-        """The compiled code of the last call."""
         self.verified: set[bool] = set()
-        """Kinds of batches whose graph is verified on all ranks. The kind is True for the last batch of an accumulation
-        window, and False for all other batches."""
         self.accepted: set[GraphCode] = set()
-        """The code that has computed the numbers of the eager step."""
         self.uses: Counter[bool] = Counter()
-        """Number of batches since the last graph of each kind was captured."""
         self._wasted = 0
         self._hooked = is_hooked(optim.optimizer)
         self._owned = list(optim.parameters())
@@ -124,12 +125,7 @@ class Capture:
             return "the number of accumulated batches"
         groups = optimizer.param_groups
         owned = list(chain.from_iterable(map(_PARAMS, groups)))
-        if (
-            len(groups) != len(self._groups)
-            or len(owned) != len(self._owned)
-            or not all(map(is_, groups, self._groups))
-            or not all(map(is_, owned, self._owned))
-        ):
+        if not (_same(groups, self._groups) and _same(owned, self._owned)):
             return "the parameter groups"
         # A graph is captured only if no parameter has a hook, so any hook is a change. Removing a hook leaves an
         # empty dict.
@@ -264,6 +260,10 @@ class Capture:
             )
 
 
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
 def check_batch(inputs: Any) -> None:
     """Check for tensors that the compiled step does not support.
 
@@ -281,15 +281,17 @@ def check_batch(inputs: Any) -> None:
 
 
 class Shapes:
-    """Selects batches that use a graph: those with the first batch's shapes, and other batches if they are frequent."""
+    """Selects batches that use a graph: those with the first batch's shapes, and other batches if they are frequent.
+
+    Attributes:
+        varies: whether the shapes of the latest batch differ from those of the first batch.
+        failed: whether a graph for other shapes than those of the first batch has failed.
+    """
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None
         self._steps = self._others = 0
-        self.varies = False
-        """Whether the shapes of the latest batch differ from those of the first batch."""
-        self.failed = False
-        """Whether a graph for other shapes than those of the first batch has failed."""
+        self.varies = self.failed = False
 
     def should_use_graph(self, leaves: Sequence[Any]) -> bool:
         """Count a batch with these leaves, and return whether it should use a graph."""
@@ -338,7 +340,7 @@ class DirectCalls:
         if not self._calls:
             return None
         current = list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
-        if len(current) != len(self._known_tensors) or not all(map(is_, current, self._known_tensors)):
+        if not _same(current, self._known_tensors):
             # Discard all calls, so that the next call uses Dynamo.
             self._known_tensors, self._calls = current, []
             return None
@@ -413,20 +415,23 @@ class DirectCalls:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A direct call to the compiled code of a graph, with the positions of inputs and outputs."""
+    """A direct call to the compiled code of a graph, with the positions of inputs and outputs.
+
+    Attributes:
+        shared: pairs of argument positions that must contain the same tensor, because the code may read either
+            position. The guards do not check tensors that the step does not read.
+        one_device: whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA
+            graph does not read the current values of host tensors.
+    """
 
     code: GraphCode
     structure: Any
     fixed: list[Any]
     positions: list[tuple[int, int]]
     shared: list[tuple[int, int]]
-    """Pairs of argument positions that must contain the same tensor, because the code may read either position. The
-    guards do not check tensors that the step does not read."""
     logs: dict[str, int]
     finite: int | None
     one_device: bool
-    """Whether all inputs are on one device. Otherwise, the call is not replayed, because replaying a CUDA graph does
-    not read the current values of host tensors."""
 
     def run(self, tensors: Sequence[Tensor]) -> Outputs:
         """Run the code with the argument tensors that it reads, in the order of `positions`."""

@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType
@@ -26,6 +26,11 @@ __all__ = [
 _LOG_NAME = re.compile(r"(debug|info|warn|error|critical|exception|fatal|log)(?!ger)")
 _RANDOM_NAME = re.compile(
     r"dropout|rand|bernoulli|normal_?$|multinomial|poisson|attention|rrelu|exponential_|uniform_|cauchy_|geometric_"
+)
+
+# The sources of guards that never fail: the step's update, its own classes and functions, and builtins.
+_CONSTANT = re.compile(
+    r"function\.update\.|(dict\()?type\(function(\.update)?\)|G\['__(builtins_dict|import_slipstream_dot_step_dot)"
 )
 
 
@@ -134,6 +139,12 @@ def check_traced() -> None:
             "torch.compile is disabled, or an active TorchDispatchMode does not support it; enable torch.compile, or "
             "exit the mode"
         )
+
+
+def needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Return, for each guard of a captured step, whether it is needed; guards cost time in each step."""
+    tensors = ("TENSOR_MATCH", "DUPLICATE_INPUT")
+    return [guard.guard_type in tensors or not _CONSTANT.match(guard.name) for guard in guards]
 
 
 def check_random() -> None:

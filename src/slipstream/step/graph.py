@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +23,14 @@ from slipstream.step.dynamo import (
     capture_config,
     check_random,
     check_traced,
+    needed_guards,
     prepare_step_graph,
     side_effects,
 )
 from slipstream.step.function import CompiledStep, EagerStep, GradBuffers, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
-from slipstream.step.parts import trained_params
-from slipstream.step.sync import GradientSync
+from slipstream.step.parts import has_gradients, trained_params
+from slipstream.step.sync import GradientSync, any_rank
 from slipstream.step.update import can_trace, has_state, infer_trained
 from slipstream.step.verification import (
     GraphCode,
@@ -44,25 +46,31 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphStep", "Phase"]
 
+# Maximum number of times that the graph may be invalidated; the same as torch's recompile limit.
 _MAX_REBUILDS = 8
-"""Maximum number of times that the graph may be invalidated; the same as torch's recompile limit."""
+# After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph.
 _MAX_SETTING_CHANGES = 2
-"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
+
+_NUMBERS = count(1)
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class Phase(Enum):
-    """The phases of a compiled step. Only `GraphStep._enter` changes the phase."""
+    """The phases of a compiled step. Only `GraphStep._enter` changes the phase.
+
+    - RECORD: train eagerly until an update has created the optimizer's state, and record the parameters with a
+      gradient.
+    - CAPTURE: the trained parameters are known; capture the step with the next batch.
+    - RUN: the step is captured. Each new graph is compiled, verified with one batch, and runs from the next batch on.
+    - EAGER: train eagerly, because the step could not be captured, is too expensive to compile, or computes wrong
+      numbers.
+    """
 
     RECORD = auto()
-    """Train eagerly until an update has created the optimizer's state, and record the parameters with a gradient."""
     CAPTURE = auto()
-    """The trained parameters are known; capture the step with the next batch."""
     RUN = auto()
-    """The step is captured. Each new graph is compiled, verified with one batch, and runs from the next batch on."""
     EAGER = auto()
-    """Train eagerly, because the step could not be captured, is too expensive to compile, or computes wrong numbers."""
 
 
 @dataclass(eq=False)
@@ -157,11 +165,8 @@ class GraphStep(CompiledStep):
         # Train eagerly if anomaly detection or saved-tensor hooks are active, or if the update includes gradients that
         # the user has set.
         uses_engine = torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if (self.sync is None and uses_engine) or (
-            optim.accumulation.counts == 1
-            and not optim.overrides_zero_grad
-            and any(p.grad is not None for group in optim.optimizer.param_groups for p in group["params"])
-        ):
+        replaces = optim.accumulation.counts == 1 and not optim.overrides_zero_grad
+        if (self.sync is None and uses_engine) or (replaces and has_gradients(optim.parameters())):
             return self.eager.train(inputs)
         return self._run(inputs, leaves, structure)
 
@@ -265,12 +270,17 @@ class GraphStep(CompiledStep):
             check_traced()
             return function.run(inputs, grad_buffers, ends_window)
 
-        # PyTorch counts recompiles per code object, so give each step its own code object.
-        step.__code__ = step.__code__.replace()
+        # PyTorch counts recompiles per code object, and makes a size dynamic if it differs from the size in another
+        # function with the same name and line, so give each step its own code object and name.
+        step.__code__ = step.__code__.replace(co_name=f"step_{next(_NUMBERS)}")
         own = weakref.proxy(self)  # torch never releases a backend
         captured.step, captured.uncompiled = step, function.run
         captured.run = torch.compile(
-            step, fullgraph=True, backend=lambda graph, args: own._compile(graph, args), dynamic=self.dynamic
+            step,
+            fullgraph=True,
+            backend=lambda graph, args: own._compile(graph, args),
+            dynamic=self.dynamic,
+            options={"guard_filter_fn": needed_guards},
         )
         captured.direct = DirectCalls(step, self.model, captured.own_tensors())
         captured.cuda_graphs = None if self.cuda_graphs is None else self.cuda_graphs()
@@ -437,7 +447,7 @@ class GraphStep(CompiledStep):
         """Return, for each flag, whether it is set on any rank."""
         if self.sync is None:
             return list(flags)
-        return self.sync.any_rank(flags, next(self.optim.parameters()).device)
+        return any_rank(flags, next(self.optim.parameters()).device)
 
     # ---- failures ---------------------------------------------------------------------------------------
 

@@ -23,10 +23,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:  # a rank's shards can be empty
         return torch.ones((), dtype=torch.bool, device=device)
     if torch.compiler.is_compiling():  # inductor fuses these operations into a few kernels
-        return torch.isfinite(
-            torch.stack([x.abs().amax().float() for x in tensors])
-        ).all()  # amax propagates NaN
-    largest = torch._foreach_norm(tensors, torch.inf)  # so does this norm
+        # `amax` propagates NaN, and so does the norm below.
+        return torch.isfinite(torch.stack([x.abs().amax().float() for x in tensors])).all()
+    largest = torch._foreach_norm(tensors, torch.inf)
     return torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
 
 

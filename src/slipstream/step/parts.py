@@ -29,25 +29,25 @@ class StepPart:
     3. `before_update`, `after_update`: at the end of an accumulation window, around `optimizer.step()`.
     4. `after_batch`: after each batch.
     5. `count_batch`: on the host, after each completed batch.
+
+    Attributes:
+        needs_previous: whether `after_update` receives copies of the parameters before the update.
+        on_host: whether `after_batch` must run on the host, outside a compiled step.
+        replaces_gradients: whether `gradients` is overridden.
+        nonfinite: a one-element tensor that is not 0 if a loss of the accumulation window was not finite. If it is
+            set, the update is skipped in this case, and if a gradient is not finite.
+        max_norm: the norm above which the part changes all gradients.
+        limit: `max_norm` as a number that graphs read. Graphs are also verified with a lower and a higher number.
+        implements: the names of the methods that the class overrides; the step calls only these.
     """
 
     needs_previous: bool = False
-    """Whether `after_update` receives copies of the parameters before the update."""
     on_host: bool = False
-    """Whether `after_batch` must run on the host, outside a compiled step."""
     replaces_gradients: bool = False
-    """Whether `gradients` is overridden."""
     nonfinite: Tensor | None = None
-    """A one-element tensor that is not 0 if a loss of the accumulation window was not finite. If it is set, the update
-    is skipped in this case, and if a gradient is not finite."""
-
     max_norm: float | None = None
-    """The norm above which the part changes all gradients."""
     limit: HostNumber | None = None
-    """`max_norm` as a number that graphs read. Graphs are also verified with a lower and a higher number."""
-
     implements: frozenset[str] = frozenset()
-    """The names of the methods that the class overrides; the step calls only these."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

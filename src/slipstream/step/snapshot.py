@@ -26,8 +26,8 @@ __all__ = ["RandomState", "Reachable", "Snapshot", "version_of"]
 
 _CONTAINERS = (dict, list, deque, set)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Packages whose objects, except containers, do not contain the user's state.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
-"""Packages whose objects, except containers, do not contain the user's state."""
 _STRUCTURE = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")
 _DATA = (int, float, complex, str, tuple, type(None), Tensor, np.ndarray, *_CONTAINERS)
 

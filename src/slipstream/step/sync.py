@@ -9,11 +9,11 @@ from torch import Tensor
 
 from slipstream.dist import all_reduce, traceable_sum
 
-__all__ = ["GradientSync"]
+__all__ = ["GradientSync", "any_rank"]
 
+# Minimum size of a bucket, except for the last bucket of each dtype. As in DDP, it is large enough for full bandwidth,
+# and small enough to overlap communication with the backward pass.
 _BUCKET_BYTES = 25 * 2**20
-"""Minimum size of a bucket, except for the last bucket of each dtype. As in DDP, it is large enough for full bandwidth,
-and small enough to overlap communication with the backward pass."""
 
 
 class GradientSync:
@@ -45,11 +45,12 @@ class GradientSync:
                 means[i] = part.view(grads[i].shape).to(grads[i].dtype)
         return [means[i] for i in range(len(grads))]
 
-    def any_rank(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return, for each flag, whether it is set on any rank; the call waits for all ranks."""
-        counts = torch.tensor(flags, dtype=torch.float32, device=device)
-        all_reduce(counts, "sum")
-        return [count > 0 for count in counts.tolist()]
+
+def any_rank(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Return, for each flag, whether it is set on any rank; the call waits for all ranks."""
+    counts = torch.tensor(flags, dtype=torch.float32, device=device)
+    all_reduce(counts, "sum")
+    return [count > 0 for count in counts.tolist()]
 
 
 def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:

@@ -34,14 +34,12 @@ __all__ = [
 
 _LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
-_TOLERANCE_MULTIPLE = 4.0
-"""Tolerated distance from the float64 result, as a multiple of the captured graph's rounding error."""
-_MIN_TOLERANCE = 3e-5
-"""Relative errors below this value are always tolerated."""
-_PERTURBATION = 16
-"""Relative perturbation of the weights, as a multiple of the machine epsilon."""
-_TOLERANCE_WITHOUT_REFERENCE = 0.2
-"""Tolerated relative error if the float64 reference is not available."""
+_TOLERANCE_MULTIPLE = (
+    4.0  # tolerated distance from float64, as a multiple of the captured graph's rounding error
+)
+_MIN_TOLERANCE = 3e-5  # relative errors below this value are always tolerated
+_PERTURBATION = 16  # relative perturbation of the weights, as a multiple of the machine epsilon
+_TOLERANCE_WITHOUT_REFERENCE = 0.2  # tolerated relative error if the float64 reference is not available
 
 
 class NotCapturedError(SlipstreamError, RuntimeError):
@@ -84,8 +82,7 @@ class VerificationNeeded(BaseException):
     def __init__(self, code: GraphCode, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.code, self.inputs = code, inputs
-        self.grad_buffers: list[Tensor] = []
-        """The inputs that contain the accumulation window's gradients."""
+        self.grad_buffers: list[Tensor] = []  # the inputs that contain the accumulation window's gradients
 
 
 @dataclass(eq=False)
