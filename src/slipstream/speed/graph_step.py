@@ -19,6 +19,7 @@ from slipstream.speed.compile import Backend, CompileOptions
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.compiled_modules import compile_model
 from slipstream.speed.inductor import OVERLAP_OPTIONS
+from slipstream.speed.small_steps import compile_step
 from slipstream.step import EagerStep
 from slipstream.step.cuda_graph import CudaCapture, CudaGraphs
 from slipstream.step.dynamo import why_not_recomputed
@@ -96,7 +97,7 @@ def build_graph_step(
         model=core,
         optim=spec.optim,
         eager=eager,
-        backend=backend,
+        backend=partial(compile_step, backend, info) if options.backend == "inductor" else backend,
         recover=recover,
         sync=_sync(spec.model),
         verify=options.verify,
