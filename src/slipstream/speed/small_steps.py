@@ -66,7 +66,6 @@ def _compile(backend: Backend, graph: fx.GraphModule, inputs: Sequence[Any]) -> 
 
     def compile_inner(traced: fx.GraphModule, fakes: Sequence[Any], **kwargs: Any) -> Any:
         convolves = any("convolution" in str(node.target) for node in traced.graph.nodes)
-        code: Any = compile_fx_inner(traced, fakes, **kwargs)
         meta: Any = torch._guards.TracingContext.get().fw_metadata
         converts = (
             meta.num_mutated_inp_runtime_indices + meta.num_outputs_aliased + meta.num_intermediate_bases
@@ -76,6 +75,7 @@ def _compile(backend: Backend, graph: fx.GraphModule, inputs: Sequence[Any]) -> 
                 "its inputs or outputs share memory, or autocast is enabled around the step"
             )
         changed = meta.mutated_graph_handled_indices_seen_by_autograd
+        code: Any = compile_fx_inner(traced, fakes, **kwargs)
         run, without = _direct(code, changed, True), _direct(code, changed, False)
         found.append(without if convolves and _is_slower(run, without, code, fakes) else run)
         return code
