@@ -41,7 +41,7 @@ NAMES = {
     "segformer_b0": "SegFormer-B0",
     "ddrnet_23_slim": "DDRNet-23-slim",
 }
-SEGMENTATION_LOSSES = ("segmentation_losses", "segmentation_losses_crops")
+SEGMENTATION_LOSSES = ("segmentation_losses", "segmentation_losses_crops", "segmentation_losses_compiled")
 LOADERS = {"own data set": "custom dataset"}
 """Maps the labels of data loaders in older results to their current names."""
 TWO_PROCESSES = "Tiny networks in two gloo processes (the loop uses DDP)"
