@@ -111,7 +111,7 @@ class LocalVisBackend(BaseVisBackend):
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._append(self.scalar_save_file, line)
         if file_path is not None:
-            self._append(_with_suffix(file_path, ".json", "file_path"), line)
+            self._append(file_path, line)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Write `<img_save_dir>/<name>_<step>.png`."""
@@ -138,9 +138,10 @@ class LocalVisBackend(BaseVisBackend):
 
     def _file(self, name: str) -> TextIO:
         if name not in self._files:
+            path = self.save_dir / _with_suffix(name, ".json", "file_path")
             self.save_dir.mkdir(parents=True, exist_ok=True)
             # Line buffering keeps the file complete up to the last line, even if the run is killed.
-            self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
+            self._files[name] = path.open("a", buffering=1, encoding="utf-8")
         return self._files[name]
 
 

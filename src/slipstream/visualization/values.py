@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in `values` as floats, including 0-dim arrays and tensors."""
-    numbers = {}
-    for name, value in values.items():
-        plain = _plain(value)
-        if isinstance(plain, int | float):
-            numbers[name] = float(plain)
-    return numbers
+    plain = {name: _plain(value) for name, value in values.items()}
+    return {name: float(value) for name, value in plain.items() if isinstance(value, int | float)}
 
 
 def as_json(values: Mapping[str, Any]) -> str:
