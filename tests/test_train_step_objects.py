@@ -43,6 +43,11 @@ def test_window_equals_one_large_batch(options, more):
     assert_equal(train(**options, **more), from_whole_windows())
 
 
+@BOTH
+def test_window_without_parts_equals_one_large_batch(options):
+    assert_equal(train(clip_grad=None, **options), from_whole_windows(float("inf")))
+
+
 def test_float16_skips_no_more_updates_for_large_numbers():
     def large(scores, targets):
         losses = mean_loss(scores, targets)

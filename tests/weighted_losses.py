@@ -37,7 +37,7 @@ def mean_loss(scores, targets):
     return {"loss": loss, "averaged_over": number}
 
 
-def from_whole_windows():
+def from_whole_windows(clip=CLIP):
     """Train on each window as one batch, with a plain loop, and return the weights."""
     model, data = net(), batches()
     optimizer = sgd(model)
@@ -45,7 +45,7 @@ def from_whole_windows():
         inputs, targets = (torch.cat(parts) for parts in zip(*data[start : start + WINDOW], strict=True))
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets, ignore_index=-100).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return model.state_dict()
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree
 
 from slipstream.errors import DataError, LossError
@@ -207,7 +208,11 @@ def _is_marked(module: Any) -> bool:
     forward = getattr(type(module), "forward", None)
     if not getattr(forward, "supports_low_resolution", False):
         return False
-    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        torch_module._global_forward_hooks, torch_module._global_backward_hooks,
+    )  # fmt: skip
+    return not ("forward" in vars(module) or any(hooks))
 
 
 # ---- interpolation ------------------------------------------------------------------------------------------

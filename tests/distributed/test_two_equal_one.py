@@ -81,7 +81,7 @@ def segmentation():
 
 
 SGD, MODERATE_SGD, SLOW_SGD = (dict(type="SGD", lr=lr, momentum=0.9) for lr in (0.02, 1e-3, 2e-5))
-ADAMW, SLOW_ADAMW = dict(type="AdamW", lr=1e-3), dict(type="AdamW", lr=1e-4, eps=1e-5)
+ADAMW, SLOW_ADAMW = dict(type="AdamW", lr=1e-3), dict(type="AdamW", lr=2e-5, eps=1e-5)
 PIXELS, DOUBLE = dict(pixels=True), dict(dtype=torch.float64)
 EXACT, CLOSE = 1e-8, 1e-6
 CASES = {

@@ -1,6 +1,8 @@
 """Training runs of the matrix with a Runner, and detection of active options."""
 
 import traceback
+from itertools import pairwise
+from statistics import median_low
 
 import torch
 from matrix_by_hand import STOP
@@ -88,9 +90,10 @@ class Record(Hook):
 
     def before_train(self, runner):
         self.first, self.weights = runner.iter, _copies(runner.model)
-        self.earlier = getattr(self.backend, "losses", None)
+        self.calls = [self._calls(runner)]
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.calls.append(self._calls(runner))
         self.logs.append({name: value.to("cpu", copy=True) for name, value in outputs.items()})
         group = runner.optim_wrapper.param_groups[0]
         self.groups.append((group["lr"], group.get("momentum", group.get("betas"))))
@@ -103,14 +106,17 @@ class Record(Hook):
     def seen(self, name):
         return {float(logs[name]) for logs in self.logs if name in logs}
 
-    def passes(self, core):
-        """Return the number of forward passes per batch, rounded down, or None if the backend does not count them.
+    def _calls(self, runner):
+        return CALLS.get(unwrap_model(runner.model), 0) + getattr(self.backend, "losses", 0)
 
-        New graphs are verified on the inputs of a batch, which adds a few forward passes.
+    def passes(self):
+        """Return the number of forward passes of a batch, or None if the backend does not count them.
+
+        This is the median over the batches, because the verification of new graphs adds forward passes to a few.
         """
-        if self.earlier is None:
+        if not hasattr(self.backend, "losses"):
             return None
-        return (CALLS.get(core, 0) + self.backend.losses - self.earlier) // len(self.logs)
+        return median_low(after - before for before, after in pairwise(self.calls))
 
 
 def _copies(model):
@@ -225,7 +231,7 @@ def _in_force(runner, record, backend):
         "param groups": len({group["lr"] for group in optim.param_groups}) > 1,
         "scheduler": len(set(record.groups)) > 1,
         "resume": record.first == STOP,
-        "SAM": SharpnessAware in parts and record.passes(core) in (2, None),
+        "SAM": SharpnessAware in parts and record.passes() in (2, None),
         "adaptive clipping": ClipUnits in parts,
         "centralization": CentralizeGradients in parts,
         "layer decay": DecayLayers in parts,

@@ -89,8 +89,8 @@ class Segmentor(Task):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not cls.__module__.startswith("slipstream."):
-            cls._reads_outputs = cls._reads_outputs or not _READERS.isdisjoint(vars(cls))
+        own = (kind for kind in cls.__mro__ if not kind.__module__.startswith("slipstream."))
+        cls._reads_outputs = any(not _READERS.isdisjoint(vars(kind)) for kind in own)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
         """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
@@ -114,7 +114,8 @@ class Segmentor(Task):
 
         They are `Upsampled` if network and loss support it, and only the methods of Slipstream's classes read them.
         """
-        if mode == "tensor" or self._reads_outputs or not exchange_low_resolution(self.network, self.loss):
+        reads = mode == "tensor" or self._reads_outputs or not _READERS.isdisjoint(vars(self))
+        if reads or not exchange_low_resolution(self.network, self.loss):
             return self.network(inputs)
         return self.network(inputs, upsample=False)
 

@@ -322,7 +322,7 @@ class OptimWrapper:
         groups = self.optimizer.param_groups
         if any(group.get("fused") for group in groups):
             self._layouts()
-        needs_gradients = self.parts or self.loss_scale is not None
+        needs_gradients = self.parts or self.loss_scale is not None or self.objects is not None
         params = (
             [p for group in groups for p in group["params"] if p.grad is not None] if needs_gradients else []
         )
