@@ -116,7 +116,8 @@ def readme() -> str:
         others = ", ".join(f"{name} {differences[name]}" for name in ("Accelerate", "MMEngine", "Lightning"))
         rows.append([f"time added to a training step, {NAMES[network]}, {loader}",
                      f"a hand-written loop ({median(loop):.3f} ms)",
-                     f"{differences['Slipstream']} ms; {others}", source("overhead")])  # fmt: skip
+                     f"`accelerate` {differences['Slipstream, accelerate']} ms, Runner {differences['Slipstream']}; "
+                     f"{others}", source("overhead")])  # fmt: skip
     graphs = [
         (
             "one_graph_tiny",
