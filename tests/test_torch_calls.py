@@ -1,29 +1,33 @@
-"""Torch's backward pass and optimizer step without profiler records."""
+"""Torch's backward pass and optimizer step without checks and profiler records."""
 
 import torch
 from torch import nn
 from torch.profiler import profile
 
-from slipstream.torch_calls import run_backward, run_optimizer
+from slipstream.optim import OptimWrapper
+from slipstream.torch_calls import run_optimizer
 
 
 def test_backward_gives_the_gradients_of_torch():
     layer, other = nn.Linear(3, 2), nn.Linear(2, 1)
+    wrapper = OptimWrapper(torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=1.0))
     loss = lambda: other(layer(torch.ones(4, 3))).square().mean()  # noqa: E731
-    run_backward(loss(), inputs=list(layer.parameters()))
+    wrapper.backward(loss(), inputs=list(layer.parameters()))
     assert other.weight.grad is None
     expected = torch.autograd.grad(loss(), list(layer.parameters()))
     for param, grad in zip(layer.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
-    run_backward(loss())
-    assert other.weight.grad is not None
+    wrapper.backward(loss(), inputs=other.weight)  # a tensor
+    wrapper.backward(loss())
+    torch.testing.assert_close(other.weight.grad, 2 * torch.autograd.grad(loss(), other.weight)[0])
 
 
 def test_gradients_of_two_steps_do_not_share_memory():
     first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    run_backward(first.view(()))
+    wrapper = OptimWrapper(torch.optim.SGD([first, second], lr=1.0))
+    wrapper.backward(first.view(()))
     first.grad.mul_(5)
-    run_backward(second.view(()))
+    wrapper.backward(second.view(()))
     assert (first.grad.item(), second.grad.item()) == (5, 1)
 
 

@@ -204,9 +204,13 @@ def exchange_low_resolution(network: Any, loss: Any) -> bool:
     return _is_marked(network) and _is_marked(loss)
 
 
+def reads_low_resolution(module: Any) -> bool:
+    """Return whether the class of a network or a loss supports `Upsampled`."""
+    return getattr(getattr(type(module), "forward", None), "supports_low_resolution", False)
+
+
 def _is_marked(module: Any) -> bool:
-    forward = getattr(type(module), "forward", None)
-    if not getattr(forward, "supports_low_resolution", False):
+    if not reads_low_resolution(module):
         return False
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,

@@ -22,7 +22,7 @@ from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed
 from slipstream.dist.placement import unused_launcher
 from slipstream.errors import CheckpointError, ConfigError, DataError, LossError, ModelError, SlipstreamError
-from slipstream.losses import exchange_low_resolution
+from slipstream.losses import exchange_low_resolution, reads_low_resolution
 from slipstream.model import AveragePart, BaseAveragedModel, EmaOptions, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
@@ -515,7 +515,8 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
     if loss_fn is not None and compute_loss is not None:
         raise ConfigError("loss_fn and compute_loss exclude each other; remove one of them", "compute_loss")
     if loss_fn is not None:
-        return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch, loss_fn)))
+        low = loss_fn if reads_low_resolution(loss_fn) else None
+        return lambda module, batch: _sum(loss_fn(*outputs_and_targets(module, batch, low)))
     if compute_loss is not None:
         return lambda module, batch: _sum(compute_loss(module, batch))
     return _own_loss
@@ -524,12 +525,13 @@ def read_losses(loss_fn: LossFunction | None, compute_loss: BatchLoss | None) ->
 def outputs_and_targets(module: nn.Module, batch: Any, loss_fn: Any = None) -> tuple[Any, Any]:
     """Return the module's outputs for a batch, and the targets, or the whole batch if it is a dict.
 
-    If only `loss_fn` reads the outputs, and both support it, the outputs are `slipstream.losses.Upsampled`.
+    If only `loss_fn`, which reads `slipstream.losses.Upsampled`, reads the outputs, and the module supports it, the
+    outputs are of this type.
 
     Raises:
         DataError: the batch is neither a dict nor a list or tuple of at least two elements.
     """
-    low = exchange_low_resolution(unwrap_model(module), loss_fn)
+    low = loss_fn is not None and exchange_low_resolution(unwrap_model(module), loss_fn)
     options: dict[str, Any] = {"upsample": False} if low else {}
     if isinstance(batch, list | tuple) and len(batch) > 1:
         return module(*batch[:-1], **options), batch[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
 from slipstream.config import options
@@ -26,7 +27,6 @@ from slipstream.step.function import EagerUpdate, finish
 from slipstream.step.losses import AVERAGED_OVER
 from slipstream.step.numerics import HostNumber, LossScale, scale_
 from slipstream.step.parts import StepPart
-from slipstream.torch_calls import run_backward
 from slipstream.typecheck import PositiveInt, Rule, check
 
 _NO_CONTEXT = nullcontext()
@@ -229,13 +229,15 @@ class OptimWrapper:
 
         Args:
             loss: a scalar tensor.
-            averaged_over: the number of objects of which `loss` is the mean (see `weighting`).
+            averaged_over: the number of objects of which `loss` is the mean (see `weight_of`).
             kwargs: arguments for `Tensor.backward`, for example `inputs`.
         """
         for part in self.parts:
             if "after_loss" in part.implements:
                 part.after_loss(loss)
-        self.obtain(self.weighting(averaged_over, loss)(loss), **kwargs)
+        if averaged_over is not None or self.objects is not None:
+            loss = loss * self.weight_of(averaged_over, loss)
+        self.obtain(loss, **kwargs)
         if self.should_update():
             self.finish()
 
@@ -248,13 +250,11 @@ class OptimWrapper:
         self.step()
         self.zero_grad()
 
-    def weighting(
-        self, number: Tensor | None, loss: Tensor, window: HostNumber | None = None
-    ) -> Callable[[Tensor], Tensor]:
-        """Count the objects of which the loss of a batch is the mean, and return the function that weights this loss.
+    def weight_of(self, number: Tensor | None, loss: Tensor, window: HostNumber | None = None) -> Tensor:
+        """Count the objects of which the loss of a batch is the mean, and return the weight of this loss.
 
         At the end of the window, `normalize` divides the gradients by the number of objects in the window, so the
-        update uses the mean over these objects. Without a number, the loss is not weighted.
+        update uses the mean over these objects.
 
         Args:
             number: the number of objects.
@@ -264,8 +264,6 @@ class OptimWrapper:
         Raises:
             LossError: only some batches have a number, or a method that uses it is overridden.
         """
-        if number is None and self.objects is None:
-            return lambda loss: loss
         if number is None or (self.objects is None and not self.begins_window()):
             raise LossError(f"'{AVERAGED_OVER}' is missing in some batches; return it in all or in none")
         if self.objects is None:
@@ -278,14 +276,14 @@ class OptimWrapper:
             self.objects = torch.stack([torch.zeros_like(unit), torch.where(unit > 0, unit, 1)])
         weight = number.detach() * get_world_size() / self.objects[1]
         self.objects[0] += weight / (self.accumulation.size if window is None else window.read())
-        return lambda loss: loss * weight
+        return weight
 
     def normalize(self, grads: list[Tensor]) -> None:
-        """Divide the gradients of a window by its number of objects, averaged over all ranks, if they are weighted."""
-        if self.objects is not None:
-            mean = _mean_over_ranks(self.objects[0])
-            scale_(grads, torch.where(mean > 0, mean, 1).reciprocal())
-            self.objects[0].zero_()
+        """Divide the weighted gradients of a window by its number of objects, averaged over all ranks."""
+        assert self.objects is not None
+        mean = _mean_over_ranks(self.objects[0])
+        scale_(grads, torch.where(mean > 0, mean, 1).reciprocal())
+        self.objects[0].zero_()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
@@ -298,8 +296,20 @@ class OptimWrapper:
         Raises:
             ModelError: at the end of the first accumulation window, none of the optimizer's parameters has a gradient.
         """
-        scale = self.loss_scale
-        run_backward(loss if scale is None else loss * scale.scale.to(loss.device), **kwargs)
+        if (scale := self.loss_scale) is not None:
+            loss = loss * scale.scale.to(loss.device)
+        inputs = kwargs.get("inputs", ())
+        is_plain = type(loss) is Tensor and loss.ndim == 0 and loss.is_floating_point()
+        known = kwargs.keys() <= {"inputs"} and type(inputs) in (list, tuple) and (inputs or not kwargs)
+        if is_plain and known and not torch._C._are_functorch_transforms_active():
+            # This omits torch's checks of the gradient of the loss, which is 1. The gradient of a parameter can be a
+            # view of this tensor, so each call creates its own.
+            start = (torch.ones_like(loss),)
+            _engine_run_backward(
+                (loss,), start, False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+            )
+        else:
+            loss.backward(**kwargs)
         self.accumulation.advance()
         # Before the last batch of a window, FSDP2 does not store the gradients in `p.grad`.
         if not self._trains and self.accumulation.unfinished == 0:
@@ -329,7 +339,8 @@ class OptimWrapper:
         grads = [param.grad for param in params if param.grad is not None]
         update = partial(self._update, **kwargs) if kwargs else self._update
         with torch.no_grad():
-            self.normalize(grads)
+            if self.objects is not None:
+                self.normalize(grads)
             self.logs, finite = finish(params, grads, self.parts, self.loss_scale, update)
             for part in self.parts:
                 if "after_window" in part.implements:

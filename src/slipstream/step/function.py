@@ -92,8 +92,8 @@ class StepFunction(ABC):
     """Whether a part computes the gradients of a batch several times."""
     trained: list[nn.Parameter]
     """The parameters to which the gradients of `obtain` belong."""
+    # The number of batches in the accumulation window, in a graph, which must not treat it as a constant.
     window_size: HostNumber | None = None
-    """The number of batches in the accumulation window, in a graph, which must not treat it as a constant."""
 
     def __init__(self, loss_of: LossOf, optim: OptimWrapper) -> None:
         self.loss_of, self.optim, self.parts = loss_of, optim, optim.parts
@@ -107,11 +107,17 @@ class StepFunction(ABC):
             ends_window: whether the batch is the last of its accumulation window.
         """
         loss, logs = self.losses(inputs)
-        weigh = self.optim.weighting(logs.get(AVERAGED_OVER), loss, self.window_size)
-        grads = self.obtain(weigh(loss), inputs)
+        weight = None
+        if AVERAGED_OVER in logs or self.optim.objects is not None:
+            weight = self.optim.weight_of(logs.get(AVERAGED_OVER), loss, self.window_size)
+        grads = self.obtain(loss if weight is None else loss * weight, inputs)
         for part in self.parts:
             if part.replaces_gradients:
-                again = lambda: self.obtain(weigh(self.losses(inputs)[0]), inputs)  # noqa: E731
+
+                def again() -> list[Tensor]:
+                    loss = self.losses(inputs)[0]
+                    return self.obtain(loss if weight is None else loss * weight, inputs)
+
                 grads = part.gradients(self.trained, again, grads)
         grads = self.accumulate(grads, grad_buffers, ends_window)
         if not ends_window:
@@ -292,7 +298,8 @@ class GraphFunction(StepFunction):
         """Update the weights, unless the optimizer runs after the graph."""
         if self.update is None:
             return {}, None
-        self.optim.normalize(grads)
+        if self.optim.objects is not None:
+            self.optim.normalize(grads)
         return finish(self.trained, grads, self.parts, self.scale, self.update, self.update.state)
 
 

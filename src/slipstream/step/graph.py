@@ -29,7 +29,7 @@ from slipstream.step.dynamo import (
 )
 from slipstream.step.function import CompiledStep, EagerStep, GradBuffers, GraphFunction, LossOf, Outputs
 from slipstream.step.leaves import flatten
-from slipstream.step.parts import has_gradients, trained_params
+from slipstream.step.parts import trained_params
 from slipstream.step.sync import GradientSync, any_rank
 from slipstream.step.update import can_trace, has_state, infer_trained
 from slipstream.step.verification import (
@@ -165,8 +165,9 @@ class GraphStep(CompiledStep):
         # Train eagerly if anomaly detection or saved-tensor hooks are active, or if the update includes gradients that
         # the user has set.
         uses_engine = torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True)
-        replaces = optim.accumulation.counts == 1 and not optim.overrides_zero_grad
-        if (self.sync is None and uses_engine) or (replaces and has_gradients(optim.parameters())):
+        has_grad = any(p.grad is not None for group in optim.optimizer.param_groups for p in group["params"])
+        adds = optim.accumulation.counts > 1 or optim.overrides_zero_grad
+        if (self.sync is None and uses_engine) or (has_grad and not adds):
             return self.eager.train(inputs)
         return self._run(inputs, leaves, structure)
 
@@ -276,12 +277,9 @@ class GraphStep(CompiledStep):
         own = weakref.proxy(self)  # torch never releases a backend
         captured.step, captured.uncompiled = step, function.run
         captured.run = torch.compile(
-            step,
-            fullgraph=True,
-            backend=lambda graph, args: own._compile(graph, args),
-            dynamic=self.dynamic,
+            step, fullgraph=True, backend=lambda graph, args: own._compile(graph, args), dynamic=self.dynamic,
             options={"guard_filter_fn": needed_guards},
-        )
+        )  # fmt: skip
         captured.direct = DirectCalls(step, self.model, captured.own_tensors())
         captured.cuda_graphs = None if self.cuda_graphs is None else self.cuda_graphs()
         self._enter(Phase.RUN, captured.params, captured)

@@ -34,9 +34,8 @@ __all__ = [
 
 _LOWER_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
-_TOLERANCE_MULTIPLE = (
-    4.0  # tolerated distance from float64, as a multiple of the captured graph's rounding error
-)
+# Tolerated distance from the float64 result, as a multiple of the captured graph's rounding error.
+_TOLERANCE_MULTIPLE = 4.0
 _MIN_TOLERANCE = 3e-5  # relative errors below this value are always tolerated
 _PERTURBATION = 16  # relative perturbation of the weights, as a multiple of the machine epsilon
 _TOLERANCE_WITHOUT_REFERENCE = 0.2  # tolerated relative error if the float64 reference is not available
